@@ -30,7 +30,6 @@ import ctypes
 import enum
 import errno
 import functools
-import hashlib
 import itertools
 import logging
 import math
@@ -41,6 +40,7 @@ import stat
 import struct
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
@@ -345,7 +345,7 @@ CARDS = {
 }  # fmt: skip
 
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
-DEAD_TEMPERATURE = 65535.999  # °C: all ones through hwmon's conversion
+DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 
 _BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
@@ -541,29 +541,46 @@ def read_telemetry(chip: Chip) -> Telemetry:
     return parse_telemetry(raw)
 
 
+_HEX_ID = re.compile(r"[0-9A-F]{16}")
+_NO_ID = ("F" * 16, "0" * 16)  # all ones; and what a board without an ID reports, which would make all of them the same
+_WORDS: dict[
+    str, tuple[re.Pattern[str], Collection[str]]
+] = {  # the form that the driver writes, and what means nothing
+    "tt_card_type": (re.compile(r"[a-z][a-z0-9-]{0,40}[a-z0-9]"), ("unknown",)),
+    "tt_serial": (_HEX_ID, _NO_ID),
+    "tt_asic_id": (_HEX_ID, _NO_ID),
+    "tt_fw_bundle_ver": (re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
+}
+_DEAD = {
+    "tt_heartbeat": str(ALL_ONES),
+    "tt_serial": "F" * 16,
+    "tt_asic_id": "F" * 16,
+    "temp1_input": str(DEAD_TEMPERATURE),
+}
+
+
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
 
-    def word(attribute: str, form: str, *never: str) -> str | None:
+    def word(attribute: str) -> str | None:
         text = raw.get(attribute, "")
-        return text if re.fullmatch(form, text) and text not in never else None
+        form, never = _WORDS[attribute]
+        return text if text not in never and form.fullmatch(text) else None
 
     def count(attribute: str) -> int | None:
         number = _number(raw.get(attribute))
         return number if number is not None and 0 <= number < ALL_ONES else None
 
     def celsius(attribute: str) -> float | None:
-        number = _number(raw.get(attribute))
-        return number / 1000 if number is not None and 0 < number / 1000 < DEAD_TEMPERATURE else None
+        millidegrees = _number(raw.get(attribute))
+        return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
 
-    telling = {"tt_heartbeat": str(ALL_ONES), "tt_serial": "F" * 16, "tt_asic_id": "F" * 16, "temp1_input": "65535999"}
-    shown = [raw[attribute] == dead for attribute, dead in telling.items() if attribute in raw]
+    shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
     return Telemetry(
-        # An ID of zeros is what a board without one reports; it would make all such boards the same.
-        card=word("tt_card_type", r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
-        serial=word("tt_serial", r"[0-9A-F]{16}", "F" * 16, "0" * 16),
-        asic_id=word("tt_asic_id", r"[0-9A-F]{16}", "F" * 16, "0" * 16),
-        firmware=word("tt_fw_bundle_ver", r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255"),
+        card=word("tt_card_type"),
+        serial=word("tt_serial"),
+        asic_id=word("tt_asic_id"),
+        firmware=word("tt_fw_bundle_ver"),
         heartbeat=count("tt_heartbeat"),
         temperature=celsius("temp1_input"),
         temperature_limit=celsius("temp1_max"),
@@ -1346,7 +1363,7 @@ def socket_name(resource: str) -> str:
     name = resource.replace("/", "_")
     room = SOCKET_NAME_MAX - len("..sock.1234567")
     if len(name) > room:
-        name = f"{name[: room - 13]}-{hashlib.sha256(resource.encode()).hexdigest()[:12]}"
+        name = f"{name[: room - 9]}-{zlib.crc32(resource.encode()):08x}"
     return f"{name}.sock"
 
 
@@ -1692,6 +1709,7 @@ class Fleet:
         self.settings = settings
         self.devices: dict[str, Device] = {}  # by PCI address; none is ever taken out
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
+        self.changed = True  # since somebody looked and set it to False: anything but what only the rules remember
 
     def observe(self) -> list[Chip]:
         """Look at sysfs; returns the chips that are new, back or at another place: their telemetry is wanted."""
@@ -1743,19 +1761,25 @@ class Fleet:
 
     def _update(self, device: Device) -> None:
         before, self.devices[device.bdf] = self.devices[device.bdf], device
+        old, new = before.health, device.health
+        if replace(before, health=new) == device and (old.fault, old.reason) == (new.fault, new.reason):
+            return
+        self.changed = True
         what = f"{device.bdf} ({device.card_type or device.chip.arch})"
-        identity = device.chip.path, device.card_type, device.serial, device.asic_id
-        if device.listed and (
-            not before.listed or identity != (before.chip.path, before.card_type, before.serial, before.asic_id)
-        ):
-            facts = {"board": device.serial, "ASIC": device.asic_id, "firmware": device.firmware}
-            told = ", ".join(f"{name} {value}" for name, value in facts.items() if value) or "firmware is silent"
-            log.info("%s: %s, %s", what, device.chip.path, told)
-        if before.health.fault != device.health.fault:
-            if device.health.fault:
-                log.warning("%s: unhealthy: %s", what, device.health.reason)
+        if device.listed and _introduction(device) != (_introduction(before) if before.listed else ""):
+            log.info("%s: %s", what, _introduction(device))
+        if old.fault != new.fault:
+            if new.fault:
+                log.warning("%s: unhealthy: %s", what, new.reason)
             else:
                 log.info("%s: healthy again", what)
+
+
+def _introduction(device: Device) -> str:
+    """A device's path and identity, for the log."""
+    facts = {"board": device.serial, "ASIC": device.asic_id, "firmware": device.firmware}
+    told = [f"{name} {value}" for name, value in facts.items() if value]
+    return ", ".join([device.chip.path, *told] if told else [device.chip.path, "its firmware is silent"])
 
 
 class Daemon:
@@ -1777,6 +1801,7 @@ class Daemon:
         self._manager = manager
         self._open_uevents = uevents
         self._trusted = trusted
+        self._serving = False  # the first look at every device is done
         self._stopping = False
         self._attention = asyncio.Event()  # the loop of polls has to look up: stop, or another interval
         self._told = asyncio.Event()  # telemetry has arrived
@@ -1819,6 +1844,7 @@ class Daemon:
             return 1
         driver = "no driver is loaded" if version is None else f"driver {version or 'of unknown version'}"
         log.info("tt-device-plugin %s: %s, %d devices", __version__, driver, len(self.fleet.devices))
+        self._serving = True
         self.publish()
         for session in list(self.sessions.values()):
             await session.tried_to_serve.wait()
@@ -1847,10 +1873,15 @@ class Daemon:
         self._watch.check()
         for session in self.sessions.values():
             session.look()
-        self.publish()
+        self.publish_changes()
+
+    def publish_changes(self) -> None:
+        if self.fleet.changed and self._serving:
+            self.publish()
 
     def publish(self) -> None:
         """Bring resources, their sessions and systemd's status in line with the devices."""
+        self.fleet.changed = False
         wanted = resources([device for device in self.fleet.devices.values() if device.listed], self.settings)
         for name in self.sessions.keys() - wanted.keys():
             log.info("%s: no device is of this resource any longer", name)
@@ -1898,13 +1929,13 @@ class Daemon:
         ordinals = {event.ordinal for event in events if event}
         named = [d.chip for d in self.fleet.devices.values() if d.present and d.chip.ordinal in ordinals]
         self._readers.request([*new, *named])
-        self.publish()
+        self.publish_changes()
 
     def _telemetry_arrived(self, readings: list[Reading]) -> None:
         self.fleet.learn(readings, time.monotonic())
         self.fleet.wait_no_longer(self._readers.seconds_under_way)
         self._told.set()
-        self.publish()
+        self.publish_changes()
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         ours = {os.path.basename(session.socket) for session in self.sessions.values()}
