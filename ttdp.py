@@ -40,7 +40,6 @@ import stat
 import struct
 import threading
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
@@ -75,7 +74,7 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
 
 # The kernel's sun_path holds 108 bytes with its NUL, and the kubelet has to reach our sockets under their full path.
 SOCKET_PATH_MAX = 107
-SOCKET_NAME_MAX = 48  # our part of that; the temporary names included
+SOCKET_NAME_MAX = 42  # our part of that
 
 
 class ConfigError(Exception):
@@ -1164,12 +1163,16 @@ class DevicePlugin(rpc.DevicePluginServicer):
 # ======================================================================================================================
 
 KUBELET_SOCKET = "kubelet.sock"
+SOCKET_PREFIX = "tt-"
 REGISTERED = "registered with kubelet"
 REGISTER_TIMEOUT = 10.0  # seconds
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-STREAM_GAP = 1.0  # seconds that the kubelet may take from dropping one stream to opening the next
 STABLE = 30.0  # seconds after which a registration counts as one that held
 CLOSE_GRACE = 0.1  # seconds that calls under way have when a server is closed
+
+# Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so it has to
+# have noticed the end of the old stream before it hears of the new one.
+FORGET_PAUSE = 0.05  # seconds
 
 # A kubelet makes its socket's file by bind() and accepts from listen() on, some microseconds later.
 LISTEN_PAUSES = (0.001, 0.002, 0.004, 0.008)  # seconds
@@ -1200,25 +1203,27 @@ class KubeletSession:
         """changed: called when `state` has become another."""
         self.plugin = plugin
         self.name = plugin.resource.name
-        self.socket = f"{directory}/{socket_name(self.name)}"
         self.state = "starting"
         self.tried_to_serve = asyncio.Event()
         self._directory = directory
         self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
         self._changed = changed
         self._server: grpc.aio.Server | None = None
-        self._former: grpc.aio.Server | None = None  # serves the kubelet's old streams until it has the new socket
-        self._bound: SocketIdentity | None = None  # our socket's file, once it is there
-        self._kubelet: SocketIdentity | None = None  # the kubelet's, as it was when the attempt began
+        self._socket = ""  # its path
+        self._bound: SocketIdentity | None = None  # its file
+        self._offered = False  # the kubelet has been told of it
+        self._kubelet: SocketIdentity | None = None  # the kubelet's socket, as it was when the attempt began
         self._pausing = False
-        self._task: asyncio.Task[None] | None = None
+        self._stirred = False  # something foreign happened in the directory during the attempt
+        self._task: asyncio.Task[None] | None = None  # the present attempt, and those that come after it without events
+        self._ending: set[asyncio.Task[None]] = set()  # former attempts and servers, for the moment that it takes them
 
     def begin(self) -> None:
         """Drop the present attempt, if there is one, and make the next one now."""
-        former = self._task
-        if former:
-            former.cancel()
-        self._task = asyncio.get_running_loop().create_task(self._attempts(former))
+        if self._task:
+            self._task.cancel()
+            self._end(self._task)
+        self._task = asyncio.get_running_loop().create_task(self._attempts())
 
     def look(self, *, kubelet_is_new: bool = False, stirred: bool = False) -> None:
         """Something may have happened in the directory: begin anew if it concerns us.
@@ -1227,72 +1232,75 @@ class KubeletSession:
         there, which is no reason to give up an attempt, but one to end a pause between two.
         """
         moved = socket_identity(self._kubelet_socket) != self._kubelet
-        removed = self._bound is not None and socket_identity(self.socket) != self._bound
+        removed = self._bound is not None and socket_identity(self._socket) != self._bound
         if kubelet_is_new or moved or removed or (stirred and self._pausing):
             self.begin()
+        self._stirred |= stirred
 
     async def close(self) -> None:
         """End the session: no task, server or socket is left."""
         if self._task:
             self._task.cancel()
-            await asyncio.wait({self._task})
-        if self._bound and socket_identity(self.socket) == self._bound:
-            os.unlink(self.socket)
-        for server in (self._server, self._former):
-            if server:
-                await server.stop(CLOSE_GRACE)
+            await asyncio.wait({self._task, *self._ending})
+        await self._unbind(CLOSE_GRACE)
 
-    async def _attempts(self, former: asyncio.Task[None] | None) -> None:
-        if former:
-            await asyncio.wait({former})
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _attempts(self) -> None:
+        while self._ending:
+            await asyncio.wait(self._ending)
         pause, longest = BACKOFF
         while True:
-            self._pausing, started = False, time.monotonic()
-            self._kubelet = socket_identity(self._kubelet_socket)
+            self._pausing, self._stirred, started = False, False, time.monotonic()
+            former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
             with surviving(f"the session of {self.name}"):
                 try:
-                    await self._bind()
+                    await self._bind(same_kubelet=self._kubelet == former_kubelet)
                     self.tried_to_serve.set()
                     await self._register()
                     await self._until_lost()
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if time.monotonic() - started > STABLE:
+            if self._stirred or time.monotonic() - started > STABLE:
                 pause = BACKOFF[0]
             self._pausing = True
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 
-    async def _bind(self) -> None:
-        """Serve on our socket, unless we do already and its file is still there.
+    async def _bind(self, *, same_kubelet: bool) -> None:
+        """Serve on a socket that the kubelet has not been told of yet, unless we do.
 
-        A gRPC server cannot get a second address once it runs, and it unlinks the path that it was given when it stops.
-        So each binding is a new server on a name of its own, which is then moved to where the kubelet looks.
+        Each registration gets a socket of its own name. Kubelet 1.37 refuses a name that it still has a connection to,
+        and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
         """
-        if self._bound and socket_identity(self.socket) == self._bound:
+        if self._server and not self._offered and socket_identity(self._socket) == self._bound:
             return
-        self._bound = None
+        watched = self.plugin.watched.is_set()
+        await self._unbind(None)
+        if watched and same_kubelet:
+            await asyncio.sleep(FORGET_PAUSE)
         if not os.path.isdir(self._directory):
             raise RegistrationError(f"waiting for {self._directory}")
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(self.plugin, server)  # type: ignore[no-untyped-call]
-        temporary = f"{self._directory}/.{os.path.basename(self.socket)}.{next(_bindings)}"
+        self._socket = f"{self._directory}/{new_socket_name(self.name)}"
         try:
-            server.add_insecure_port(f"unix:{temporary}")
-            await server.start()
-            os.rename(temporary, self.socket)
-        except BaseException as error:
-            await server.stop(None)
-            if isinstance(error, OSError):
-                raise RegistrationError(f"cannot serve on {self.socket}: {error.strerror}") from None
-            if isinstance(error, RuntimeError):  # gRPC's, for whatever bind() said; it does not pass that on
-                raise RegistrationError(f"cannot serve in {self._directory}: can it be written to?") from None
-            raise
-        self._bound = socket_identity(self.socket)
-        oldest, self._former, self._server = self._former, self._server, server
-        if oldest:
-            await oldest.stop(None)
+            server.add_insecure_port(f"unix:{self._socket}")
+        except RuntimeError:  # gRPC does not pass on what bind() said
+            raise RegistrationError(f"cannot serve in {self._directory}: can it be written to?") from None
+        self._server, self._offered = server, False
+        await server.start()
+        self._bound = socket_identity(self._socket)
+
+    async def _unbind(self, grace: float | None) -> None:
+        server, self._server, self._bound = self._server, None, None
+        if server:
+            stop = asyncio.get_running_loop().create_task(server.stop(grace))
+            self._end(stop)
+            await asyncio.shield(stop)  # an attempt can be dropped here; the server still has to end
 
     async def _register(self) -> None:
         if self._kubelet is None:
@@ -1303,12 +1311,11 @@ class KubeletSession:
             await asyncio.sleep(pause)
         else:
             raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
+        endpoint = os.path.basename(self._socket)
         request = pb.RegisterRequest(
-            version="v1beta1",
-            endpoint=os.path.basename(self.socket),
-            resource_name=self.name,
-            options=PLUGIN_OPTIONS,
+            version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS
         )
+        self._offered = True
         async with grpc.aio.insecure_channel(f"unix:{self._kubelet_socket}", options=CHANNEL_OPTIONS) as channel:
             try:
                 kubelet = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
@@ -1320,18 +1327,14 @@ class KubeletSession:
                 raise RegistrationError(f"kubelet refuses: {reason}") from None
         log.info("%s: registered with kubelet, %d devices", self.name, len(self.plugin.resource.devices))
         self._tell(REGISTERED)
-        if self._former:
-            former, self._former = self._former, None
-            await former.stop(None)
 
     async def _until_lost(self) -> NoReturn:
         """Ends with a RegistrationError, once the kubelet no longer watches us."""
         await _within(
             REGISTER_TIMEOUT, self.plugin.watched, "kubelet took the registration but does not watch the devices"
         )
-        while True:
-            await self.plugin.unwatched.wait()
-            await _within(STREAM_GAP, self.plugin.watched, "kubelet no longer watches the devices")
+        await self.plugin.unwatched.wait()
+        raise RegistrationError("kubelet no longer watches the devices")
 
     def _tell(self, state: str) -> None:
         """The session's state has become another: worth a log line, but for the good one, which has had its own."""
@@ -1358,13 +1361,19 @@ def socket_identity(path: str) -> SocketIdentity | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def socket_name(resource: str) -> str:
-    """File name of a resource's socket, such as "tenstorrent.com_n300.sock"; long names are cut and told apart."""
-    name = resource.replace("/", "_")
-    room = SOCKET_NAME_MAX - len("..sock.1234567")
-    if len(name) > room:
-        name = f"{name[: room - 9]}-{zlib.crc32(resource.encode()):08x}"
-    return f"{name}.sock"
+def new_socket_name(resource: str) -> str:
+    """File name for a socket of a resource that nobody has used before, such as "tt-n300.4711-1.sock"."""
+    name = resource.partition("/")[2]
+    return f"{SOCKET_PREFIX}{name[:18]}.{os.getpid()}-{next(_bindings) % 100_000}.sock"
+
+
+def remove_dead_sockets(directory: str) -> None:
+    """Remove what a daemon left that was killed: sockets of ours on which nobody listens."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            path = f"{directory}/{name}"
+            if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name) and not listens(path):
+                os.unlink(path)
 
 
 def listens(path: str) -> bool:
@@ -1432,9 +1441,7 @@ def parse_uevent(message: bytes) -> Uevent | None:
     return None
 
 
-def receive_uevents(
-    kernel: socket.socket, trusted: Callable[[object], bool] = sent_by_kernel
-) -> Iterator[Uevent | None]:
+def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) -> Iterator[Uevent | None]:
     """Everything about our devices that waits in the socket; None stands for messages that were lost."""
     while True:
         try:
@@ -1790,8 +1797,8 @@ class Daemon:
         settings: Settings,
         load: Callable[[], Settings],
         manager: ServiceManager,
-        uevents: Callable[[], socket.socket] = open_uevent_socket,
-        trusted: Callable[[object], bool] = sent_by_kernel,
+        uevents: Callable[[], socket.socket],
+        trusted: Callable[[object], bool],
     ) -> None:
         """load: reads the configuration again, for SIGHUP. uevents, trusted: where kernel events come from."""
         self.settings = settings
@@ -1823,6 +1830,7 @@ class Daemon:
         except OSError as error:
             log.warning("no kernel events (%s): what changes is seen at the next poll only", error.strerror)
         self._watch.open(loop)
+        remove_dead_sockets(self.settings.device_plugin_dir)
         try:
             return await self._serve()
         finally:
@@ -1938,8 +1946,7 @@ class Daemon:
         self.publish_changes()
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
-        ours = {os.path.basename(session.socket) for session in self.sessions.values()}
-        foreign = any(name not in ours and not name.startswith(".") for name in names)
+        foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
         for session in self.sessions.values():
             session.look(kubelet_is_new=KUBELET_SOCKET in new, stirred=foreign)
 
@@ -2045,7 +2052,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
-    return await Daemon(settings, load, ServiceManager(os.environ)).run()
+    return await Daemon(settings, load, ServiceManager(os.environ), open_uevent_socket, sent_by_kernel).run()
 
 
 async def survey(settings: Settings) -> Fleet:

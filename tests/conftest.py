@@ -1,0 +1,74 @@
+"""Fixtures: a simulated node, a directory for device plugins, a reference kubelet, the daemon between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kubelet import Kubelet
+from tests.node import SimulatedNode, Ticker
+from tests.simulation import RunningDaemon, settings_of
+
+StartDaemon = Callable[..., Any]
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Returns when the condition holds; it has to within these seconds. For what tells nobody that it happened."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A directory with a short path: a unix socket's address holds 107 bytes, pytest's own tmp_path takes most."""
+    path = Path(tempfile.mkdtemp(prefix="tt-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def directory(short_tmp: Path) -> Path:
+    """The kubelet's device plugin directory, not made yet."""
+    return short_tmp / "dp"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> SimulatedNode:
+    """A machine without cards, driver loaded."""
+    return SimulatedNode(tmp_path / "node")
+
+
+@pytest.fixture
+def ticking(node: SimulatedNode) -> Iterator[None]:
+    """The firmware of the node's cards lives."""
+    with Ticker(node, 0.05):
+        yield
+
+
+@pytest.fixture
+async def kubelet(directory: Path) -> AsyncIterator[Kubelet]:
+    """A running kubelet; a test that uses it also asserts that the daemon did nothing a good plugin never does."""
+    async with Kubelet(directory) as running:
+        yield running
+    assert running.violations == []
+
+
+@pytest.fixture
+async def start(node: SimulatedNode, directory: Path) -> AsyncIterator[StartDaemon]:
+    """Starts the daemon on the node with these settings; it is stopped at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start_daemon(**settings: Any) -> RunningDaemon:
+            return await stack.enter_async_context(RunningDaemon(node, settings_of(node, directory, **settings)))
+
+        yield start_daemon

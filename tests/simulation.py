@@ -1,0 +1,122 @@
+"""Runs the daemon on a simulated node: plays the parts of the kernel that a directory tree cannot play.
+
+An attribute that shall fail is a link to `errno:NAME` (see tests.node); os.open() raises that error here. And the
+kernel's uevents, which nobody but the kernel can send over netlink, come in over a unix datagram socket instead.
+
+    python -m tests.simulation [--uevents SOCKET] [COMMAND] [OPTIONS]     # the rest is tt-device-plugin's own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ttdp
+from tests.node import SimulatedNode, errno_of
+
+
+@contextlib.contextmanager
+def kernel_errors() -> Iterator[None]:
+    """os.open() fails as the simulated node says."""
+    genuine = os.open
+
+    def simulated(path: Any, *arguments: Any, **keywords: Any) -> int:
+        try:
+            return genuine(path, *arguments, **keywords)
+        except FileNotFoundError:
+            number = errno_of(path)
+            if number is None:
+                raise
+            raise OSError(number, os.strerror(number), path) from None
+
+    os.open = simulated
+    try:
+        yield
+    finally:
+        os.open = genuine
+
+
+def trusted(sender: object) -> bool:
+    return True
+
+
+def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
+    """Settings for a daemon on this node, with short polls unless `others` say otherwise."""
+    health = ttdp.HealthSettings(interval=others.pop("interval", 0.25), **others.pop("health", {}))
+    root = str(node.root)
+    return ttdp.Settings(
+        device_plugin_dir=str(directory),
+        sysfs_root=f"{root}/sys",
+        dev_root=f"{root}/dev",
+        proc_root=f"{root}/proc",
+        health=health,
+        **others,
+    )
+
+
+class RunningDaemon:
+    """The daemon in this process and on this loop, on a simulated node whose events reach it at once."""
+
+    def __init__(self, node: SimulatedNode, settings: ttdp.Settings) -> None:
+        self.node = node
+        self.settings = settings
+        self.loaded: Callable[[], ttdp.Settings] = lambda: self.settings
+        self._kernel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.daemon = ttdp.Daemon(
+            settings, lambda: self.loaded(), ttdp.ServiceManager(os.environ), lambda: theirs, trusted
+        )
+        self._errors = contextlib.ExitStack()
+
+    async def __aenter__(self) -> RunningDaemon:
+        self._errors.enter_context(kernel_errors())
+        self.node.on_uevent = self._send
+        self._run = asyncio.get_running_loop().create_task(self.daemon.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+        self.node.on_uevent = None
+        self._kernel.close()
+        self._errors.close()
+
+    def _send(self, message: bytes) -> None:
+        self._kernel.send(message)
+
+    async def stop(self) -> int:
+        self.daemon.stop()
+        return await self._run
+
+    def reload(self, **changes: Any) -> None:
+        self.settings = replace(self.settings, **changes)
+        self.daemon.reload()
+
+    def device(self, bdf: str) -> ttdp.Device:
+        return self.daemon.fleet.devices[bdf]
+
+
+def main(arguments: Sequence[str]) -> int:
+    words = list(arguments)
+    if words[:1] == ["--uevents"]:
+        path = words[1]
+        del words[:2]
+
+        def from_unix_socket() -> socket.socket:
+            events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            events.bind(path)
+            return events
+
+        ttdp.open_uevent_socket = from_unix_socket
+        ttdp.sent_by_kernel = trusted
+    with kernel_errors():
+        return ttdp.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

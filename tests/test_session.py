@@ -1,0 +1,243 @@
+"""The life with a kubelet that starts late, restarts, refuses, hangs, dies, or loses our socket."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import socket
+import statistics
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.conftest import StartDaemon, until
+from tests.kubelet import Kubelet
+from tests.node import SimulatedNode
+from tests.simulation import RunningDaemon, settings_of
+
+NAME = "tenstorrent.com/n150"
+
+
+@pytest.fixture
+def node(node: SimulatedNode) -> SimulatedNode:
+    node.add("n150")
+    return node
+
+
+def state(daemon: RunningDaemon) -> str:
+    session = daemon.daemon.sessions.get(NAME)
+    return session.state if session else ""
+
+
+def sockets(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.startswith("tt-"))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_waits_for_a_directory_that_does_not_exist_yet(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """Whoever makes the directory, levels of it even, and then the socket, is registered with, by events alone."""
+    daemon = await start(interval=3600)
+    await until(lambda: state(daemon).startswith("waiting"))
+    async with Kubelet(directory) as kubelet:
+        await kubelet.registered(NAME, 1)
+
+
+async def test_a_directory_that_goes_and_comes_back_is_used_again(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """The directory removed with all that is in it, as by `kubeadm reset`, and made anew: registered again."""
+    await start(interval=3600)
+    async with Kubelet(directory) as kubelet:
+        await kubelet.registered(NAME)
+    shutil.rmtree(directory)
+    async with Kubelet(directory) as kubelet:
+        await kubelet.registered(NAME, 1)
+
+
+async def test_a_directory_that_is_put_in_the_place_of_another_is_found_by_the_next_poll(
+    node: SimulatedNode, start: StartDaemon, directory: Path, short_tmp: Path
+) -> None:
+    """No event tells that an ancestor was renamed; the poll sees that the path leads elsewhere."""
+    deep = directory / "device-plugins"
+    deep.mkdir(parents=True)
+    async with RunningDaemon(node, settings_of(node, deep, interval=0.1)):
+        await until(lambda: sockets(deep))
+        directory.rename(short_tmp / "old")
+        deep.mkdir(parents=True)
+        async with Kubelet(deep) as kubelet:
+            await kubelet.registered(NAME, 2)
+
+
+@pytest.mark.parametrize("version", [(1, 32), (1, 36), (1, 37)])
+async def test_fifty_restarts_leave_nothing_behind(
+    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
+) -> None:
+    """Registered again within 50 ms of each start; no thread, task, socket or descriptor more than before."""
+    await start(interval=3600)
+    kubelet = Kubelet(directory, version=version)
+    await kubelet.start()
+    await kubelet.registered(NAME)
+    delays = []
+    before = None
+    for _ in range(50):
+        await kubelet.kill()
+        await kubelet.start()
+        started = kubelet.events[-1].at
+        await kubelet.registered(NAME)
+        await kubelet.wait_for(lambda: kubelet.healthy(NAME))
+        delays.append(kubelet.find("registered", since=started)[0].at - started)
+        if before is None:
+            before = open_files(), threading.active_count(), len(asyncio.all_tasks())
+    assert statistics.median(delays) < 0.05
+    await until(lambda: (open_files(), threading.active_count(), len(asyncio.all_tasks())) <= before)
+    assert len(sockets(directory)) == 1 and kubelet.violations == []
+    await kubelet.stop()
+
+
+@pytest.mark.parametrize("version", [(1, 32), (1, 36), (1, 37)])
+async def test_a_deleted_socket_is_bound_anew_and_registered_within_a_second(
+    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
+) -> None:
+    """Though the kubelet lives and still has the old stream: it ends up with healthy devices, and they stay."""
+    await start(interval=3600)
+    async with Kubelet(directory, version=version) as kubelet:
+        await kubelet.registered(NAME)
+        for _ in range(5):
+            (old,) = sockets(directory)
+            (directory / old).unlink()
+            await kubelet.wait_for(lambda old=old: kubelet.find("registered")[-1].fields["endpoint"] != old, 1)
+            await kubelet.wait_for(lambda: kubelet.healthy(NAME), 1)
+            await kubelet.admit("pod", "main", {NAME: 1})
+            kubelet.remove_pod("pod")
+        assert kubelet.violations == []
+
+
+async def test_a_stream_that_the_kubelet_drops_leads_to_a_new_registration(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+) -> None:
+    """A kubelet that lost its watch would count all devices unhealthy for ever."""
+    await start(interval=3600)
+    await kubelet.registered(NAME)
+    await kubelet.wait_for(lambda: kubelet.healthy(NAME))
+    await kubelet.drop_streams()
+    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2 and kubelet.healthy(NAME), 2)
+
+
+async def test_a_kubelet_that_refuses_is_asked_again_ever_more_slowly_and_says_why_once(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pauses double from 0.1 s; one line tells what the kubelet said; then it is registered."""
+    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
+    daemon = await start(interval=3600)
+    await until(lambda: "not welcome" in state(daemon))
+    await kubelet.registered(NAME, 4)
+    attempts = [event.at for event in kubelet.find("register")]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
+    assert [round(pause, 1) for pause in pauses] == [0.1, 0.2, 0.4, 0.8]
+    assert sum("not welcome" in record.message for record in caplog.records) == 1
+
+
+async def test_something_new_in_the_directory_ends_the_pause(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+) -> None:
+    """A pause of seconds is cut short when anything else happens where the kubelet lives."""
+    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "no", times=5)
+    await start(interval=3600)
+    await kubelet.wait_for(lambda: len(kubelet.find("register")) == 5)  # the next would come after 1.6 s
+    (directory / "another-plugin.sock").touch()
+    await kubelet.registered(NAME, 0.5)
+
+
+async def test_a_kubelet_that_hangs_blocks_nobody_and_its_successor_is_not_kept_waiting(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+) -> None:
+    """While one Register does not return, the other resource is served; a new kubelet is registered with at once."""
+    daemon = await start(interval=3600)
+    await kubelet.registered(NAME)
+    kubelet.hang(30)
+    node.add("p150a")
+    await until(lambda: len(kubelet.find("register")) == 2)
+    await kubelet.admit("pod", "main", {NAME: 1})
+    assert daemon.daemon.sessions[NAME].state == "registered with kubelet"
+    await kubelet.kill()
+    await kubelet.start()
+    await kubelet.registered(NAME, 1)
+    await kubelet.registered("tenstorrent.com/p150", 1)
+
+
+async def test_a_deaf_kubelet_is_given_up_after_its_time(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket that takes the connection and never says a word costs an attempt its timeout, and that is all."""
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    kubelet = Kubelet(directory)
+    await kubelet.start(deaf=True)
+    daemon = await start(interval=3600)
+    await until(lambda: "has not answered within" in state(daemon))
+    await kubelet.restart()
+    await kubelet.registered(NAME, 1)
+    await kubelet.stop()
+
+
+async def test_a_socket_that_a_dead_kubelet_left_is_told_from_a_live_one(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """A stopping kubelet leaves kubelet.sock: nobody listens there, and the state says so."""
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "kubelet.sock"))
+    daemon = await start(interval=3600)
+    await until(lambda: "nobody listens" in state(daemon))
+    async with Kubelet(directory) as kubelet:
+        await kubelet.registered(NAME, 1)
+
+
+async def test_what_a_killed_daemon_left_is_removed(node: SimulatedNode, start: StartDaemon, directory: Path) -> None:
+    """Dead sockets of ours go at the start; a live one, another plugin's, and files stay."""
+    directory.mkdir()
+    live = socket.socket(socket.AF_UNIX)
+    live.bind(str(directory / "tt-n300.77-1.sock"))
+    live.listen()
+    for name in ("tt-n150.99-1.sock", "other.sock"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(directory / name))
+    (directory / "tt-notes.txt").touch()
+    daemon = await start(interval=3600)
+    await until(lambda: state(daemon).startswith("waiting"))
+    left = {name for name in os.listdir(directory) if f".{os.getpid()}-" not in name}
+    assert left == {"tt-n300.77-1.sock", "other.sock", "tt-notes.txt"}
+    live.close()
+
+
+async def test_the_end_leaves_no_socket_and_takes_less_than_a_second(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+) -> None:
+    """A stopped daemon has exit status 0, and the directory holds nothing of it."""
+    daemon = await start(interval=3600)
+    await kubelet.registered(NAME)
+    assert await asyncio.wait_for(daemon.stop(), 1) == 0
+    assert sockets(directory) == []
+
+
+async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_streams_alone(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+) -> None:
+    """By another naming p150a is its own resource; n150, whose name is the same, keeps its stream."""
+    node.add("p150a")
+    daemon = await start(interval=3600)
+    for name in (NAME, "tenstorrent.com/p150"):
+        await kubelet.registered(name)
+    await kubelet.wait_for(lambda: kubelet.healthy("tenstorrent.com/p150"))
+    daemon.reload(resource_naming="card")
+    await kubelet.registered("tenstorrent.com/p150a", 1)
+    await kubelet.wait_for(lambda: not kubelet.healthy("tenstorrent.com/p150"), 1)
+    assert len(kubelet.find("registered", NAME)) == 1 and not kubelet.find("ended", NAME)
