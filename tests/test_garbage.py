@@ -6,8 +6,9 @@ import asyncio
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,8 +20,6 @@ from tests.kubelet import Kubelet
 from tests.node import SimulatedNode
 
 NAME = "tenstorrent.com/n150"
-Stub = rpc.DevicePluginStub
-
 pytestmark = pytest.mark.usefixtures("ticking")
 
 
@@ -41,12 +40,12 @@ async def endpoint(kubelet: Kubelet, start: StartDaemon, directory: Path) -> Pat
 
 
 @pytest.fixture
-async def stub(endpoint: Path) -> AsyncIterator[Stub]:
+async def stub(endpoint: Path) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(f"unix:{endpoint}") as channel:
-        yield Stub(channel)  # type: ignore[no-untyped-call]
+        yield rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
 
 
-async def refusal(call: grpc.aio.UnaryUnaryCall) -> grpc.aio.AioRpcError:
+async def refusal(call: Awaitable[object]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return error.value
@@ -100,7 +99,7 @@ async def test_random_bytes_and_half_open_connections_are_closed_and_forgotten(
     ],
 )
 async def test_an_allocation_that_cannot_be_is_refused(
-    stub: Stub, request_: pb.AllocateRequest, code: grpc.StatusCode
+    stub: Any, request_: pb.AllocateRequest, code: grpc.StatusCode
 ) -> None:
     """With the code that says whose fault it is, and a message that fits on a line."""
     error = await refusal(stub.Allocate(request_))
@@ -121,20 +120,20 @@ async def test_an_allocation_that_cannot_be_is_refused(
     ],
 )
 async def test_an_impossible_preference_is_an_invalid_argument(
-    stub: Stub, available: list[str], must: list[str], size: int
+    stub: Any, available: list[str], must: list[str], size: int
 ) -> None:
     """More than there is, a must that is not available, more musts than the size, unknown, negative."""
     error = await refusal(stub.GetPreferredAllocation(preference(available, must, size)))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_preference_of_nothing_is_nothing(stub: Stub) -> None:
+async def test_a_preference_of_nothing_is_nothing(stub: Any) -> None:
     """Size 0 has an answer: an empty one."""
     answer = await stub.GetPreferredAllocation(preference(["0000:01:00.0"], [], 0))
     assert [list(container.deviceIDs) for container in answer.container_responses] == [[]]
 
 
-async def test_an_unhealthy_device_is_not_allocated(node: SimulatedNode, stub: Stub, kubelet: Kubelet) -> None:
+async def test_an_unhealthy_device_is_not_allocated(node: SimulatedNode, stub: Any, kubelet: Kubelet) -> None:
     """Asked for nevertheless, it is a failed precondition that names the device and the reason."""
     chip = node.chips[0]
     chip.die()
@@ -181,7 +180,7 @@ async def test_a_node_that_is_wrong_from_the_start_is_not_listed(
     path = chip.device_node
     right = path.with_name("right")
     path.rename(right)
-    make = {
+    make: dict[str, Callable[[], object]] = {
         "file": path.touch,
         "loop": lambda: path.symlink_to(path.name),
         "directory": path.mkdir,
@@ -216,7 +215,7 @@ async def test_a_node_that_becomes_wrong_is_a_fault_until_it_is_right(
     await kubelet.wait_for(lambda: kubelet.healthy(NAME) == {chip.bdf, other.bdf})
 
 
-async def test_many_calls_at_once_are_all_answered(stub: Stub, node: SimulatedNode) -> None:
+async def test_many_calls_at_once_are_all_answered(stub: Any, node: SimulatedNode) -> None:
     """Five hundred allocations and preferences at a time, good and bad ones mixed."""
     good = node.chips[0].bdf
     calls = [stub.Allocate(allocation([good if n % 2 else "no"])) for n in range(500)]

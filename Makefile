@@ -1,0 +1,55 @@
+# Each target sets up what it needs: a virtual environment in .venv, or one line that names the package to install.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest
+
+.PHONY: help demo test e2e pyz deb bench soak lint generate clean
+
+help:  ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/ready  ## the main job on a simulated node, in a minute, without hardware and without a cluster
+	@$(PY) -m tests.demo
+
+test: $(VENV)/ready  ## every test that needs no root
+	@$(PYTEST)
+
+bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server's
+	@$(PY) -m tests.bench --json dist/bench.json
+
+soak: $(VENV)/ready  ## 10 000 kubelet restarts, at least ten minutes: does anything leak?
+	@$(PY) -m tests.soak
+
+lint: $(VENV)/ready  ## ruff, strict mypy, and whether generated/ is what its .proto says
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	@rm -rf build/generated && mkdir -p build/generated
+	@$(call protoc,build/generated)
+	@diff -ru -x __pycache__ -x '*.proto' generated build/generated/generated \
+		|| { echo 'generated/ is not what generated/deviceplugin.proto says; run: make generate'; exit 1; }
+
+generate: $(VENV)/ready  ## the protobuf messages and gRPC stubs
+	@$(call protoc,.)
+
+protoc = $(PY) -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) \
+	generated/deviceplugin.proto
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo 'Python 3.10 or newer is needed: apt install python3, or name one: make PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo 'the module venv is missing: apt install python3-venv'; exit 1; }
+	@echo 'setting up $(VENV) …'
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/pip install --quiet 'pip>=25.1'
+	@$(VENV)/bin/pip install --quiet --group dev
+	@touch $@
+
+-include packaging/packaging.mk

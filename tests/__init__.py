@@ -1,0 +1,1 @@
+"""Tests, the simulated node and the reference kubelet."""

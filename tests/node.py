@@ -1,0 +1,1281 @@
+"""A simulated node: the sysfs, /dev and /proc of a machine with Tenstorrent cards, as a directory tree.
+
+`SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd) and udev show them:
+same names, links, formats, order of appearance and kernel uevents. The model was recorded with the real driver on
+emulated PCI functions: `tests/data/captures.json` holds the trees and `tests/data/uevents.json` the events.
+
+Where a plain tree cannot do what the kernel does, these conventions hold:
+
+* **A read that fails.** A file cannot return ENODATA, so an attribute that shall fail with an errno is a dangling
+  symlink to `errno:NAME` (`errno:ENODATA`, `errno:EIO`, any name of the errno module). `errno_of(path)` recognises it;
+  whoever launches the program under test wraps `os.open` with it and raises OSError there (the driver: at read()).
+* **A read that blocks.** A FIFO stands in the attribute's place: open() for reading waits until `unblock()`.
+* **A device node** is a real character device where the process may make one ("mknod"); elsewhere it is a symlink to
+  /dev/null or one of its siblings ("link"), whose number sysfs's `dev` then repeats: stat() agrees either way.
+
+The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes can work on one tree:
+`SimulatedNode.open(root)`, or by hand `python -m tests.node DIR --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import functools
+import inspect
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+DATA = Path(__file__).parent / "data"
+ALL_ONES = "4294967295"
+DRIVER_MAJOR = 245  # dynamic in reality; the number of every capture
+
+# The board's code: bits 36-51 of its serial, and the PCI subsystem device id.
+CARDS = {
+    "n300": 0x14, "n150": 0x18, "galaxy-wormhole": 0x35, "p100": 0x36, "p150a": 0x40, "p150b": 0x41, "p150c": 0x42,
+    "p100a": 0x43, "p300b": 0x44, "p300a": 0x45, "p300c": 0x46, "galaxy-blackhole": 0x47,
+}  # fmt: skip
+ARCHITECTURES = {"0x401e": "wormhole", "0xb140": "blackhole"}
+# First ordinal of a Galaxy tray by the high nibble of the bus number, a table in the driver (since 2.8).
+GALAXY_ORDINALS = {"wormhole": {0xC: 0, 0x8: 8, 0x0: 16, 0x4: 24}, "blackhole": {0x0: 0, 0x4: 8, 0xC: 16, 0x8: 24}}
+GALAXY_PROBE_ORDER = (0x0, 0xC, 0x8, 0x4)  # as the captured machine enumerated its root buses
+
+# The release which brought an attribute; nothing listed here was in 1.34. Which architecture got tt_asic_id in 2.1
+# is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
+SINCE = {"tt_asic_id": (2, 3), "tt_heartbeat": (2, 7), "tt_therm_trip_count": (2, 7), "fan1_input": (2, 0),
+         "fan1_label": (2, 0)}  # fmt: skip
+BLACKHOLE_MAX_SINCE = (2, 6)
+COUNTERS_SINCE, PROC_SINCE, CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (2, 0), (2, 5), (2, 6), (2, 8), (2, 9)
+
+PCI_ATTRIBUTES = (
+    "vendor", "device", "subsystem_vendor", "subsystem_device", "class", "revision", "numa_node", "local_cpulist",
+    "current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "modalias", "uevent",
+)  # fmt: skip
+SENSOR = re.compile(r"(temp|power|in|curr|fan)\d+_\w+|name")
+WRITABLE = {"uevent", "numa_node"}  # mode 0644 in sysfs; everything else is 0444
+
+# Link nodes borrow the numbers of these, which every machine and container has.
+BORROWED = {(1, 3): "/dev/null", (1, 5): "/dev/zero", (1, 7): "/dev/full", (1, 8): "/dev/random",
+            (1, 9): "/dev/urandom"}  # fmt: skip
+
+Condition = Literal["healthy", "dead", "off-bus", "resetting", "lost"]
+
+
+def errno_of(path: str | os.PathLike[str]) -> int | None:
+    """The errno with which a read of this attribute shall fail, or None if it is an ordinary file (or not there)."""
+    try:
+        target = os.readlink(path)
+    except (OSError, ValueError):
+        return None
+    return int(getattr(errno, target.removeprefix("errno:"))) if target.startswith("errno:") else None
+
+
+def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
+    """A kernel uevent as it arrives on the netlink socket: a header, then NUL-terminated assignments, SEQNUM last."""
+    lines = [f"{action}@{devpath}", f"ACTION={action}", f"DEVPATH={devpath}", *(f"{k}={v}" for k, v in env.items())]
+    return "".join(f"{line}\0" for line in [*lines, f"SEQNUM={seqnum}"]).encode()
+
+
+def dead_value(name: str, healthy: str) -> str:
+    """What an attribute reads when every register of the chip reads all ones, of the usual form and without an error.
+
+    Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The others follow from the
+    same arithmetic (32 bits: mV as they are, mA and limits in thousandths), tt_eth_fw_ver from its bit fields 8.4.12.
+    """
+    if name.endswith("_label") or name == "name":
+        return healthy
+    special = {"tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16, "tt_eth_fw_ver": "255.15.4095",
+               "temp1_input": "65535999", "temp1_max": "4294966296", "curr1_input": "4294966296",
+               "curr1_max": "4294966296", "power1_input": "4293967296", "power1_max": "4293967296"}  # fmt: skip
+    return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Captures: what the real driver showed, in compact form
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _stored(file: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DATA / file).read_text())
+    return loaded
+
+
+def capture_names() -> list[str]:
+    """The names that `from_capture` and `capture` take."""
+    return sorted(_stored("captures.json"))
+
+
+def capture(name: str) -> dict[str, Any]:
+    """One captured tree: `driver`, `module`, `directories`, `functions`, and `events_on_load` where they were recorded.
+
+    A function is `path` (below /sys/devices), `ordinal`, `dev`, `mode` (of the node), `by_id`, `pids`, `hwmon` (its
+    number), the attributes of its three directories in `pci`, `class` and `sensors`, and `links`. Texts are without the
+    newline that ends every attribute. In links `{path}`, `{bdf}`, `{N}`, `{H}` and `{dev}` stand for its own.
+    `board` (what the emulated firmware knew) is there for a function whose attributes do not tell it.
+    """
+    stored = _stored("captures.json")[name]
+    common = stored["common"]
+    functions = [
+        {**line, **{group: {**common.get(group, {}), **line[group]} for group in GROUPS if group in line}}
+        for line in stored["functions"]
+    ]
+    return {key: value for key, value in stored.items() if key != "common"} | {"functions": functions}
+
+
+def captured_uevents(name: str, step: str) -> list[tuple[str, str, dict[str, str]]]:
+    """The kernel's events of one recorded step, as (action, devpath, environment); `wire` makes messages of them.
+
+    The environment is without ACTION, DEVPATH and SEQNUM. `wakeup` events come from the emulated platform's ACPI.
+    """
+    return [(action, devpath, env) for action, devpath, env in _stored("uevents.json")[name][step]]
+
+
+GROUPS = ("pci", "class", "sensors", "links")
+DIRECTORIES = ("/sys/class/tenstorrent", "/sys/class/hwmon", "/sys/bus/pci/drivers/tenstorrent",
+               "/proc/driver/tenstorrent", "/dev/tenstorrent", "/dev/tenstorrent/by-id")  # fmt: skip
+
+
+def compact(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Reduce {path: entry} of a whole tree, captured or `observe`d, to the facts that `capture` describes."""
+
+    def text(path: str) -> str:
+        content = str(entries[path]["content"])
+        if content and (content == "\n" or not content.endswith("\n") or content.endswith("\n\n")):
+            raise ValueError(f"{path} does not end in exactly one newline")
+        return content.removesuffix("\n")
+
+    def texts(directory: str, wanted: Callable[[str], object]) -> dict[str, str]:
+        names = [p[len(directory) :] for p, e in entries.items() if p.startswith(directory) and e["type"] == "file"]
+        return {name: text(directory + name) for name in sorted(names) if wanted(name)}
+
+    functions = []
+    for char, entry in entries.items():
+        if not char.startswith("/sys/dev/char/"):
+            continue
+        path, _, ordinal = entry["target"].removeprefix("../../devices/").partition("/tenstorrent/tenstorrent!")
+        pci, bdf, dev = f"/sys/devices/{path}", path.rsplit("/")[-1], char.rsplit("/")[-1]
+        numbered = re.compile(re.escape(pci) + r"/hwmon/hwmon(\d+)")
+        hwmon = next((found[1] for p in entries if (found := numbered.fullmatch(p))), "")
+        parts = (path, bdf, f"tenstorrent!{ordinal}", f"hwmon{hwmon}", dev)
+        templates = ("{path}", "{bdf}", "tenstorrent!{N}", "hwmon{H}", "{dev}")
+
+        def templated(name: str, parts: Sequence[str] = parts, templates: Sequence[str] = templates) -> str:
+            for part, template in zip(parts, templates, strict=True):
+                name = re.sub(rf"(?<=/){re.escape(part)}(?=/|$)", template, name)
+            return name
+
+        own = [p for p, e in entries.items() if e["type"] == "link" and p.startswith("/sys/")
+               and (bdf in f"{p} {e['target']}".replace("/", " ").split() or p == char)
+               and not p.endswith(("firmware_node", "iommu_group"))]  # fmt: skip
+        node = entries.get(f"/dev/tenstorrent/{ordinal}", {})
+        pids = entries.get(f"/proc/driver/tenstorrent/{ordinal}/pids")
+        groups = {
+            "pci": texts(f"{pci}/", PCI_ATTRIBUTES.__contains__),
+            "class": texts(f"{pci}/tenstorrent/tenstorrent!{ordinal}/", re.compile("tt_.*|dev|uevent|pcie_.*").match),
+            "sensors": texts(f"{pci}/hwmon/hwmon{hwmon}/", re.compile(SENSOR.pattern + "|uevent").fullmatch),
+            "links": {templated(p): templated(entries[p]["target"]) for p in own},
+        }
+        by_id = {p.rsplit("/")[-1]: e["target"] for p, e in entries.items() if p.startswith("/dev/tenstorrent/by-id/")}
+        functions.append({
+            "path": path, "ordinal": int(ordinal), "dev": dev, "mode": node.get("mode"),
+            "by_id": sorted(link for link, target in by_id.items() if target == f"../{ordinal}"),
+            "pids": pids and pids["content"], "hwmon": int(hwmon) if hwmon else None,
+            **{group: values for group, values in groups.items() if values},
+        })  # fmt: skip
+    return {
+        "driver": text("/sys/module/tenstorrent/version") if "/sys/module/tenstorrent/version" in entries else None,
+        "module": texts("/sys/module/tenstorrent/", {"version", "initstate"}.__contains__),
+        "directories": [directory for directory in DIRECTORIES if directory in entries],
+        "functions": sorted(functions, key=lambda function: function["ordinal"]),
+    }
+
+
+def observe(root: Path) -> dict[str, dict[str, Any]]:
+    """The tree under `root` as {path: entry}, in the form of the captures (and with `errname` for a failing read)."""
+    entries: dict[str, dict[str, Any]] = {}
+    for directory, directories, files in os.walk(root):
+        for name in sorted(directories + files):
+            path = Path(directory, name)
+            entry: dict[str, Any] = {"mode": f"{path.lstat().st_mode & 0o7777:04o}"}
+            if (code := errno_of(path)) is not None:
+                entry |= {"type": "file", "errname": errno.errorcode[code]}
+            elif path.is_symlink() and not (path.readlink().is_absolute() and path.is_char_device()):
+                entry |= {"type": "link", "target": str(path.readlink())}
+            elif path.is_char_device():  # a link node, too, is one to whoever calls stat()
+                node = path.stat()
+                entry |= {"type": "char", "mode": f"{node.st_mode & 0o7777:04o}",
+                          "major": os.major(node.st_rdev), "minor": os.minor(node.st_rdev)}  # fmt: skip
+            else:
+                entry |= {"type": "dir"} if path.is_dir() else {"type": "file", "content": path.read_text()}
+            entries[f"/{path.relative_to(root)}"] = entry
+    return entries
+
+
+def convert(files: Sequence[Path]) -> None:
+    """Rewrite the stored data: captures node-NAME.json become captures.json, uevents-NAME.json become uevents.json."""
+
+    def lines(items: Mapping[str, str], indent: str = "") -> str:
+        return "{\n" + ",\n".join(f"{indent}{json.dumps(k)}: {v}" for k, v in items.items()) + f"\n{indent}}}"
+
+    trees: dict[str, str] = {}
+    events: dict[str, str] = {}
+    for file in sorted(files):
+        kind, _, name = file.stem.partition("-")
+        raw = json.loads(file.read_text())
+        if kind == "node":
+            tree = compact(raw["entries"])
+            functions = tree.pop("functions")
+            for function in functions:
+                if "tt_serial" not in function.get("class", {}) and len(functions) == 1:
+                    function["board"] = raw["meta"]["functions"][0]
+            common = {
+                group: dict(set.intersection(*(set(function.get(group, {}).items()) for function in functions)))
+                for group in GROUPS
+                if functions
+            }
+            for function in functions:
+                for group in GROUPS:
+                    if group in function:
+                        function[group] = dict(sorted(function[group].items() - common[group].items()))
+            tree["driver"] = raw["meta"]["driver"]
+            tree["common"] = {group: dict(sorted(values.items())) for group, values in common.items() if values}
+            if "events_on_load" in raw["meta"]:
+                tree["events_on_load"] = raw["meta"]["events_on_load"]
+            fields = {key: json.dumps(value) for key, value in tree.items()}
+            fields["functions"] = "[\n" + ",\n".join("  " + json.dumps(function) for function in functions) + "\n ]"
+            trees[name] = lines(fields, " ")
+        elif kind == "uevents":
+            steps = {}
+            for step in raw["steps"]:
+                kernel = [e for e in step.get("events", []) if e["source"] == "kernel"]
+                texts = [
+                    json.dumps([e["action"], e["devpath"], {k: v for k, v in e["env"].items()
+                                                           if k not in ("ACTION", "DEVPATH", "SEQNUM")}])
+                    for e in kernel
+                ]  # fmt: skip
+                steps[step["step"]] = "[\n" + ",\n".join("  " + text for text in texts) + "\n ]" if texts else "[]"
+            events[name] = lines(steps, " ")
+    for name, items in (("captures.json", trees), ("uevents.json", events)):
+        if items:
+            (DATA / name).write_text(lines(items) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> None:
+    """Put what `make` makes in the place of `path` in one step; readers that a FIFO there held get `answer`."""
+    new = path.with_name(f".{path.name}.new")  # nothing in sysfs begins with a dot
+    try:
+        blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if stat.S_ISFIFO(path.lstat().st_mode) else None
+    except FileNotFoundError:
+        blocked = None
+    try:
+        make(new)
+    except FileExistsError:  # left by a process that was killed
+        new.unlink()
+        make(new)
+    os.replace(new, path)
+    if blocked is not None:  # its opening let the readers in; they get one answer, and whoever reads on gets the end
+        os.write(blocked, answer.encode())
+        os.close(blocked)
+
+
+def _put(path: Path, content: str | bytes) -> None:
+    """Write an attribute; a str gets the newline that the driver ends every one with."""
+    data = content if isinstance(content, bytes) else f"{content}\n".encode() if content else b""
+
+    def make(new: Path) -> None:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.fchmod(fd, 0o644 if path.name in WRITABLE else 0o444)
+        os.write(fd, data)
+        os.close(fd)
+
+    _replace(path, make, answer=data.decode("utf-8", "replace"))
+
+
+def _put_errno(path: Path, name: str) -> None:
+    _replace(path, lambda new: os.symlink(f"errno:{name}", new))
+
+
+def _link(path: Path, target: Path) -> None:
+    """A relative symlink at `path`, as sysfs makes them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.join(os.path.relpath(target.parent, path.parent), target.name))
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, link or directory, and let go whoever waits in a FIFO below it."""
+    if path.is_dir() and not path.is_symlink():
+        for fifo in [p for p in path.rglob("*") if p.is_fifo()]:
+            _put(fifo, b"")
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The node
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Function:
+    """What state.json keeps of a PCI function: its place, what it shows while all is well, and what ails it."""
+
+    path: str  # below /sys/devices: "pci0000:00/0000:00:02.0/0000:01:00.0"
+    pci: dict[str, str]
+    telemetry: dict[str, str]  # tt_*; the heartbeat's present value is in its file only
+    counters: dict[str, str]  # pcie_perf_counters/*
+    sensors: dict[str, str]  # hwmon
+    firmware: bool = True  # ready when the driver looks
+    condition: Condition = "healthy"
+    frozen: bool = False
+    present: bool = False  # on the PCI bus
+    ordinal: int | None = None  # while the driver is bound
+    hwmon: int | None = None  # while the driver shows telemetry
+    iommu: tuple[int, str] | None = None  # group and its type
+
+    @property
+    def bdf(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def arch(self) -> str:
+        return ARCHITECTURES[self.pci["device"]]
+
+    def uevent_environment(self) -> dict[str, str]:
+        """What the kernel says of the function in uevents and, after DRIVER, in its `uevent` file."""
+        ids = {name: self.pci[name][2:].upper() for name in PCI_ATTRIBUTES[:5]}
+        return {
+            "PCI_CLASS": ids["class"].lstrip("0"),
+            "PCI_ID": f"{ids['vendor']}:{ids['device']}",
+            "PCI_SUBSYS_ID": f"{ids['subsystem_vendor']}:{ids['subsystem_device']}",
+            "PCI_SLOT_NAME": self.bdf,
+            "MODALIAS": self.pci["modalias"],
+        }
+
+
+class SimulatedNode:
+    """A machine's device tree under `root`, and the operations that befall it.
+
+    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events and links there are;
+    it is loaded. `numbers` are (major, minor) by ordinal where the default (245:N, or the borrowed ones of "link") will
+    not do. `udev_rules=False`: without the driver's rules the node stays 0600 and there are no by-id links.
+
+    `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the kernel sends it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        driver: str = "2.10.1-pre",
+        nodes: Literal["auto", "mknod", "link"] = "auto",
+        numbers: Sequence[tuple[int, int]] | None = None,
+        udev_rules: bool = True,
+    ) -> None:
+        self._attach(root)
+        if self._state_file.exists():
+            raise FileExistsError(f"{root} holds a simulated node already")
+        for path in ("sys/class/hwmon", "sys/bus/pci/devices", "sys/devices", "sys/dev/char", "dev", "proc/driver"):
+            (root / path).mkdir(parents=True, exist_ok=True)
+        self._state: dict[str, Any] = {
+            "driver": driver, "nodes": _node_kind(root / "dev") if nodes == "auto" else nodes, "numbers": numbers,
+            "udev_rules": udev_rules, "loaded": False, "bound": [], "seqnum": 1050,
+        }  # fmt: skip
+        self._save()
+        self.load_driver()
+
+    def _attach(self, root: Path) -> None:
+        self.root = root
+        self.on_uevent: Callable[[bytes], None] | None = None
+        self._state_file = root / "state.json"
+        self._functions: dict[str, Function] = {}  # in the order of the kernel's list: a rescanned function is the last
+        self._loaded: tuple[int, int] | None = None
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @classmethod
+    def open(cls, root: Path) -> SimulatedNode:
+        """The node that this or another process made under `root`."""
+        if not (root / "state.json").exists():
+            raise FileNotFoundError(f"{root} holds no simulated node")
+        node = cls.__new__(cls)
+        node._attach(root)
+        with node.holding():
+            return node
+
+    @classmethod
+    def from_capture(
+        cls,
+        root: Path,
+        name: str,
+        *,
+        nodes: Literal["auto", "mknod", "link"] = "auto",
+        numbers: Sequence[tuple[int, int]] | None = None,
+    ) -> SimulatedNode:
+        """The tree of a capture, with its driver's version, ordinals, hwmon numbers and values."""
+        facts = capture(name)
+        functions = sorted(facts["functions"], key=lambda function: (function["hwmon"] or 0, function["ordinal"]))
+        rules = all(function["mode"] == "0666" for function in functions)
+        node = cls(root, driver=facts["driver"], nodes=nodes, numbers=numbers, udev_rules=rules)
+        with node.changing():
+            for facts in functions:
+                shown = facts.get("class", {})
+                if "board" in facts:  # the capture shows no telemetry (or nothing at all): this is what it would be
+                    card = next(card for card, code in CARDS.items() if code == int(facts["board"]["ssid"], 16))
+                    function = node._function(card, facts["path"], facts["board"]["serial"], facts["board"]["asic_id"])
+                    function.pci |= facts.get("pci", {})
+                    function.firmware = not shown
+                else:
+                    telemetry = {k: v for k, v in shown.items() if k.startswith("tt_")}
+                    counters = {k: v for k, v in shown.items() if "/" in k}
+                    sensors = {k: v for k, v in facts["sensors"].items() if k != "uevent"}
+                    function = Function(facts["path"], dict(facts["pci"]), telemetry, counters, sensors)
+                node._functions[function.bdf] = function
+                node._plug(function)
+                node._probe(function, ordinal=facts["ordinal"], hwmon=facts["hwmon"])
+        return node
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Hold the tree: what happens inside is one step to other threads and processes that go through this class."""
+        with self._lock, contextlib.ExitStack() as stack:
+            if self._depth == 0:
+                lock = stack.enter_context((self.root / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                status = self._state_file.stat()
+                if self._loaded != (status.st_ino, status.st_mtime_ns):
+                    stored = json.loads(self._state_file.read_text())
+                    self._functions = {bdf: Function(**function) for bdf, function in stored.pop("functions").items()}
+                    self._state, self._loaded = stored, (status.st_ino, status.st_mtime_ns)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the tree, and keep what changes of the state, also if the operation fails halfway."""
+        with self.holding():
+            before = self._dump()
+            try:
+                yield
+            finally:
+                if self._dump() != before:
+                    self._save()
+
+    def _dump(self) -> str:
+        return json.dumps(self._state | {"functions": {bdf: asdict(f) for bdf, f in self._functions.items()}}, indent=1)
+
+    def _save(self) -> None:
+        _put(self._state_file, self._dump())
+        status = self._state_file.stat()
+        self._loaded = (status.st_ino, status.st_mtime_ns)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The driver's release: (2, 10) for "2.10.1-pre"."""
+        return tuple(int(part) for part in re.findall(r"\d+", self._state["driver"])[:2])
+
+    @property
+    def chips(self) -> list[Chip]:
+        """Every function that was ever added, those that vanished too, in the kernel's order."""
+        with self.holding():
+            return [Chip(self, bdf) for bdf in self._functions]
+
+    def chip(self, name: str | int) -> Chip:
+        """A function by its BDF ("0000:01:00.0" or "01:00.0") or by its present ordinal."""
+        with self.holding():
+            for bdf, function in self._functions.items():
+                if str(name) in (bdf, bdf.removeprefix("0000:"), str(function.ordinal)):
+                    return Chip(self, bdf)
+        raise LookupError(f"no function {name} among {', '.join(self._functions) or 'none'}")
+
+    @property
+    def flags(self) -> list[str]:
+        """The options that make the daemon look at this tree."""
+        return [f"--{name}-root={self.root / directory}" for name, directory in
+                (("sysfs", "sys"), ("dev", "dev"), ("proc", "proc"))]  # fmt: skip
+
+    # -- what can happen to a machine ----------------------------------------------------------------------------------
+
+    def add(
+        self,
+        card: str,
+        *,
+        bdf: str | None = None,
+        numa_node: int | None = None,
+        serial: str | None = None,
+        asic_id: str | None = None,
+        ordinal: int | None = None,
+        firmware: bool = True,
+    ) -> list[Chip]:
+        """Plug a card: its functions appear on the bus and are probed, with the events of a hot-plug.
+
+        A p300* has two functions with one serial, a Galaxy 32 on its own buses (8 for each serial), any other card one.
+        `bdf`, `asic_id` and `ordinal` are those of the first function. NUMA node: -1 unless told, but on a Galaxy 0 for
+        the trays below bus 0x80 and 1 above. `firmware=False`: not ready when the driver looks.
+        """
+        galaxy, code = card.startswith("galaxy-"), CARDS[card]
+        with self.changing():
+            if galaxy:
+                places = [f"0000:{tray << 4 | chip:02x}:00.0" for tray in GALAXY_PROBE_ORDER for chip in range(1, 9)]
+            else:
+                used = {int(bdf.split(":")[1], 16) for bdf in self._functions}
+                domain, first = (bdf or "0000:01").split(":")[:2]
+                free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
+                places = [f"{domain}:{bus:02x}:00.0" for bus in free[: 2 if card.startswith("p300") else 1]]
+                if bdf:
+                    places[0] = bdf
+            if taken := self._functions.keys() & set(places):
+                raise ValueError(f"{', '.join(taken)} is occupied")
+            added, first_chip = [], len(self._functions) + 1
+            for index, place in enumerate(places):
+                bus = int(place.split(":")[1], 16)
+                board = bus >> 4 if galaxy else first_chip
+                own_serial = serial or f"000{code:04X}{511700100 + board}"
+                own_id = f"{0x3B1D7A5620E40000 + (code << 8) + first_chip + index:016X}"
+                node_number = numa_node if numa_node is not None else (0 if bus < 0x80 else 1) if galaxy else -1
+                function = self._function(card, _path(place), own_serial, own_id if index else asic_id or own_id)
+                cpus = "0-1" if node_number < 0 else str(node_number)
+                function.pci |= {"numa_node": str(node_number), "local_cpulist": cpus}
+                function.firmware = firmware
+                self._functions[place] = function
+                self._plug(function)
+                self._probe(function, ordinal=None if ordinal is None else ordinal + index)
+                added.append(Chip(self, place))
+            return added
+
+    def _function(self, card: str, path: str, serial: str, asic_id: str) -> Function:
+        """A function of `card` with the values of the captured board of its architecture."""
+        code = CARDS[card]
+        sample = capture("n150-p150a")["functions"][0 if card == "n150" or card in ("n300", "galaxy-wormhole") else 1]
+        blackhole = sample["pci"]["device"] == "0xb140"
+
+        def offered(name: str) -> bool:
+            since = BLACKHOLE_MAX_SINCE if blackhole and name.endswith("_max") else SINCE.get(name, (0,))
+            return self.version >= since
+
+        shown = {k: v for k, v in sample["class"].items() if offered(k)}
+        identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
+        modalias = re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"])
+        return Function(
+            path=path,
+            pci=sample["pci"] | {"subsystem_device": f"0x{code:04x}", "modalias": modalias},
+            telemetry={k: identity.get(k, v) for k, v in shown.items() if k.startswith("tt_")},
+            counters={k: v for k, v in shown.items() if "/" in k and self.version >= COUNTERS_SINCE},
+            sensors={k: v for k, v in sample["sensors"].items() if k != "uevent" and offered(k)},
+        )
+
+    def load_driver(self) -> None:
+        """modprobe: the functions are probed in the kernel's order, so ordinals may differ from the last time."""
+        with self.changing():
+            if self._state["loaded"]:
+                raise ValueError("the driver is loaded")
+            self._state["loaded"] = True
+            driver = self.root / "sys/bus/pci/drivers/tenstorrent"
+            module = self.root / "sys/module/tenstorrent"
+            (module / "drivers").mkdir(parents=True)
+            _put(module / "version", self._state["driver"])
+            _put(module / "initstate", "live")
+            (self.root / "sys/class/tenstorrent").mkdir()
+            if self.version >= PROC_SINCE:
+                (self.root / "proc/driver/tenstorrent").mkdir()
+            self._emit("add", "/class/tenstorrent", SUBSYSTEM="class")
+            _link(driver / "module", module)
+            _link(module / "drivers/pci:tenstorrent", driver)
+            for function in self._functions.values():
+                if function.present:
+                    self._probe(function)
+            self._emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
+            self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
+
+    def unload_driver(self) -> None:
+        """rmmod: the functions are released, the last bound first. (The real one refuses while a node is open.)"""
+        with self.changing():
+            for bdf in reversed(list(self._state["bound"])):
+                self._release(self._functions[bdf])
+            for directory, subsystem in (("bus/pci/drivers", "drivers"), ("class", "class"), ("module", "module")):
+                _remove(self.root / "sys" / directory / "tenstorrent")
+                if subsystem == "class":
+                    _remove_empty(self.root / "proc/driver/tenstorrent")
+                self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
+            self._state["loaded"] = False
+
+    def swap_ordinals(self, a: str | int, b: str | int) -> None:
+        """Renumber two functions, as a reload of the driver can: both are unbound, then bound as the other's number."""
+        with self.changing():
+            one, other = (self._functions[self.chip(name).bdf] for name in (a, b))
+            ordinals = one.ordinal, other.ordinal
+            self._release(one)
+            self._release(other)
+            self._probe(other, ordinal=ordinals[0])
+            self._probe(one, ordinal=ordinals[1])
+
+    def set_hugepages(self, count_1g: int) -> None:
+        """Reserve 1 GiB pages, all free, and mount hugetlbfs twice (`proc/mounts` names the host's paths)."""
+        with self.changing():
+            pool = self.root / "sys/kernel/mm/hugepages/hugepages-1048576kB"
+            pool.mkdir(parents=True, exist_ok=True)
+            for name in ("nr_hugepages", "free_hugepages"):
+                _put(pool / name, str(count_1g))
+            mounts = {"hugepages": "pagesize=2M", "hugepages-1G": "mode=777,pagesize=1024M"}
+            for name in mounts:
+                (self.root / "dev" / name).mkdir(exist_ok=True)
+            lines = [f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,{options} 0 0" for name, options in mounts.items()]
+            _put(self.root / "proc/mounts", "\n".join(lines))
+
+    def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
+        """Put a function behind an IOMMU, in a group of its own; type "identity" is one that translates nothing."""
+        with self.changing():
+            function = self._functions[self.chip(bdf).bdf]
+            used = {other.iommu[0] for other in self._functions.values() if other.iommu and other is not function}
+            self._iommu_down(function)
+            function.iommu = (_lowest_free(used), type)
+            self._iommu_up(function)
+
+    def tick(self) -> None:
+        """One beat of every chip whose firmware lives and is not frozen."""
+        with self.holding():
+            for function in self._functions.values():
+                if not function.frozen:
+                    self._beat(function, 1)
+
+    # -- where things are ----------------------------------------------------------------------------------------------
+
+    def _pci(self, function: Function) -> Path:
+        return self.root / "sys/devices" / function.path
+
+    def _class(self, function: Function) -> Path:
+        return self._pci(function) / f"tenstorrent/tenstorrent!{function.ordinal}"
+
+    def _hwmon(self, function: Function) -> Path:
+        return self._pci(function) / f"hwmon/hwmon{function.hwmon}"
+
+    def _number(self, ordinal: int) -> tuple[int, int]:
+        numbers = self._state["numbers"]
+        if numbers is not None and ordinal < len(numbers):
+            return int(numbers[ordinal][0]), int(numbers[ordinal][1])
+        return (DRIVER_MAJOR, ordinal) if self._state["nodes"] == "mknod" else [*BORROWED][ordinal % len(BORROWED)]
+
+    def _emit(self, action: str, devpath: str, **env: str) -> None:
+        self._state["seqnum"] += 1
+        if self.on_uevent:
+            self.on_uevent(wire(action, devpath, env, self._state["seqnum"]))
+
+    def _emit_pci(self, action: str, function: Function, *, without: str = "", **env: str) -> None:
+        own = {k: v for k, v in function.uevent_environment().items() if k != without}
+        self._emit(action, f"/devices/{function.path}", SUBSYSTEM="pci", **env, **own)
+
+    def _emit_class(self, action: str, function: Function) -> None:
+        assert function.ordinal is not None
+        major, minor = self._number(function.ordinal)
+        env = {"MAJOR": str(major), "MINOR": str(minor), "DEVNAME": f"tenstorrent/{function.ordinal}"}
+        devpath = f"/devices/{function.path}/tenstorrent/tenstorrent!{function.ordinal}"
+        self._emit(action, devpath, SUBSYSTEM="tenstorrent", **env)
+
+    # -- coming ------------------------------------------------------------------------------------------------------
+
+    def _plug(self, function: Function) -> None:
+        """The PCI core finds the function."""
+        function.present = True
+        pci = self._pci(function)
+        pci.mkdir(parents=True)
+        _link(pci / "subsystem", self.root / "sys/bus/pci")
+        for name in PCI_ATTRIBUTES:
+            self._show(function, name)
+        _link(self.root / "sys/bus/pci/devices" / function.bdf, pci)
+        self._iommu_up(function)
+        self._emit_pci("add", function)
+
+    def _probe(self, function: Function, *, ordinal: int | None = None, hwmon: int | None = None) -> None:
+        """The driver takes the function. Node and class directory come first, telemetry next if firmware is ready."""
+        if not self._state["loaded"]:
+            return
+        if function.condition in ("resetting", "lost"):  # a new probe looks at the chip afresh
+            function.condition = "healthy"
+        function.ordinal = self._free_ordinal(function) if ordinal is None else ordinal
+        if any(f is not function and f.ordinal == function.ordinal for f in self._functions.values()):
+            raise ValueError(f"ordinal {function.ordinal} is in use")
+        self._state["bound"].append(function.bdf)
+        pci, driver = self._pci(function), self.root / "sys/bus/pci/drivers/tenstorrent"
+        _link(pci / "driver", driver)
+        _link(driver / function.bdf, pci)
+        self._show(function, "uevent", pci=True)
+        ready = function.firmware and function.condition == "healthy"
+        early = self.version < PROC_SINCE  # old drivers registered hwmon before the node
+        if ready and early:
+            self._hwmon_up(function, hwmon)
+        self._class_up(function)
+        if ready:
+            self._telemetry_up(function, hwmon)
+        self._emit_pci("bind", function, DRIVER="tenstorrent")
+
+    def _free_ordinal(self, function: Function) -> int:
+        used = {f.ordinal for f in self._functions.values() if f.ordinal is not None}
+        if function.pci["subsystem_device"] in ("0x0035", "0x0047") and self.version >= GALAXY_SINCE:
+            bus = int(function.bdf.split(":")[1], 16)
+            tray = GALAXY_ORDINALS[function.arch].get(bus >> 4)
+            if tray is not None and 1 <= bus & 15 <= 8 and (ordinal := tray + (bus & 15) - 1) not in used:
+                return ordinal
+        return _lowest_free(used)
+
+    def _class_up(self, function: Function) -> None:
+        assert function.ordinal is not None
+        entry, (major, minor) = self._class(function), self._number(function.ordinal)
+        entry.mkdir(parents=True)
+        _link(entry / "device", self._pci(function))
+        _link(entry / "subsystem", self.root / "sys/class/tenstorrent")
+        _put(entry / "dev", f"{major}:{minor}")
+        _put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\nDEVNAME=tenstorrent/{function.ordinal}")
+        if function.counters:
+            (entry / "pcie_perf_counters").mkdir()
+            for name in function.counters:
+                self._show(function, name)
+        _link(self.root / "sys/class/tenstorrent" / entry.name, entry)
+        with contextlib.suppress(FileExistsError):  # two link nodes may have borrowed one number
+            _link(self.root / f"sys/dev/char/{major}:{minor}", entry)
+        if self.version >= PROC_SINCE:
+            (self.root / f"proc/driver/tenstorrent/{function.ordinal}").mkdir()
+            _put(self.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", b"")
+        node = self.root / f"dev/tenstorrent/{function.ordinal}"
+        node.parent.mkdir(exist_ok=True)
+        if self._state["nodes"] == "mknod":
+            os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+        else:
+            node.symlink_to(BORROWED.get((major, minor), f"/dev/char/{major}:{minor}"))
+        self._emit_class("add", function)
+        if self._state["nodes"] == "mknod" and self._state["udev_rules"]:
+            node.chmod(0o666)  # udev, after the kernel's event
+
+    def _hwmon_up(self, function: Function, number: int | None) -> None:
+        used = {f.hwmon for f in self._functions.values() if f.hwmon is not None}
+        function.hwmon = _lowest_free(used) if number is None else number
+        hwmon = self._hwmon(function)
+        hwmon.mkdir(parents=True)
+        _link(hwmon / "device", self._pci(function))
+        _link(hwmon / "subsystem", self.root / "sys/class/hwmon")
+        _put(hwmon / "uevent", "")
+        for name in function.sensors:
+            self._show(function, name)
+        _link(self.root / "sys/class/hwmon" / hwmon.name, hwmon)
+        self._emit("add", f"/devices/{function.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
+
+    def _telemetry_up(self, function: Function, hwmon: int | None = None) -> None:
+        """hwmon and tt_* appear, then `change` says so, then udev makes the by-id link."""
+        if function.hwmon is None:
+            self._hwmon_up(function, hwmon)
+        for name in function.telemetry:
+            self._show(function, name)
+        if self.version >= CHANGE_SINCE:
+            self._emit_class("change", function)
+            if self._state["udev_rules"] and "tt_asic_id" in function.telemetry:
+                _link(self._by_id(function), self.root / f"dev/tenstorrent/{function.ordinal}")
+
+    def _by_id(self, function: Function) -> Path:
+        return self.root / f"dev/tenstorrent/by-id/{function.arch}-{function.telemetry.get('tt_asic_id')}"
+
+    def _iommu_up(self, function: Function) -> None:
+        if function.iommu and function.present:
+            group = self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}"
+            _link(group / "devices" / function.bdf, self._pci(function))
+            _put(group / "type", function.iommu[1])
+            _link(self._pci(function) / "iommu_group", group)
+
+    # -- going -------------------------------------------------------------------------------------------------------
+
+    def _release(self, function: Function) -> None:
+        """The driver lets the function go: hwmon, then node and class directory, then the binding."""
+        if function.ordinal is None:
+            return
+        self._keep_heartbeat(function)
+        pci, entry, ordinal = self._pci(function), self._class(function), function.ordinal
+        if function.hwmon is not None:
+            hwmon = self._hwmon(function)
+            _remove(self.root / "sys/class/hwmon" / hwmon.name)
+            _remove(hwmon.parent)
+            self._emit("remove", f"/devices/{function.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
+        char = self.root / "sys/dev/char/{}:{}".format(*self._number(ordinal))
+        if char.is_symlink() and char.readlink().name == entry.name:
+            _remove(char)
+        for gone in (f"sys/class/tenstorrent/{entry.name}", f"dev/tenstorrent/{ordinal}"):
+            _remove(self.root / gone)
+        _remove(self.root / f"proc/driver/tenstorrent/{ordinal}")
+        _remove(entry.parent)
+        self._emit_class("remove", function)
+        by_id = self._by_id(function)
+        if by_id.is_symlink() and by_id.readlink().name == str(ordinal):
+            _remove(by_id)  # udev
+        _remove_empty(by_id.parent)
+        _remove_empty(self.root / "dev/tenstorrent")
+        _remove(pci / "driver")
+        _remove(self.root / "sys/bus/pci/drivers/tenstorrent" / function.bdf)
+        function.ordinal = function.hwmon = None
+        self._state["bound"].remove(function.bdf)
+        self._show(function, "uevent", pci=True)
+        self._emit_pci("unbind", function, without="MODALIAS")
+
+    def _unplug(self, function: Function) -> None:
+        self._release(function)
+        self._iommu_down(function)
+        _remove(self.root / "sys/bus/pci/devices" / function.bdf)
+        _remove(self._pci(function))
+        function.present = False
+        self._emit_pci("remove", function)
+
+    def _iommu_down(self, function: Function) -> None:
+        if function.iommu:
+            _remove(self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}")
+            _remove(self._pci(function) / "iommu_group")
+
+    # -- attributes --------------------------------------------------------------------------------------------------
+
+    def _file(self, function: Function, name: str) -> Path:
+        """Where an attribute is: PCI's own, hwmon's, or (tt_*, `dev`, counters) the class directory's."""
+        if name in PCI_ATTRIBUTES and name != "uevent":
+            return self._pci(function) / name
+        if (SENSOR.fullmatch(name) and function.hwmon is None) or function.ordinal is None:
+            raise LookupError(f"{function.bdf} shows no {name} now")
+        return (self._hwmon(function) if SENSOR.fullmatch(name) else self._class(function)) / name
+
+    def _show(self, function: Function, name: str, *, pci: bool = False) -> None:
+        """Write an attribute with what it reads in the function's present condition."""
+        condition = function.condition
+        pre_enodata = condition in ("resetting", "lost") and self.version < ENODATA_SINCE
+        if name == "uevent":
+            env = {"DRIVER": "tenstorrent"} if function.ordinal is not None else {}
+            text = "\n".join(f"{k}={v}" for k, v in (env | function.uevent_environment()).items())
+            _put(self._pci(function) / name, text)
+        elif name in PCI_ATTRIBUTES:
+            off = name == "current_link_speed" and condition in ("off-bus", "resetting")
+            _put(self._pci(function) / name, "Unknown" if off else function.pci[name])
+        elif name in function.counters:  # these read the chip's registers even between reset and POST_RESET
+            _put(self._file(function, name), function.counters[name] if condition in ("healthy", "lost") else ALL_ONES)
+        else:
+            value = (function.sensors if SENSOR.fullmatch(name) else function.telemetry)[name]
+            constant = name == "name" or name.endswith("_label")
+            if condition in ("dead", "off-bus") or pre_enodata:  # before 2.9 a chip in reset was read; not captured
+                _put(self._file(function, name), dead_value(name, value))
+            elif condition in ("resetting", "lost") and not constant:
+                _put_errno(self._file(function, name), "ENODATA")
+            else:
+                _put(self._file(function, name), value)
+
+    def _show_all(self, function: Function) -> None:
+        names = ["current_link_speed"] if function.present else []
+        names += function.counters if function.ordinal is not None else []
+        names += [*function.telemetry, *function.sensors] if function.hwmon is not None else []
+        for name in names:
+            self._show(function, name)
+
+    def _heartbeat(self, function: Function) -> tuple[Path, int] | None:
+        """The heartbeat's file and present value, where there is a living one."""
+        if function.hwmon is None or "tt_heartbeat" not in function.telemetry or function.condition != "healthy":
+            return None
+        file = self._class(function) / "tt_heartbeat"
+        if not file.exists() or not stat.S_ISREG(file.lstat().st_mode):  # removed, blocked or failing
+            return None
+        text = file.read_bytes().strip()
+        return (file, int(text)) if text.isdigit() and len(text) < 20 else None
+
+    def _keep_heartbeat(self, function: Function) -> None:
+        if heartbeat := self._heartbeat(function):
+            function.telemetry["tt_heartbeat"] = str(heartbeat[1])
+
+    def _beat(self, function: Function, n: int) -> None:
+        if heartbeat := self._heartbeat(function):
+            file, value = heartbeat
+            _put(file, str((value + n) & 0xFFFFFFFF))
+
+
+def _lowest_free(used: set[int]) -> int:
+    return next(number for number in range(len(used) + 1) if number not in used)
+
+
+def _path(bdf: str) -> str:
+    """Where a function hangs below /sys/devices: a root bus for every 16 buses, a root port for each card."""
+    domain, bus = bdf.split(":")[0], int(bdf.split(":")[1], 16)
+    root = max(bus - 1, 0) & 0xF0
+    port = bus - root + (1 if root == 0 else -1)  # the first two slots of bus 0 are taken
+    return f"pci{domain}:{root:02x}/{domain}:{root:02x}:{port:02x}.0/{bdf}"
+
+
+def _node_kind(directory: Path) -> Literal["mknod", "link"]:
+    """Whether this process can make a device node here (which needs CAP_MKNOD, and not a user namespace's)."""
+    try:
+        os.mknod(directory / ".probe", stat.S_IFCHR | 0o600, os.makedev(DRIVER_MAJOR, 0))
+    except OSError:
+        return "link"
+    os.unlink(directory / ".probe")
+    return "mknod"
+
+
+class Chip:
+    """A handle to one PCI function of a node; it holds nothing but the name, so it outlives whatever happens."""
+
+    def __init__(self, node: SimulatedNode, bdf: str) -> None:
+        self.node = node
+        self.bdf = bdf
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Function]:
+        with self.node.changing():
+            yield self.node._functions[self.bdf]
+
+    @property
+    def facts(self) -> Function:
+        """The function's state: identity, ordinal, condition."""
+        with self.node.holding():
+            return self.node._functions[self.bdf]
+
+    @property
+    def ordinal(self) -> int | None:
+        """N of /dev/tenstorrent/N, None while the driver is not bound."""
+        return self.facts.ordinal
+
+    @property
+    def device_node(self) -> Path:
+        """The device node's path; LookupError while there is none."""
+        if (ordinal := self.ordinal) is None:
+            raise LookupError(f"{self.bdf} has no node")
+        return self.node.root / f"dev/tenstorrent/{ordinal}"
+
+    def attribute(self, name: str) -> Path:
+        """The real path of an attribute: tt_*, a sensor, a PCI attribute, `dev` or `pcie_perf_counters/...`."""
+        with self.node.holding():
+            return self.node._file(self.node._functions[self.bdf], name)
+
+    # -- the firmware ------------------------------------------------------------------------------------------------
+
+    def beat(self, n: int = 1) -> None:
+        """Advance the heartbeat (where there is one that can advance: not on a dead, resetting or blocked chip)."""
+        with self.node.holding():
+            self.node._beat(self.node._functions[self.bdf], n)
+
+    def freeze(self) -> None:
+        """The firmware stops: the ticker leaves the heartbeat alone, everything else reads on as before."""
+        with self._changing() as function:
+            function.frozen = True
+
+    def thaw(self) -> None:
+        """The firmware runs again."""
+        with self._changing() as function:
+            function.frozen = False
+
+    def heat(self, celsius: float) -> None:
+        """Set the temperature (temp1_input, in thousandths)."""
+        self._set("sensors", "temp1_input", str(round(celsius * 1000)))
+
+    def trip(self, n: int = 1) -> None:
+        """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
+        self._set("telemetry", "tt_therm_trip_count", str(int(self.facts.telemetry["tt_therm_trip_count"]) + n))
+
+    def _set(self, group: Literal["telemetry", "sensors"], name: str, value: str) -> None:
+        with self._changing() as function:
+            {"telemetry": function.telemetry, "sensors": function.sensors}[group][name] = value
+            if function.hwmon is not None:
+                self.node._show(function, name)
+
+    def die(self, bus: bool = False) -> None:
+        """Every register reads all ones, with no error and no event; with `bus`, configuration space does, too."""
+        self._become("off-bus" if bus else "dead")
+
+    def revive(self) -> None:
+        """The chip answers again, as before. (Where it was dead at probe, that is as late as `speak`.)"""
+        self._become("healthy")
+
+    def reset(self) -> None:
+        """Between reset and POST_RESET: ENODATA from every tt_* and hwmon value (driver 2.9 and later), no event."""
+        self._become("resetting")
+
+    def post_reset(self, heartbeat: int = 20, late: bool = False) -> None:
+        """After POST_RESET: values again, and the heartbeat restarts lower; no event.
+
+        `late`: the firmware was not ready. Blackhole then gives ENODATA until the driver is bound anew (`rebind`);
+        Wormhole goes on with the old addresses, so its values return all the same.
+        """
+        with self._changing() as function:
+            if "tt_heartbeat" in function.telemetry:
+                function.telemetry["tt_heartbeat"] = str(heartbeat)
+            self._become("lost" if late and function.arch == "blackhole" else "healthy")
+
+    def _become(self, condition: Condition) -> None:
+        with self._changing() as function:
+            self.node._keep_heartbeat(function)
+            function.condition = condition
+            self.node._show_all(function)
+            if condition == "healthy":
+                self._look_again(function)
+
+    def silence(self) -> None:
+        """Firmware not ready when the driver looked: probed again, with neither tt_* nor hwmon. Same ordinal."""
+        with self._changing() as function:
+            function.firmware = False
+            if function.ordinal is not None:
+                self.rebind()
+
+    def speak(self) -> None:
+        """The firmware becomes ready. Wormhole: telemetry appears (hwmon `add`, then `change`), as its driver polls.
+
+        Blackhole's driver looked once, at probe: nothing happens until `rebind`, or `vanish` and `come_back`.
+        """
+        with self._changing() as function:
+            function.firmware = True
+            self._look_again(function)
+
+    def _look_again(self, function: Function) -> None:
+        unseen = function.ordinal is not None and function.hwmon is None
+        if unseen and function.firmware and function.arch == "wormhole":
+            self.node._telemetry_up(function)
+
+    # -- the bus and the driver ----------------------------------------------------------------------------------------
+
+    def vanish(self) -> None:
+        """The PCI function is removed (unplugged, or by /sys/bus/pci/devices/*/remove)."""
+        with self._changing() as function:
+            if function.present:
+                self.node._unplug(function)
+
+    def come_back(self, ordinal: int | None = None) -> None:
+        """The function is found again, alive, the last in the kernel's list now. Lowest free ordinal unless told."""
+        with self._changing() as function:
+            if function.present:
+                raise ValueError(f"{self.bdf} is there")
+            function.condition = "healthy"
+            self.node._functions[self.bdf] = self.node._functions.pop(self.bdf)
+            self.node._plug(function)
+            self.node._probe(function, ordinal=ordinal)
+
+    def unbind(self) -> None:
+        """The driver lets the function go; it stays on the bus."""
+        with self._changing() as function:
+            self.node._release(function)
+
+    def bind(self, ordinal: int | None = None) -> None:
+        """The driver probes the function (anew). Lowest free ordinal unless told."""
+        with self._changing() as function:
+            if function.ordinal is not None or not function.present:
+                raise ValueError(f"{self.bdf} is not there to be bound")
+            self.node._probe(function, ordinal=ordinal)
+
+    def rebind(self) -> None:
+        """Unbind and bind, with the same ordinal: the remedy for a Blackhole whose telemetry is lost."""
+        with self._changing() as function:
+            ordinal = function.ordinal
+            self.unbind()
+            self.bind(ordinal)
+
+    def set_pids(self, pids: Sequence[int]) -> None:
+        """Who holds the node open: one line for each open descriptor (0: a process of another PID namespace)."""
+        with self._changing() as function:
+            _put(self.node.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", "\n".join(map(str, pids)))
+
+    # -- one attribute: lasts until `restore`, or until the operation that writes it next ------------------------------
+
+    def fail(self, attribute: str, error: str = "EIO") -> None:
+        """Reads of the attribute fail with this errno (see the module's conventions)."""
+        if not hasattr(errno, error):
+            raise ValueError(f"{error} is no errno")
+        with self._changing() as function:
+            self.node._keep_heartbeat(function)
+            _put_errno(self.node._file(function, attribute), error)
+
+    def write(self, attribute: str, content: bytes) -> None:
+        """The attribute reads exactly this, newline or not; it need not have existed."""
+        with self._changing() as function:
+            self.node._keep_heartbeat(function)
+            _put(self.node._file(function, attribute), content)
+
+    def remove(self, attribute: str) -> None:
+        """The attribute is not there (firmware that lacks the tag)."""
+        with self._changing() as function:
+            self.node._keep_heartbeat(function)
+            file = self.node._file(function, attribute)
+            if file.is_fifo():
+                _put(file, b"")
+            _remove(file)
+
+    def block(self, attribute: str = "tt_heartbeat") -> None:
+        """Whoever opens the attribute for reading waits until `unblock`."""
+        with self._changing() as function:
+            self.node._keep_heartbeat(function)
+            _replace(self.node._file(function, attribute), os.mkfifo)
+
+    def unblock(self, attribute: str = "tt_heartbeat") -> None:
+        """A reader that waits gets its value (one of them; others, an empty read), and the file is back."""
+        self.restore(attribute)
+
+    def restore(self, attribute: str) -> None:
+        """The attribute reads again what the chip's condition makes it read (undoes fail, write, remove, block)."""
+        with self._changing() as function:
+            if attribute in ("dev", "uevent"):
+                raise ValueError(f"{attribute} is not the chip's")
+            self.node._show(function, attribute)
+
+
+class Ticker:
+    """Advances every living heartbeat at 10 Hz, as firmware does, while the context lasts."""
+
+    def __init__(self, node: SimulatedNode, interval: float = 0.1) -> None:
+        self._node = node
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            self._node.tick()
+            due += self._interval
+
+    def __enter__(self) -> Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By hand
+# ---------------------------------------------------------------------------------------------------------------------
+
+OPERATIONS = (
+    Chip.freeze, Chip.thaw, Chip.heat, Chip.trip, Chip.die, Chip.revive, Chip.reset, Chip.post_reset,
+    Chip.silence, Chip.speak, Chip.vanish, Chip.come_back, Chip.unbind, Chip.bind, Chip.rebind, Chip.set_pids,
+    Chip.fail, Chip.write, Chip.remove, Chip.block, Chip.unblock, Chip.restore,
+)  # fmt: skip
+NODE_OPERATIONS = (
+    SimulatedNode.load_driver, SimulatedNode.unload_driver, SimulatedNode.swap_ordinals, SimulatedNode.set_hugepages,
+    SimulatedNode.set_iommu, SimulatedNode.tick,
+)  # fmt: skip
+
+HELP = """\
+a node with two boards, and one that overheats:
+  python -m tests.node /tmp/node create n150 p300c      (prints the daemon's flags)
+  python -m tests.node /tmp/node beat &                 (heartbeats)
+  python -m tests.node /tmp/node heat 01:00.0 95
+
+BDF may be short (01:00.0) or the ordinal. Each operation prints the kernel uevents that the real driver would send.
+"""
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.node", description="A simulated node with Tenstorrent cards in the directory DIR.",
+        epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("dir", metavar="DIR", type=Path)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    create = commands.add_parser("create", help="make the tree, with these cards or as it was captured")
+    create.add_argument("cards", nargs="*", metavar="CARD", help=" ".join(CARDS))
+    create.add_argument("--capture", metavar="NAME", help="one of those that `captures` lists")
+    create.add_argument("--driver", default="2.10.1-pre", help="release of tt-kmd, 1.34 to 2.10.1-pre (default)")
+    create.add_argument("--nodes", choices=("auto", "mknod", "link"), default="auto")
+    create.add_argument("--late", action="store_true", help="the firmware of CARDs is not ready")
+    add = commands.add_parser("add", help="plug cards into a node that there is")
+    add.add_argument("cards", nargs="+", metavar="CARD", help=" ".join(CARDS))
+    add.add_argument("--late", action="store_true", help="their firmware is not ready")
+    commands.add_parser("beat", help="run the heartbeats until Ctrl-C, also of what other processes change")
+    commands.add_parser("show", help="one line for each chip")
+    commands.add_parser("captures", help="list the captures (DIR may be left out)")
+    convert = commands.add_parser("convert", help="rewrite tests/data from captures (DIR may be left out)")
+    convert.add_argument("files", nargs="+", metavar="CAPTURE.json", type=Path)
+    types: dict[str, Callable[[str], object]]
+    types = {"int": int, "float": float, "str": str, "str | int": str, "bytes": os.fsencode}
+    for method in (*OPERATIONS, *NODE_OPERATIONS):
+        name, summary = method.__name__.replace("_", "-"), inspect.getdoc(method) or ""
+        command = commands.add_parser(name, help=summary.split("\n")[0], description=summary)
+        command.set_defaults(method=method)
+        if method in OPERATIONS:
+            command.add_argument("chip", metavar="BDF")
+        for parameter in [*inspect.signature(method).parameters.values()][1:]:
+            if parameter.annotation == "bool":
+                command.add_argument(f"--{parameter.name}", action="store_true")
+            elif parameter.annotation == "Sequence[int]":
+                command.add_argument(parameter.name, nargs="*", type=int)
+            elif parameter.annotation == "int | None":
+                command.add_argument(f"--{parameter.name}", type=int, metavar="N")
+            elif parameter.default is parameter.empty:
+                command.add_argument(parameter.name, type=types[parameter.annotation])
+            else:
+                default = parameter.default
+                command.add_argument(parameter.name, type=types[parameter.annotation], nargs="?", default=default)
+    # Two commands need no tree, so they may stand first.
+    return parser.parse_args([".", *argv] if argv and argv[0] in ("captures", "convert") else argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; the exit status."""
+    options = _arguments(argv)
+    if options.command == "captures":
+        print("\n".join(capture_names()))
+    elif options.command == "convert":
+        convert(options.files)
+    elif options.command == "create":
+        options.dir.mkdir(parents=True, exist_ok=True)
+        if options.capture:
+            node = SimulatedNode.from_capture(options.dir.absolute(), options.capture, nodes=options.nodes)
+        else:
+            node = SimulatedNode(options.dir.absolute(), driver=options.driver, nodes=options.nodes)
+        for card in options.cards:
+            node.add(card, firmware=not options.late)
+        print(" ".join(node.flags))
+    else:
+        node = SimulatedNode.open(options.dir.absolute())
+        node.on_uevent = lambda message: print(message.split(b"\0", 1)[0].decode())
+        if options.command == "add":
+            for card in options.cards:
+                node.add(card, firmware=not options.late)
+        elif options.command == "beat":
+            with contextlib.suppress(KeyboardInterrupt), Ticker(node):
+                threading.Event().wait()
+        elif options.command == "show":
+            for chip in node.chips:
+                facts = chip.facts
+                file = chip.attribute("tt_heartbeat") if facts.hwmon is not None else None
+                beat = file.read_text().strip() if file is not None and file.is_file() else "-"
+                where = f"/dev/tenstorrent/{facts.ordinal}" if facts.ordinal is not None else "not bound"
+                card = facts.telemetry.get("tt_card_type", facts.arch)
+                serial = facts.telemetry.get("tt_serial", "-")
+                words = [facts.condition, *["frozen"] * facts.frozen, *["firmware not ready"] * (not facts.firmware)]
+                state = ", ".join(words) if facts.present else "vanished"
+                print(f"{chip.bdf}  {where:19} {card:16} {serial:16} heartbeat {beat:10} {state}")
+        else:
+            names = [*inspect.signature(options.method).parameters][1:]
+            target = node.chip(options.chip) if options.method in OPERATIONS else node
+            options.method(target, *(getattr(options, name) for name in names))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (LookupError, ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
