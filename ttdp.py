@@ -141,29 +141,17 @@ def _domain(text: str) -> str:
     Kubernetes reserves *.kubernetes.io and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
     """
     label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    if (
-        not re.fullmatch(rf"{label}(\.{label})*", text)
-        or len(text) > 244
-        or "kubernetes.io" in text
-        or text.startswith("requests.")
-    ):
+    ours = re.fullmatch(rf"{label}(\.{label})*", text) and len(text) <= 244
+    if not ours or "kubernetes.io" in text or text.startswith("requests."):
         raise ValueError("a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com")
     return text
 
 
 def _boolean(text: str) -> bool:
-    with contextlib.suppress(KeyError):
-        return {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }[text.lower()]
-    raise ValueError("true, yes, on, 1, false, no, off or 0")
+    word = text.lower()
+    if word not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        raise ValueError("true, yes, on, 1, false, no, off or 0")
+    return word in ("true", "yes", "on", "1")
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -234,11 +222,16 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
     return Settings(**values)
 
 
+def _invalid(source: str, value: object, valid: object) -> ConfigError:
+    shown = repr(value).lower() if isinstance(value, bool) else repr(value)
+    return ConfigError(f"{source}: {shown if len(shown) <= 80 else shown[:80] + '…'} is not valid; it must be {valid}")
+
+
 def _parsed(parse: Callable[[str], Any], text: str, source: str) -> Any:
     try:
         return parse(text)
     except ValueError as valid:
-        raise ConfigError(f"{source}: {text!r} is not valid; it must be {valid}") from None
+        raise _invalid(source, text, valid) from None
 
 
 def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
@@ -256,17 +249,18 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not valid TOML: {reason}") from None
 
-    options = {option.key: option for option in OPTIONS}
-    _only_known(path, "", document, [*options, "health", "mounts"])
+    _only_known(path, "", document, [*(option.key for option in OPTIONS), "health", "mounts"])
     values: dict[str, Any] = {}
-    for key, option in options.items():
-        if key in document:
-            value = document[key]
-            expected = bool if option.is_switch else str
-            if not isinstance(value, expected):
-                wanted = "true or false" if option.is_switch else "a string"
-                raise ConfigError(f"{path}: {key} = {_toml(value)} is not valid; it must be {wanted}")
-            values[key] = value if isinstance(value, bool) else _parsed(option.parse, value, f"{path}: {key}")
+    for option in OPTIONS:
+        value = document.get(option.key)
+        if option.key not in document:
+            continue
+        if option.is_switch and isinstance(value, bool):
+            values[option.key] = value
+        elif not option.is_switch and isinstance(value, str):
+            values[option.key] = _parsed(option.parse, value, f"{path}: {option.key}")
+        else:
+            raise _invalid(f"{path}: {option.key}", value, "true or false" if option.is_switch else "a string")
     if "health" in document:
         values["health"] = _health_settings(path, document["health"])
     if "mounts" in document:
@@ -277,54 +271,42 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
 def _only_known(path: str, where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in table:
         if key not in known:
-            raise ConfigError(f"{path}: {where}{key} is no key of this file; valid are {', '.join(known)}")
-
-
-def _toml(value: object) -> str:
-    """A wrong value as the file may have spelt it, short enough for one line."""
-    text = {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            raise ConfigError(f"{path}: {where}{key!r} is no key of this file; valid are {', '.join(known)}")
 
 
 def _health_settings(path: str, table: object) -> HealthSettings:
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: health = {_toml(table)} is not valid; it must be a table: [health]")
-    _only_known(path, "health.", table, [item.name for item in fields(HealthSettings)])
+        raise _invalid(f"{path}: health", table, "a table: [health]")
+    _only_known(path, "[health] ", table, [item.name for item in fields(HealthSettings)])
 
-    def check(key: str, valid: Callable[[Any], bool], wanted: str) -> None:
+    def check(key: str, kind: type | tuple[type, ...], valid: Callable[[Any], bool], wanted: str) -> None:
         value = table.get(key)
-        if key in table and (isinstance(value, bool) or not valid(value)):
-            raise ConfigError(f"{path}: health.{key} = {_toml(value)} is not valid; it must be {wanted}")
+        if key in table and (isinstance(value, bool) or not isinstance(value, kind) or not valid(value)):
+            raise _invalid(f"{path}: [health] {key}", value, wanted)
 
-    def number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-
-    check("interval", lambda v: number(v) and 0 < v <= 3600, "a number of seconds above 0 and at most 3600")
-    check("temperature_limit", lambda v: number(v) and 0 < v <= 200, "a number of °C above 0 and at most 200")
-    check("heartbeat_misses", lambda v: isinstance(v, int) and v >= 1, "a whole number of polls, at least 1")
-    check("trip_holdoff", lambda v: number(v) and v >= 0, "a number of seconds, at least 0")
+    number = (int, float)
+    check("interval", number, lambda v: 0 < v <= 3600, "a number of seconds above 0 and at most 3600")
+    check("temperature_limit", number, lambda v: 0 < v <= 200, "a number of °C above 0 and at most 200")
+    check("heartbeat_misses", int, lambda v: 1 <= v <= 1_000_000, "a whole number of polls from 1 on")
+    check("trip_holdoff", number, lambda v: 0 <= v <= 1e9, "a number of seconds from 0 on")
     return HealthSettings(**table)
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{path}: mounts = {_toml(tables)} is not valid; it must be tables: [[mounts]]")
-    mounts = []
+        raise _invalid(f"{path}: mounts", tables, "tables: [[mounts]]")
+    mounts: list[Mount] = []
     for table in tables:
-        _only_known(path, "mounts.", table, [item.name for item in fields(Mount)])
-        merged = {"host": None, "container": table.get("host"), "read_only": False} | table
-        for key in ("host", "container"):
-            value = merged[key]
+        _only_known(path, "[[mounts]] ", table, [item.name for item in fields(Mount)])
+        mount = Mount(**{"host": None, "container": table.get("host"), **table})
+        for key, value in (("host", mount.host), ("container", mount.container)):
             if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-                raise ConfigError(f"{path}: mounts.{key} = {_toml(value)} is not valid; it must be an absolute path")
-        if not isinstance(merged["read_only"], bool):
-            raise ConfigError(
-                f"{path}: mounts.read_only = {_toml(merged['read_only'])} is not valid; it must be true or false"
-            )
-        mounts.append(Mount(**merged))
-    twice = [mount.container for mount in mounts if sum(m.container == mount.container for m in mounts) > 1]
-    if twice:
-        raise ConfigError(f"{path}: mounts.container = {_toml(twice[0])} is not valid; each must be another path")
+                raise _invalid(f"{path}: [[mounts]] {key}", value, "an absolute path")
+        if not isinstance(mount.read_only, bool):
+            raise _invalid(f"{path}: [[mounts]] read_only", mount.read_only, "true or false")
+        if any(mount.container == other.container for other in mounts):
+            raise _invalid(f"{path}: [[mounts]] container", mount.container, "another path in each of them")
+        mounts.append(mount)
     return tuple(mounts)
 
 
@@ -345,6 +327,11 @@ CARDS = {
 
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
+
+TELEMETRY_ATTRIBUTES = (
+    "tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
+)  # fmt: skip
+HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
 
 _BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
@@ -520,17 +507,10 @@ def read_telemetry(chip: Chip) -> Telemetry:
             hwmon = f"{pci}/hwmon/{sorted(os.listdir(f'{pci}/hwmon'))[0]}"
         except (FileNotFoundError, NotADirectoryError, IndexError):
             hwmon = None
-        for attribute in (
-            "tt_heartbeat",
-            "tt_card_type",
-            "tt_serial",
-            "tt_asic_id",
-            "tt_fw_bundle_ver",
-            "tt_therm_trip_count",
-        ):
+        for attribute in TELEMETRY_ATTRIBUTES:
             if (text := read_attribute(f"{chip.sysfs}/{attribute}")) is not None:
                 raw[attribute] = text
-        for attribute in ("temp1_input", "temp1_max") if hwmon else ():
+        for attribute in HWMON_ATTRIBUTES if hwmon else ():
             if (text := read_attribute(f"{hwmon}/{attribute}")) is not None:
                 raw[attribute] = text
         if not raw and not os.path.isdir(chip.sysfs):
@@ -542,20 +522,15 @@ def read_telemetry(chip: Chip) -> Telemetry:
 
 _HEX_ID = re.compile(r"[0-9A-F]{16}")
 _NO_ID = ("F" * 16, "0" * 16)  # all ones; and what a board without an ID reports, which would make all of them the same
-_WORDS: dict[
-    str, tuple[re.Pattern[str], Collection[str]]
-] = {  # the form that the driver writes, and what means nothing
+_WORDS: Mapping[str, tuple[re.Pattern[str], Collection[str]]] = {  # the form that the driver writes; what says nothing
     "tt_card_type": (re.compile(r"[a-z][a-z0-9-]{0,40}[a-z0-9]"), ("unknown",)),
     "tt_serial": (_HEX_ID, _NO_ID),
     "tt_asic_id": (_HEX_ID, _NO_ID),
     "tt_fw_bundle_ver": (re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
 }
 _DEAD = {
-    "tt_heartbeat": str(ALL_ONES),
-    "tt_serial": "F" * 16,
-    "tt_asic_id": "F" * 16,
-    "temp1_input": str(DEAD_TEMPERATURE),
-}
+    "tt_heartbeat": str(ALL_ONES), "tt_serial": "F" * 16, "tt_asic_id": "F" * 16, "temp1_input": str(DEAD_TEMPERATURE),
+}  # fmt: skip
 
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
@@ -616,7 +591,7 @@ class Health:
 
     fault: Fault | None = None
     reason: str | None = None  # in words, with the remedy where there is one; None while healthy
-    heartbeat: int | None = None  # the last one seen
+    heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
     hot: bool = False
     trips: int | None = None  # the last count seen
@@ -624,7 +599,7 @@ class Health:
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
-    return replace(health, fault=fault, reason=reason, misses=0)
+    return replace(health, fault=fault, reason=reason)
 
 
 def gone(health: Health, bdf: str, *, function_exists: bool) -> Health:
@@ -661,7 +636,8 @@ def judge(
             health, Fault.NO_RESPONSE, "chip does not respond (all registers read as ones); reset it: tt-smi -r"
         )
 
-    # Any change is life: the count starts again from below after a reset.
+    # Any change is life: the count starts again from below after a reset. What an event's look finds is life too, but
+    # not what the next poll compares with: that may follow sooner than a heartbeat.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
     misses = 0 if beats else health.misses + periodic
     limit = telemetry.temperature_limit if settings.temperature_limit is None else settings.temperature_limit
@@ -673,7 +649,7 @@ def judge(
     rose = telemetry.trips is not None and health.trips is not None and telemetry.trips > health.trips
     tripped_at = now if rose else health.tripped_at
     health = Health(
-        heartbeat=telemetry.heartbeat if telemetry.heartbeat is not None else health.heartbeat,
+        heartbeat=telemetry.heartbeat if periodic or health.heartbeat is None else health.heartbeat,
         misses=misses,
         hot=hot,
         trips=telemetry.trips if telemetry.trips is not None else health.trips,
@@ -844,73 +820,78 @@ def preferred_allocation(
     if not len(must) <= size <= len(free):
         raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(must)} of them a must")
 
-    order = list(resource.devices)
-    width = len(order)
-    bit = {identifier: 1 << (width - 1 - position) for position, identifier in enumerate(order)}
-    host = [
-        _Place(bit[i], device.board, device.tray, device.chip.numa_node, i in free, i in must)
-        for i, device in resource.devices.items()
-    ]
-    weights = [(width + 1) ** power << width for power in reversed(range(6))]
-
-    def entry(level: int, key: Callable[[_Place], object]) -> Callable[[_Place], int]:
-        """Cost of touching the group that a place is in: one group more, and one whole group less if it is whole."""
-        broken = {key(place) for place in host if not place.free}
-        return lambda place: weights[level] + (0 if key(place) in broken else weights[level + 3])
-
-    def board_of(place: _Place) -> object:
-        return place.board
-
-    def tray_of(place: _Place) -> object:
-        return place.tray
-
-    def node_of(place: _Place) -> object:
-        return place.numa_node
-
-    touch_board, touch_tray, touch_node = entry(0, board_of), entry(1, tray_of), entry(2, node_of)
-
-    def board_costs(places: list[_Place]) -> list[float]:
-        """Within a board all chips are equal but for their addresses: the musts, then the lowest."""
-        chosen = sorted(places, key=lambda place: (not place.must, -place.bit))
-        sums = itertools.accumulate((-place.bit for place in chosen), initial=0)
-        return _entered(list(sums), sum(place.must for place in places), touch_board(places[0]))
-
-    def tray_costs(places: list[_Place]) -> list[float]:
-        return _entered(_joined(board_costs(group) for group in _grouped(places, board_of)), 0, touch_tray(places[0]))
-
-    def cluster_costs(places: list[_Place]) -> list[float]:
-        """Trays that hang together over NUMA nodes which they share, one node in any sane machine.
-
-        Where a tray spans nodes, every choice of nodes is tried: leaving a node out is the only way not to touch it.
-        """
-        nodes = {place.numa_node: touch_node(place) for place in places}
-        best = [math.inf] * (len(places) + 1)
-        for chosen in (set(c) for k in range(len(nodes) + 1) for c in itertools.combinations(nodes, k)):
-            if any(place.must and place.numa_node not in chosen for place in places):
-                continue
-            inside = [place for place in places if place.numa_node in chosen]
-            costs = _joined(tray_costs(group) for group in _grouped(inside, tray_of))
-            fee = sum(nodes[node] for node in chosen)
-            for count, cost in enumerate(costs):
-                best[count] = min(best[count], cost + fee)
-        return best
-
-    places = [place for place in host if place.free]
-    best = _joined(cluster_costs(cluster) for cluster in _clusters(places))[size]
-    mask = -int(best) & ((1 << width) - 1)
-    return [identifier for identifier in order if bit[identifier] & mask]
+    places = _places(resource, free, must)
+    best = _joined(_cluster_costs(cluster) for cluster in _clusters(places))[size]
+    mask = -int(best)
+    return [place.identifier for place in places if place.bit & mask]
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A device in the search: its bit in the mask and the groups that it belongs to."""
+    """An available device in the search, with what it costs to be the first in a group."""
 
-    bit: int
+    identifier: str
+    bit: int  # in the mask of a set
+    must: bool
     board: object
     tray: object
     numa_node: int | None
-    free: bool
-    must: bool
+    board_fee: int  # one board more and, if it is whole, one whole board less
+    tray_fee: int
+    node_fee: int
+
+
+def _places(resource: Resource, free: frozenset[str], must: frozenset[str]) -> list[_Place]:
+    """The available devices. A cost's lowest bits are the mask, negated, so that larger masks cost less.
+
+    Above them stand six numbers, to the base of one more than there are devices: boards, trays, NUMA nodes, and the
+    whole ones of each.
+    """
+    devices, width = resource.devices, len(resource.devices)
+    groups = {i: (device.board, device.tray, device.chip.numa_node) for i, device in devices.items()}
+    broken = [{groups[identifier][level] for identifier in devices.keys() - free} for level in range(3)]
+    units = [(width + 1) ** power << width for power in (5, 4, 3, 2, 1, 0)]
+
+    def fee(level: int, group: object) -> int:
+        return units[level] + (0 if group in broken[level] else units[level + 3])
+
+    places = []
+    for position, identifier in enumerate(devices):
+        if identifier in free:
+            board, tray, numa_node = groups[identifier]
+            bit = 1 << (width - 1 - position)
+            fees = fee(0, board), fee(1, tray), fee(2, numa_node)
+            places.append(_Place(identifier, bit, identifier in must, board, tray, numa_node, *fees))
+    return places
+
+
+def _board_costs(places: list[_Place]) -> list[float]:
+    """Within a board all chips are equal but for their addresses: the musts, then the lowest."""
+    chosen = sorted(places, key=lambda place: (not place.must, -place.bit))
+    sums = itertools.accumulate((-place.bit for place in chosen), initial=0)
+    return _entered(list(sums), sum(place.must for place in places), places[0].board_fee)
+
+
+def _tray_costs(places: list[_Place]) -> list[float]:
+    boards = _grouped(places, lambda place: place.board)
+    return _entered(_joined(_board_costs(board) for board in boards), 0, places[0].tray_fee)
+
+
+def _cluster_costs(places: list[_Place]) -> list[float]:
+    """Trays that hang together over NUMA nodes which they share: the trays of one node, in any sane machine.
+
+    Where a tray spans nodes, every choice of nodes is tried: leaving a node out is the only way not to touch it.
+    """
+    fees = {place.numa_node: place.node_fee for place in places}
+    best = [math.inf] * (len(places) + 1)
+    for count in range(len(fees) + 1):
+        for nodes in itertools.combinations(fees, count):
+            if all(place.numa_node in nodes for place in places if place.must):
+                inside = [place for place in places if place.numa_node in nodes]
+                costs = _joined(_tray_costs(tray) for tray in _grouped(inside, lambda place: place.tray))
+                fee = sum(fees[node] for node in nodes)
+                best[: len(costs)] = [min(known, cost + fee) for known, cost in zip(best, costs, strict=False)]
+    return best
 
 
 def _grouped(places: Iterable[_Place], key: Callable[[_Place], object]) -> list[list[_Place]]:
@@ -952,6 +933,10 @@ def _joined(parts: Iterable[list[float]]) -> list[float]:
                     best[here + there] = cost + more
         total = best
     return total
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _few(names: Sequence[str]) -> str:
@@ -1325,7 +1310,7 @@ class KubeletSession:
                     raise RegistrationError(f"kubelet has not answered within {REGISTER_TIMEOUT:g} s") from None
                 reason = " ".join((error.details() or error.code().name).split())
                 raise RegistrationError(f"kubelet refuses: {reason}") from None
-        log.info("%s: registered with kubelet, %d devices", self.name, len(self.plugin.resource.devices))
+        log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.devices), "device"))
         self._tell(REGISTERED)
 
     async def _until_lost(self) -> NoReturn:
@@ -1851,7 +1836,7 @@ class Daemon:
             log.error("no Tenstorrent driver is loaded" if version is None else "there is no Tenstorrent device")
             return 1
         driver = "no driver is loaded" if version is None else f"driver {version or 'of unknown version'}"
-        log.info("tt-device-plugin %s: %s, %d devices", __version__, driver, len(self.fleet.devices))
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, _counted(len(self.fleet.devices), "device"))
         self._serving = True
         self.publish()
         for session in list(self.sessions.values()):
