@@ -116,9 +116,10 @@ class Settings:
     log_level: LogLevel = "info"
     health: HealthSettings = field(default_factory=HealthSettings)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
+    runtime_dir: str | None = None  # systemd's RuntimeDirectory=, for links to the nodes; None: there are none
 
 
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")  # not taken over on SIGHUP
+NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "runtime_dir")  # not taken over on SIGHUP
 
 
 def _directory(text: str) -> str:
@@ -212,6 +213,7 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
         if value:
             path, explicit = value, True
     values = _read_config_file(path, must_exist=explicit)
+    values["runtime_dir"] = (environ.get("RUNTIME_DIRECTORY") or "").partition(":")[0] or None
     for option in OPTIONS:
         for source, text in (
             (option.variable, environ.get(option.variable) or None),
@@ -223,7 +225,10 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
 
 
 def _invalid(source: str, value: object, valid: object) -> ConfigError:
-    shown = repr(value).lower() if isinstance(value, bool) else repr(value)
+    try:
+        shown = repr(value).lower() if isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # thousands of digits or brackets
+        shown = f"this {type(value).__name__}"
     return ConfigError(f"{source}: {shown if len(shown) <= 80 else shown[:80] + '…'} is not valid; it must be {valid}")
 
 
@@ -245,7 +250,7 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; it must be a readable TOML file") from None
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError; a thousand brackets
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not valid TOML: {reason}") from None
 
@@ -492,6 +497,29 @@ def pci_function_exists(settings: Settings, bdf: str) -> bool:
 def open_descriptors(settings: Settings, ordinal: int) -> int:
     """How many descriptors are open on a node (driver 2.5 and later; 0 where it does not say)."""
     return len((_read_quick(f"{settings.proc_root}/driver/tenstorrent/{ordinal}/pids") or "").split())
+
+
+def node_link(runtime_dir: str, bdf: str) -> str:
+    """Path of the link that leads to a device's node, whatever its number is at the time."""
+    return f"{runtime_dir}/by-pci/{bdf}"
+
+
+def keep_node_links(runtime_dir: str, nodes: Mapping[str, str]) -> None:
+    """Make the links lead to these nodes (paths by PCI address), and no other link exist. Raises OSError.
+
+    A kubelet calls Allocate once in a pod's life. When it starts a container again, after a reboot too, it uses the old
+    answer: with a node's path in it the container would get whichever chip has that number by then. A runtime resolves
+    a link each time that it makes a container (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
+    """
+    directory = os.path.dirname(node_link(runtime_dir, ""))
+    os.makedirs(directory, exist_ok=True)
+    present = {name: os.readlink(f"{directory}/{name}") for name in os.listdir(directory)}
+    for name in present.keys() - nodes.keys():
+        os.unlink(f"{directory}/{name}")
+    for bdf, path in nodes.items():
+        if present.get(bdf) != path:
+            os.symlink(path, f"{directory}/.new")
+            os.rename(f"{directory}/.new", f"{directory}/{bdf}")
 
 
 def read_telemetry(chip: Chip) -> Telemetry:
@@ -989,10 +1017,15 @@ def container_edits(devices: Iterable[Device], settings: Settings, exists: Calla
     if visible is not None:
         environment["TT_VISIBLE_DEVICES"] = visible
     mounts = default_mounts(settings) if settings.mounts is None else settings.mounts
+
+    def host_path(device: Device) -> str:
+        link = node_link(settings.runtime_dir, device.bdf) if settings.runtime_dir else ""
+        return link if exists(link) else device.chip.path
+
     return ContainerEdits(
         environment=environment,
         # Under the host's number: tt-umd names its files and locks after it.
-        nodes=tuple(DeviceNode(device.chip.path, f"/dev/tenstorrent/{device.chip.ordinal}") for device in chosen),
+        nodes=tuple(DeviceNode(host_path(device), f"/dev/tenstorrent/{device.chip.ordinal}") for device in chosen),
         mounts=tuple(mount for mount in mounts if exists(mount.host)),
     )
 
@@ -1875,6 +1908,10 @@ class Daemon:
     def publish(self) -> None:
         """Bring resources, their sessions and systemd's status in line with the devices."""
         self.fleet.changed = False
+        if self.settings.runtime_dir:
+            nodes = {d.bdf: d.chip.path for d in self.fleet.devices.values() if d.present and not d.chip.node_fault}
+            with surviving("the links to the nodes"):
+                keep_node_links(self.settings.runtime_dir, nodes)
         wanted = resources([device for device in self.fleet.devices.values() if device.listed], self.settings)
         for name in self.sessions.keys() - wanted.keys():
             log.info("%s: no device is of this resource any longer", name)

@@ -199,3 +199,24 @@ async def test_nothing_is_registered_without_devices_and_the_first_one_is_at_onc
     assert not kubelet.find("register")
     node.add("n150")
     await kubelet.registered("tenstorrent.com/n150", 1)
+
+
+async def test_a_link_by_address_leads_to_the_right_node_whatever_its_number(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
+) -> None:
+    """The kubelet keeps the answer to Allocate over reboots, so it names a link that follows its chip.
+
+    A link whose chip is gone is gone, too: another chip may have its number by then.
+    """
+    first, second = node.add("n150") + node.add("n150")
+    await start(interval=3600, runtime_dir=str(short_tmp))
+    await kubelet.registered("tenstorrent.com/n150")
+    links = short_tmp / "by-pci"
+    got = await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 2})
+    assert [d.host_path for d in got.devices] == [f"{links}/{first.bdf}", f"{links}/{second.bdf}"]
+    assert [d.container_path for d in got.devices] == ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
+    node.swap_ordinals(first.bdf, second.bdf)
+    await until(lambda: (links / first.bdf).readlink() == node.root / "dev/tenstorrent/1")
+    assert (links / second.bdf).readlink() == node.root / "dev/tenstorrent/0"
+    second.vanish()
+    await until(lambda: [link.name for link in links.iterdir()] == [first.bdf])
