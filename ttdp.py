@@ -387,7 +387,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Text of a sysfs attribute without the newline, at most a page; None if it is not there. Raises OSError."""
+    """Text of a sysfs attribute, a page at most, without the newline; None if it is not there. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -406,11 +406,13 @@ def _read_quick(path: str) -> str | None:
         return None
 
 
-def _number(text: str | None, base: int = 10) -> int | None:
-    try:
-        return None if text is None or len(text) > 32 else int(text, base)
-    except ValueError:
-        return None
+def _decimal(text: str | None) -> int | None:
+    """A number as the kernel writes it; None if it is of no such form."""
+    return int(text) if text and re.fullmatch(r"-?[0-9]{1,20}", text) else None
+
+
+def _hexadecimal(text: str | None) -> int | None:
+    return int(text, 16) if text and re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -455,10 +457,11 @@ def _sight(settings: Settings, directory: str, name: str) -> Chip | str | None:
         return None
     if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    vendor, device, subsystem, numa_node = (
-        _number(_read_quick(f"{sysfs}/device/{attribute}"), 0)
-        for attribute in ("vendor", "device", "subsystem_device", "numa_node")
+    vendor, device, subsystem = (
+        _hexadecimal(_read_quick(f"{sysfs}/device/{attribute}"))
+        for attribute in ("vendor", "device", "subsystem_device")
     )
+    numa_node = _decimal(_read_quick(f"{sysfs}/device/numa_node"))
     if vendor is None or device is None:
         return None
     arch = ARCHES.get(device)
@@ -470,7 +473,7 @@ def _sight(settings: Settings, directory: str, name: str) -> Chip | str | None:
         bdf=bdf,
         arch=arch,
         pci_card=CARDS.get(subsystem) if subsystem is not None else None,
-        numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
+        numa_node=numa_node if numa_node is not None and 0 <= numa_node < 2**31 else None,
         ordinal=ordinal,
         path=path,
         sysfs=sysfs,
@@ -557,7 +560,8 @@ _WORDS: Mapping[str, tuple[re.Pattern[str], Collection[str]]] = {  # the form th
     "tt_fw_bundle_ver": (re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
 }
 _DEAD = {
-    "tt_heartbeat": str(ALL_ONES), "tt_serial": "F" * 16, "tt_asic_id": "F" * 16, "temp1_input": str(DEAD_TEMPERATURE),
+    "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+    "temp1_input": str(DEAD_TEMPERATURE),
 }  # fmt: skip
 
 
@@ -570,24 +574,25 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
         return text if text not in never and form.fullmatch(text) else None
 
     def count(attribute: str) -> int | None:
-        number = _number(raw.get(attribute))
+        number = _decimal(raw.get(attribute))
         return number if number is not None and 0 <= number < ALL_ONES else None
 
     def celsius(attribute: str) -> float | None:
-        millidegrees = _number(raw.get(attribute))
+        millidegrees = _decimal(raw.get(attribute))
         return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
 
     shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
+    if len(shown) > 1 and all(shown):
+        return Telemetry(all_ones=True)
     return Telemetry(
         card=word("tt_card_type"),
         serial=word("tt_serial"),
         asic_id=word("tt_asic_id"),
         firmware=word("tt_fw_bundle_ver"),
-        heartbeat=count("tt_heartbeat"),
+        heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
         temperature=celsius("temp1_input"),
         temperature_limit=celsius("temp1_max"),
         trips=count("tt_therm_trip_count"),
-        all_ones=len(shown) > 1 and all(shown),
     )
 
 
@@ -1670,27 +1675,31 @@ class ServiceManager:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not make us hang
         self._status = ""
         self.watchdog_pause = math.inf  # seconds after which the next sign of life is due, inf if none is wanted
-        pid, microseconds = environ.get("WATCHDOG_PID"), _number(environ.get("WATCHDOG_USEC"))
+        pid, microseconds = environ.get("WATCHDOG_PID"), _decimal(environ.get("WATCHDOG_USEC"))
         if microseconds and microseconds > 0 and (not pid or pid == str(os.getpid())):
             self.watchdog_pause = microseconds / 2e6
 
+    def _notify(self, state: str) -> None:
+        # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the bytes of that.
+        self._notifier.notify(state.encode().decode("latin-1"))
+
     def ready(self) -> None:
-        self._notifier.notify("READY=1")
+        self._notify("READY=1")
 
     def reloading(self) -> None:
-        self._notifier.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        self._notifier.notify("STOPPING=1")
+        self._notify("STOPPING=1")
 
     def alive(self) -> None:
         if self.watchdog_pause < math.inf:
-            self._notifier.notify("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
 
     def status(self, text: str) -> None:
         if text != self._status:
             self._status = text
-            self._notifier.notify(f"STATUS={text}")
+            self._notify(f"STATUS={text}")
 
 
 class _JournalFormatter(logging.Formatter):
@@ -2222,8 +2231,12 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
     needy = [d for d in fleet.devices.values() if d.present and d.chip.arch == "wormhole" and not translated(d.bdf)]
     wanted = sum(8 if device.board_type == "n300" else 4 for device in needy)
     pool = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
-    there = _number(_read_quick(f"{pool}/nr_hugepages")) or 0
-    mounts = _read_quick(f"{settings.proc_root}/mounts") or ""
+    there = _decimal(_read_quick(f"{pool}/nr_hugepages")) or 0
+    try:
+        with open(f"{settings.proc_root}/mounts", errors="replace") as file:
+            mounts = file.read()
+    except OSError:
+        mounts = ""
     directory = f"{settings.dev_root}/hugepages-1G"
     if not needy:
         yield Finding("ok", "hugepages", f"{there} of 1 GiB; none are needed")
