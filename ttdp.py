@@ -1299,7 +1299,7 @@ class KubeletSession:
         Each registration gets a socket of its own name. Kubelet 1.37 refuses a name that it still has a connection to,
         and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
         """
-        if self._server and not self._offered and socket_identity(self._socket) == self._bound:
+        if self._bound and not self._offered and socket_identity(self._socket) == self._bound:
             return
         watched = self.plugin.watched.is_set()
         await self._unbind(None)
@@ -1315,8 +1315,9 @@ class KubeletSession:
         except RuntimeError:  # gRPC does not pass on what bind() said
             raise RegistrationError(f"cannot serve in {self._directory}: can it be written to?") from None
         self._server, self._offered = server, False
+        bound = socket_identity(self._socket)  # before anything else can happen to the file
         await server.start()
-        self._bound = socket_identity(self._socket)
+        self._bound = bound
 
     async def _unbind(self, grace: float | None) -> None:
         server, self._server, self._bound = self._server, None, None
