@@ -1,0 +1,396 @@
+"""tt-device-plugin at work, on a machine with no hardware and no cluster: `python -m tests.demo [--pyz PATH]`.
+
+The daemon runs as a process of its own, from source or from the zipapp, on a simulated node; the reference kubelet runs
+in this one. Every step shows what happened, and the first that does not happen ends the demo with exit status 1.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: its core writes to stderr otherwise
+
+import argparse
+import asyncio
+import contextlib
+import re
+import statistics
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tests.kubelet import AdmissionError, Allocation, Event, Kubelet
+from tests.node import Chip, SimulatedNode, Ticker
+from tests.soak import Broken, Child, Installation, Kernel, RestartedKubelet, run, within, workspace
+
+DOMAIN = "tenstorrent.com"
+N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
+RESOURCES = (N150, N300, P300)
+PATIENCE = 90.0  # seconds for everything
+INTERVAL = 1.0  # seconds between two polls, so that nobody has to wait; the default is 5
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{max(seconds, 0) * 1000:.1f} ms"
+
+
+class Stage:
+    """Where the demo is shown: numbered steps, aligned lines, colour on a terminal."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.verbose = verbose
+        self.steps = 0
+        self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+    def paint(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
+
+    def say(self, text: str = "") -> None:
+        print(text, flush=True)
+
+    def step(self, title: str) -> None:
+        self.steps += 1
+        self.say(f"\n{self.paint('1;36', f'{self.steps:2}')}  {self.paint('1', title)}")
+
+    def fact(self, label: str, text: str, *more: str) -> None:
+        """A label and what is to be said about it, in a column; `more` stands below it."""
+        self.say(f"      {self.paint('2', label.ljust(13))} {text}")
+        for line in more:
+            self.say(" " * 20 + line)
+
+    def rows(self, rows: Sequence[Sequence[str]]) -> None:
+        """Lines in columns, the first of which is the heading."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for index, row in enumerate(rows):
+            text = "  ".join(map(str.ljust, row, widths)).rstrip()
+            self.say(f"      {self.paint('2', text) if index == 0 else text}")
+
+    def block(self, text: str) -> None:
+        self.say(textwrap.indent(text.rstrip(), "      "))
+
+    def noise(self, who: str, text: str) -> None:
+        if self.verbose:
+            self.say(self.paint("2", f"      {who}: {text}"))
+
+    def good(self, text: str) -> str:
+        return self.paint("32", text)
+
+    def bad(self, text: str) -> str:
+        return self.paint("31", text)
+
+
+def check(condition: object, otherwise: str) -> None:
+    if not condition:
+        raise Broken(otherwise)
+
+
+@contextlib.contextmanager
+def expected(what: str) -> Iterator[None]:
+    """What happens inside is a part of the demo: if it does not, this is what is said."""
+    try:
+        yield
+    except (TimeoutError, AdmissionError) as error:
+        raise Broken(f"{what}: {error}") from None
+
+
+class Demo:
+    """The steps, in the order in which they are shown, and what they share."""
+
+    def __init__(self, stage: Stage, home: Path, pyz: Path | None) -> None:
+        self.stage = stage
+        self.home = home
+        self.installation = Installation(home, pyz)
+        self.directory = home / "device-plugins"
+        self.directory.mkdir()
+        self.uevents = home / "uevents"
+        self.node = SimulatedNode(home / "node")
+        self.kernel = Kernel(self.node, self.uevents)
+        self.kubelet: Kubelet = RestartedKubelet(self.directory, on_event=self._kubelet_event)
+        self.daemon = self._new_daemon()
+
+    def _new_daemon(self) -> Child:
+        daemon = self.installation.daemon(self.node, self.directory, interval=INTERVAL, uevents=self.uevents)
+        daemon.on_line = lambda line: self.stage.noise("daemon", line)
+        return daemon
+
+    def _kubelet_event(self, event: Event) -> None:
+        self.stage.noise("kubelet", event.line())
+
+    async def play(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.kubelet.stop)
+            self.plug_cards()
+            stack.enter_context(Ticker(self.node, INTERVAL / 4))
+            await self.list_devices()
+            async with self.daemon:
+                await self.start()
+                await self.register()
+                await self.one_card()
+                await self.one_board()
+                await self.failure()
+                await self.hot_plug()
+                await self.kubelet_restarts()
+                await self.end()
+            self.daemon = self._new_daemon()
+            await self.reboot()
+        violations = self.kubelet.violations
+        check(not violations, f"the kubelet had to object: {violations[:1]}")
+
+    # ------------------------------------------------------------------------------------------------------- the cards
+
+    def plug_cards(self) -> None:
+        for card, numa_node in (("n300", 0), ("p300c", 0), ("n300", 1), ("p300c", 1), ("n150", 1)):
+            self.node.add(card, numa_node=numa_node)
+        self.node.set_hugepages(12)
+
+    async def list_devices(self) -> None:
+        """The program's own table; its paths are shortened by the simulated node's root."""
+        stage = self.stage
+        stage.step("Two n300, two p300c with two chips each, and an n150, on two NUMA nodes")
+        command, environment = self.installation.command(
+            "list", f"--config-file={self._no_configuration()}", *self.node.flags, simulated=True
+        )
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, cwd="/", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            output, errors = await asyncio.wait_for(process.communicate(), 30)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        text = output.decode()
+        check(process.returncode == 0, f"list ended with status {process.returncode}: {errors.decode()}")
+        check(len(text.splitlines()) == 8, f"list shows something else than 7 chips:\n{text}")
+        check("UNHEALTHY" not in text, f"list shows a chip that is not healthy:\n{text}")
+        stage.say(f"      {stage.paint('2', '$ tt-device-plugin list')}")
+        root = str(self.node.root)
+        stage.block(text.replace(root, "").replace("NODE" + " " * len(root), "NODE"))
+
+    def _no_configuration(self) -> Path:
+        path = self.home / "empty.toml"
+        path.touch()
+        return path
+
+    # --------------------------------------------------------------------------------------- the daemon and the kubelet
+
+    async def start(self) -> None:
+        """Up before the kubelet, as at boot."""
+        stage = self.stage
+        stage.step("The daemon starts; there is no kubelet yet")
+        stage.fact("ready after", milliseconds(await self.daemon.ready()))
+        stage.fact("log", *self._log("driver"))
+        await self._show_status(r"^(?!.*starting).*waiting for kubelet", 0.0)
+
+    async def _show_status(self, pattern: str, since: float) -> None:
+        """What `systemctl status` would show, as soon as it says this."""
+
+        def found() -> str | None:
+            told = (text.removeprefix("STATUS=") for at, text in list(self.daemon.notes) if at >= since)
+            return next((text for text in told if re.search(pattern, text)), None)
+
+        status = await self.daemon.wait_for(found, f"the status does not become {pattern!r}")
+        self.stage.fact("status", *status.split("; "))
+
+    def _short(self, text: str) -> str:
+        """Without the root of the simulated node, as it would be on a real one."""
+        return text.replace(str(self.node.root), "")
+
+    def _log(self, pattern: str, since: float = 0.0) -> list[str]:
+        """The daemon's lines of interest, without the time."""
+        lines = (re.sub(r"^\S+ \S+ +[A-Z]+ +", "", line) for at, line in list(self.daemon.lines) if at >= since)
+        found = [self._short(line) for line in lines if re.search(pattern, line)]
+        check(found, f"the daemon's log has no line like {pattern!r}")
+        return found
+
+    async def register(self) -> None:
+        stage = self.stage
+        stage.step("The kubelet starts")
+        await self.kubelet.start()
+        appeared = self.kubelet.find("started")[-1].at
+        await self._registered()
+        for resource in RESOURCES:
+            seconds = self.kubelet.find("list", resource, appeared)[0].at - appeared
+            stage.fact("registered", f"{resource}, {milliseconds(seconds)} after kubelet.sock appeared")
+        await self._show_status("; registered with kubelet", appeared)
+        stage.say()
+        capacity, allocatable = self.kubelet.capacity(), self.kubelet.allocatable()
+        check(capacity == allocatable == {N150: 1, N300: 2, P300: 4}, f"capacity is {capacity}, not 1, 2 and 4")
+        rows = [["node status", "capacity", "allocatable"]]
+        stage.rows(rows + [[name, str(capacity[name]), str(allocatable[name])] for name in RESOURCES])
+
+    async def _registered(self) -> None:
+        with expected("the daemon does not register"):
+            for resource in RESOURCES:
+                await self.kubelet.registered(resource, 15)
+
+    # --------------------------------------------------------------------------------------------------------- the pods
+
+    async def one_card(self) -> None:
+        stage = self.stage
+        stage.step("A pod asks for one n300")
+        got = await self._admit("training", {N300: 1})
+        check(len(got.devices) == 1 and got.envs and got.mounts, f"the pod has got {got}")
+        for device in got.devices:
+            stage.fact("device", f"{self._short(device.host_path)} as {device.container_path} ({device.permissions})")
+        stage.fact("environment", *(f"{key}={value}" for key, value in sorted(got.envs.items())))
+        stage.fact("mounts", *(f"{self._short(mount.host_path)} at {mount.container_path}" for mount in got.mounts))
+
+    async def one_board(self) -> None:
+        """One chip is taken first, so that there is a wrong answer."""
+        stage = self.stage
+        stage.step("One pod asks for one p300 chip, the next one for two")
+        got = [await self._admit("single", {P300: 1}), await self._admit("pair", {P300: 2})]
+        boards = [{self._chip(bdf).facts.telemetry["tt_serial"] for bdf in allocation.ids[P300]} for allocation in got]
+        for pod, allocation in zip(("single", "pair"), got, strict=True):
+            for bdf in sorted(allocation.ids[P300]):
+                stage.fact(pod, f"{bdf}  board {self._chip(bdf).facts.telemetry['tt_serial']}")
+        check(len(boards[1]) == 1, f"the pair lies on the boards {boards[1]}")
+        check(not boards[0] & boards[1], "the pair has a chip of the board that was broken into")
+        stage.fact("so", "the pair got the two chips of one board; the board that was broken into has one left")
+
+    def _chip(self, bdf: str) -> Chip:
+        return self.node.chip(bdf)
+
+    async def _admit(self, pod: str, request: dict[str, int]) -> Allocation:
+        with expected(f"the pod {pod} is not admitted"):
+            return await self.kubelet.admit(pod, "main", request)
+
+    # ----------------------------------------------------------------------------------------------------- what happens
+
+    async def failure(self) -> None:
+        """The firmware of the n300 that nobody has stops: no event tells of that, only its heartbeat."""
+        stage, kubelet = self.stage, self.kubelet
+        stage.step(f"The firmware of the other n300 stops (polled every {INTERVAL:g} s here, every 5 s by default)")
+        free = next(iter(kubelet.healthy(N300) - kubelet.allocated(N300)))
+        chip, begin = self._chip(free), time.monotonic()
+        chip.freeze()
+        seconds = await self._listed(N300, lambda: free in kubelet.unhealthy(N300), begin)
+        capacity, allocatable = kubelet.capacity()[N300], kubelet.allocatable()[N300]
+        check((capacity, allocatable) == (2, 1), f"capacity is {capacity}, allocatable {allocatable}")
+        stage.fact("unhealthy", f"{free} after {seconds:.1f} s; {N300}: capacity {capacity}, allocatable {allocatable}")
+        stage.fact("why", *self._log("unhealthy", begin))
+        try:
+            await kubelet.admit("unlucky", "main", {N300: 1})
+        except AdmissionError as error:
+            stage.fact("a new pod", stage.bad(error.reason), *textwrap.wrap(error.message, 90))
+        else:
+            raise Broken("a pod got a chip that is not healthy")
+        begin = time.monotonic()
+        chip.thaw()
+        seconds = await self._listed(N300, lambda: free in kubelet.healthy(N300), begin)
+        stage.fact("healthy", f"{seconds:.1f} s after its heart beats again; allocatable {kubelet.allocatable()[N300]}")
+
+    async def hot_plug(self) -> None:
+        stage, kubelet = self.stage, self.kubelet
+        chip = next(chip for chip in self.node.chips if chip.facts.telemetry["tt_card_type"] == "n150")
+        old = chip.ordinal
+        stage.step("The n150 is unplugged, and comes back under another number")
+        chip.vanish()
+        seconds = await self._listed(N150, lambda: chip.bdf in kubelet.unhealthy(N150), self.kernel.deliver())
+        stage.fact("gone", f"/dev/tenstorrent/{old}; unhealthy in the kubelet's list after {milliseconds(seconds)}")
+        chip.come_back(ordinal=11)
+        seconds = await self._listed(N150, lambda: chip.bdf in kubelet.healthy(N150), self.kernel.deliver())
+        stage.fact("back", f"/dev/tenstorrent/11; healthy in the kubelet's list after {milliseconds(seconds)}")
+        got = await self._admit("notebook", {N150: 1})
+        paths = [device.container_path for device in got.devices]
+        check(paths == ["/dev/tenstorrent/11"], f"a pod gets {paths}")
+        stage.fact("a new pod", f"has {paths[0]}; the device is still called {chip.bdf}")
+
+    async def _listed(self, resource: str, condition: Callable[[], object], begin: float) -> float:
+        """Seconds from `begin` until the list that made the condition true."""
+        with expected("the kubelet does not hear of it"):
+            await self.kubelet.wait_for(condition, 15)
+        return self.kubelet.find("list", resource)[-1].at - begin
+
+    async def kubelet_restarts(self) -> None:
+        stage, kubelet, number = self.stage, self.kubelet, 10
+        stage.step(f"The kubelet is restarted {number} times; each time it deletes everybody's socket")
+        before = {resource: kubelet.allocated(resource) for resource in RESOURCES}
+        times = []
+        for _ in range(number):
+            await kubelet.kill()
+            await asyncio.sleep(0.1)
+            await kubelet.start()
+            appeared = kubelet.find("started")[-1].at
+            await self._registered()
+            times.append(max(kubelet.find("list", resource, appeared)[0].at for resource in RESOURCES) - appeared)
+        median, most = milliseconds(statistics.median(times)), milliseconds(max(times))
+        stage.fact("registered", f"all three resources after {median} (median), at most {most}")
+        held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
+        check(held == before and sum(map(len, held.values())) == 5, f"the pods held {before}, and now {held}")
+        counts = ", ".join(f"{len(held[name])} × {name}" for name in RESOURCES)
+        stage.fact("pods", f"hold their devices as before: {counts}")
+        with expected("a running pod is not admitted again"):
+            for pod in ("training", "single", "pair", "notebook"):
+                await kubelet.readmit(pod, running=True)
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    async def end(self) -> None:
+        stage = self.stage
+        stage.step("SIGTERM")
+        status, seconds = await self.daemon.stop()
+        left = [path.name for path in self.directory.glob("tt-*")]
+        check(status == 0, f"exit status {status}")
+        check(seconds < 1, f"it took {seconds:.1f} s")
+        check(not left, f"it left {', '.join(left)}")
+        stage.fact("exit status", f"{status} after {milliseconds(seconds)}; no socket is left")
+
+    async def reboot(self) -> None:
+        """The kubelet admits the pods that it had as soon as it is up: their devices have to be there by then."""
+        stage, kubelet = self.stage, self.kubelet
+        stage.step("The node reboots, and two pods that hold devices come back")
+        await kubelet.kill()
+        await kubelet.start()
+        try:
+            await kubelet.readmit("single")
+        except AdmissionError as error:
+            stage.fact("daemon late", f"pod single: {stage.bad(error.reason)}", *textwrap.wrap(error.message, 90))
+        else:
+            raise Broken("a kubelet without a plugin admits a pod that holds a device")
+        await kubelet.kill()
+        async with self.daemon:
+            await self.daemon.ready()
+            await kubelet.start()
+            appeared = kubelet.find("started")[-1].at
+            await self._registered()
+            seconds = max(kubelet.find("list", resource, appeared)[0].at for resource in RESOURCES) - appeared
+            with expected("the pod training does not survive the reboot"):
+                await kubelet.readmit("training")
+            listed = f"its device was there {milliseconds(seconds)} after kubelet.sock appeared"
+            stage.fact("daemon first", f"pod training: {stage.good('admitted')}; {listed}")
+            await self.daemon.stop()
+
+
+async def demo(pyz: Path | None, verbose: bool) -> int:
+    stage, begin = Stage(verbose), time.monotonic()
+    what = f"the zipapp {pyz.name}" if pyz else "from source"
+    stage.say(stage.paint("1", f"tt-device-plugin, {what}") + " · simulated cards, reference kubelet, no cluster")
+    try:
+        with workspace() as home:
+            await within(PATIENCE, "it does not go on", Demo(stage, home, pyz).play())
+    except Broken as error:
+        stage.say(f"\n{stage.bad('FAILED')} in step {stage.steps}: {error}")
+        return 1
+    seconds = time.monotonic() - begin
+    stage.say(f"\n{stage.good('All as it should be')}: {stage.steps} steps in {seconds:.0f} s.")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.demo", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pyz", type=lambda text: Path(text).absolute(), metavar="PATH", help="run this zipapp")
+    parser.add_argument("--verbose", action="store_true", help="also show the daemon's log and the kubelet's events")
+    options = parser.parse_args()
+    if options.pyz and not options.pyz.is_file():
+        parser.error(f"--pyz: there is no {options.pyz}")
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    return run(demo(options.pyz, options.verbose))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
