@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage, and asks lintian.
+
+Nothing is compiled, so that any machine can build for any architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import build_pyz
+from build_pyz import BUILD, TOP
+
+# What the package installs, and where dpkg-buildpackage gets it from; the rest of packaging/deb is debian/.
+BESIDE = {
+    "tt-device-plugin": "bin/tt-device-plugin",
+    "config.toml": "config.toml",
+    "completion.bash": "completions/tt-device-plugin",
+    "tt-device-plugin.8": "tt-device-plugin.8",
+}
+NEEDED = {"dpkg-buildpackage": "dpkg-dev", "dh": "debhelper", "fakeroot": "fakeroot"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Builds the Debian package.")
+    parser.add_argument("--arch", default=build_pyz.MACHINES.get(os.uname().machine), help="default: this machine's")
+    parser.add_argument("--output", type=Path, default=TOP / "dist", help="directory; default: %(default)s")
+    parser.add_argument("--no-lintian", action="store_true", help="do not ask lintian")
+    options = parser.parse_args()
+    if missing := [package for tool, package in NEEDED.items() if not shutil.which(tool)]:
+        sys.exit(f"missing: apt install {' '.join(missing)}")
+    version = package_version()
+
+    top = BUILD / "deb" / options.arch
+    source = top / "source"
+    shutil.rmtree(top, ignore_errors=True)
+    shutil.copytree(TOP / "packaging/deb", source / "debian", ignore=shutil.ignore_patterns(*BESIDE))
+    for name, place in BESIDE.items():
+        (source / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TOP / "packaging/deb" / name, source / place)
+    (source / "bin/tt-device-plugin").chmod(0o755)
+    shutil.copy(TOP / "packaging/systemd/tt-device-plugin.service", source / "debian/tt-device-plugin.service")
+    shutil.copy(TOP / "packaging/systemd/kubelet-dir.conf", source / "kubelet-dir.conf")
+    epoch = {**os.environ, "SOURCE_DATE_EPOCH": str(build_pyz.source_date_epoch())}
+    build = [sys.executable, str(TOP / "packaging/build_pyz.py"), "--arch", options.arch]
+    subprocess.run([*build, "--output", str(source / "tt-device-plugin.pyz")], check=True, env=epoch)
+
+    log = top / "build.log"
+    command = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--host-arch", options.arch]
+    environment = {**epoch, "LC_ALL": "C.UTF-8", "DEB_BUILD_OPTIONS": "nocheck"}
+    with log.open("w") as lines:
+        built = subprocess.run(command, cwd=source, env=environment, stdout=lines, stderr=subprocess.STDOUT)
+    if built.returncode:
+        sys.exit(f"{log.read_text()}\ndpkg-buildpackage failed")
+    package = top / f"tt-device-plugin_{version}_{options.arch}.deb"
+    if options.no_lintian:
+        pass
+    elif shutil.which("lintian"):
+        checks = [
+            "lintian",
+            "--allow-root",
+            "--fail-on",
+            "error,warning,info",
+            "--display-info",
+            "--tag-display-limit=0",
+        ]
+        subprocess.run([*checks, str(package)], check=True)
+    else:
+        print("lintian has not looked at it: apt install lintian")
+    options.output.mkdir(parents=True, exist_ok=True)
+    result = options.output / package.name
+    shutil.copy(package, result)
+    print(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def package_version() -> str:
+    """The changelog's version, which has to be the program's."""
+    changelog = re.match(r"tt-device-plugin \(([^)]+)\)", (TOP / "packaging/deb/changelog").read_text())
+    program = re.search(r'^__version__ = "([^"]+)"', (TOP / "ttdp.py").read_text(), re.MULTILINE)
+    assert changelog and program
+    if changelog[1] != program[1]:
+        sys.exit(f"packaging/deb/changelog says version {changelog[1]}, ttdp.py {program[1]}")
+    return changelog[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

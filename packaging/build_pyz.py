@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Builds dist/tt-device-plugin.pyz: one zipapp for every Python ABI of one architecture, as shiv.toml says.
+
+    build_pyz.py [--arch amd64|arm64] [--output FILE]
+    build_pyz.py --lock                                 writes the hashes of all files into shiv.toml
+
+The wheels are chosen, not compiled: any machine can build for any architecture. The same commit gives the same bytes,
+wherever and whenever it is built: modes and times are fixed, and what shiv takes in the file system's order is sorted
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TOP = Path(__file__).resolve().parent.parent
+SETTINGS = TOP / "shiv.toml"
+BUILD = TOP / "build"
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
+    parser.add_argument("--arch", default=MACHINES.get(platform.machine()), help="Debian's name; default: this machine")
+    parser.add_argument("--output", type=Path, default=TOP / "dist/tt-device-plugin.pyz", help="default: %(default)s")
+    parser.add_argument("--lock", action="store_true", help="fetch every file and write its hash into shiv.toml")
+    options = parser.parse_args()
+    settings = tomllib.loads(SETTINGS.read_text())
+    if options.lock:
+        return lock(settings)
+    if options.arch not in settings["architectures"]:
+        parser.error(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
+    build_tools(settings)
+    tree = BUILD / "site-packages" / options.arch
+    stage(settings, options.arch, tree)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    pack(settings, tree, options.output)
+    size = options.output.stat().st_size
+    print(f"{options.output}: {size / 1e6:.1f} MB, sha256 {_sha256(options.output.read_bytes())}")
+    return 0
+
+
+# Fetching: pip takes a file only if its hash is among those in shiv.toml.
+
+
+def wanted(settings: Mapping[str, Any], abi: str) -> dict[str, str]:
+    """Requirements, with versions, of one ABI."""
+    only = settings["only"]
+    return {name: version for name, version in settings["requirements"].items() if abi in only.get(name, [abi])}
+
+
+def fetch(requirements: Mapping[str, str], hashes: Mapping[str, str], directory: Path, *more: str) -> list[Path]:
+    """The files of these requirements, by pip, in `directory`; no hashes at all: any file is taken."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, version in requirements.items():
+        stem = f"{name}-{version}".lower()
+        known = [digest for file, digest in hashes.items() if file.lower().startswith((f"{stem}-", f"{stem}."))]
+        if hashes and not known:
+            sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
+        lines.append(" ".join([f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in known)]))
+    text = "\n".join([*lines, *more, ""])
+    stamp = directory / "requirements.txt"
+    if not (stamp.exists() and stamp.read_text() == text):
+        shutil.rmtree(directory)
+        directory.mkdir()
+        asked = directory / "requirements.tmp"
+        asked.write_text("\n".join([*lines, ""]))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-build-isolation", "--dest", str(directory), "--requirement", str(asked), *more]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(BUILD / "tools")})
+        asked.rename(stamp)
+        stamp.write_text(text)
+    return sorted(path for path in directory.iterdir() if path != stamp)
+
+
+def fetch_abi(settings: Mapping[str, Any], arch: str, abi: str, hashes: Mapping[str, str]) -> list[Path]:
+    """The wheels, or for what has none the source, that one ABI on one architecture needs."""
+    where = BUILD / "wheels" / f"{arch}-{abi}"
+    python = ["--python-version", abi.removeprefix("cp"), "--implementation", "cp"]
+    tags = [f"--abi={tag}" for tag in (abi, "abi3", "none")]
+    tags += [f"--platform={tag}" for tag in settings["architectures"][arch]]
+    wheels = {name: version for name, version in wanted(settings, abi).items() if name != "sdnotify"}
+    files = fetch(wheels, hashes, where, "--only-binary=:all:", *python, *tags)
+    return files + fetch({"sdnotify": settings["requirements"]["sdnotify"]}, hashes, BUILD / "wheels/source")
+
+
+def build_tools(settings: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> list[Path]:
+    """What builds the zipapp, unpacked into build/tools."""
+    tools = settings["build"]
+    target = BUILD / "tools"
+    files = fetch(
+        tools, settings["sha256"] if hashes is None else hashes, BUILD / "wheels/tools", "--only-binary=:all:"
+    )
+    shutil.rmtree(target, ignore_errors=True)
+    for file in files:
+        with zipfile.ZipFile(file) as wheel:
+            wheel.extractall(target)
+    return files
+
+
+def lock(settings: Mapping[str, Any]) -> int:
+    shutil.rmtree(BUILD / "wheels", ignore_errors=True)
+    files = set(build_tools(settings, {}))
+    for arch in settings["architectures"]:
+        for abi in settings["abis"]:
+            files |= set(fetch_abi(settings, arch, abi, {}))
+    digests = {file.name: _sha256(file.read_bytes()) for file in files}
+    head, section, _ = SETTINGS.read_text().partition("[sha256]")
+    lines = [f'"{name}" = "{digests[name]}"' for name in sorted(digests)]
+    SETTINGS.write_text("\n".join([f"{head}{section} # written by `make lock`", *lines, ""]))
+    print(f"{SETTINGS}: {len(lines)} hashes")
+    return 0
+
+
+# Staging: all ABIs side by side in one tree.
+
+
+def members(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Paths below site-packages, and contents, of a wheel or of sdnotify's source."""
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as wheel:
+            yield from ((entry.filename, wheel.read(entry)) for entry in wheel.infolist() if not entry.is_dir())
+        return
+    stem = file.name.removesuffix(".tar.gz")
+    places = {"sdnotify/__init__.py": "sdnotify/__init__.py", "PKG-INFO": f"{stem}.dist-info/METADATA",
+              "LICENSE.txt": f"{stem}.dist-info/licenses/LICENSE.txt"}  # fmt: skip
+    with tarfile.open(file) as source:
+        for name, place in places.items():
+            content = source.extractfile(f"{stem}/{name}")
+            assert content is not None
+            yield place, content.read()
+
+
+def stage(settings: Mapping[str, Any], arch: str, tree: Path) -> None:
+    """The tree that the zipapp holds. Fails if two ABIs disagree on anything but their extension modules."""
+    contents: dict[str, tuple[bytes, str]] = {}
+    unused = {pattern for patterns in settings["strip"].values() for pattern in patterns}
+    patterns = tuple(unused)
+    for abi in settings["abis"]:
+        for file in fetch_abi(settings, arch, abi, settings["sha256"]):
+            for name, content in members(file):
+                if matching := [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]:
+                    unused.difference_update(matching)
+                elif contents.setdefault(name, (content, abi))[0] != content:
+                    sys.exit(f"{name} of {file.name} is not the same as for {contents[name][1]}")
+    if unused:
+        sys.exit(f"shiv.toml: nothing to strip matches {', '.join(sorted(unused))}")
+    for abi in settings["abis"]:
+        if not any(name.startswith("grpc/_cython/cygrpc.") and f"-{abi[2:]}-" in name for name in contents):
+            sys.exit(f"grpcio has no extension module for {abi} on {arch}")
+    for name in settings["program"]:
+        contents[name] = ((TOP / name).read_bytes(), "")
+    shutil.rmtree(tree, ignore_errors=True)
+    for name, (content, _) in sorted(contents.items()):
+        path = tree / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        path.chmod(0o644)
+
+
+# Packing, by shiv.
+
+
+def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
+    sys.path.insert(0, str(BUILD / "tools"))
+    from shiv import __version__, builder  # type: ignore[import-not-found]
+    from shiv.bootstrap.environment import Environment  # type: ignore[import-not-found]
+
+    assert __version__ == settings["build"]["shiv"]
+    bootstrap = Path(builder.__file__).parent / "bootstrap"
+    shutil.copyfile(TOP / "packaging/start.py", bootstrap / "start.py")
+    files = sorted(path for path in bootstrap.glob("*.py"))
+    for path in files:
+        path.chmod(0o644)
+    builder.iter_package_files = lambda package: [(path, path.name) for path in files]
+    environment = Environment(
+        built_at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(source_date_epoch())),
+        entry_point=settings["entry-point"],
+        shiv_version=__version__,
+        reproducible=True,
+        no_modify=True,
+    )
+    packed = sorted(path for path in tree.rglob("*") if path.is_file())
+    environment.hashes = {str(path.relative_to(tree)): _sha256(path.read_bytes()) for path in packed}
+    half = output.with_suffix(".tmp")
+    builder.create_archive(
+        [tree], target=half, interpreter="/usr/bin/python3", main="_bootstrap.start:start", env=environment
+    )
+    half.chmod(0o755)
+    half.rename(output)
+
+
+def source_date_epoch() -> int:
+    """$SOURCE_DATE_EPOCH, or the last commit's time, or outside a repository that of Debian's changelog."""
+    if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
+        return int(epoch)
+    commands: Sequence[list[str]] = (
+        ["git", "-C", str(TOP), "log", "-1", "--format=%ct"],
+        ["dpkg-parsechangelog", "-l", str(TOP / "packaging/deb/changelog"), "-S", "Timestamp"],
+    )
+    for command in commands:
+        try:
+            return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        except (OSError, subprocess.CalledProcessError, ValueError):
+            continue
+    sys.exit("when was this source changed? Set SOURCE_DATE_EPOCH")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

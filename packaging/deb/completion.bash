@@ -1,0 +1,40 @@
+# bash completion for tt-device-plugin(8)
+
+_tt_device_plugin() {
+    local cur prev words cword split
+    _init_completion -s || return
+
+    local boolean='--fail-on-init-error'
+    case $prev in
+    --config-file)
+        _filedir
+        return
+        ;;
+    --device-plugin-dir | --sysfs-root | --dev-root | --proc-root)
+        _filedir -d
+        return
+        ;;
+    --resource-naming) COMPREPLY=($(compgen -W 'board card arch' -- "$cur")) ;;
+    --device-id-strategy) COMPREPLY=($(compgen -W 'bdf asic index' -- "$cur")) ;;
+    --visible-devices) COMPREPLY=($(compgen -W 'bdf index none' -- "$cur")) ;;
+    --log-level) COMPREPLY=($(compgen -W 'debug info warning error' -- "$cur")) ;;
+    --resource-domain) return ;;
+    "$boolean")
+        # Its value comes after "=" only.
+        if $split; then
+            COMPREPLY=($(compgen -W 'true false' -- "$cur"))
+            return
+        fi
+        ;;&
+    *)
+        if [[ $cur == -* ]]; then
+            COMPREPLY=($(compgen -W '--help --version --json --config-file --device-plugin-dir --sysfs-root --dev-root
+                --proc-root --resource-domain --resource-naming --device-id-strategy --visible-devices
+                --fail-on-init-error --log-level' -- "$cur"))
+        else
+            COMPREPLY=($(compgen -W 'run list check' -- "$cur"))
+        fi
+        ;;
+    esac
+} &&
+    complete -F _tt_device_plugin tt-device-plugin

@@ -1,0 +1,193 @@
+"""System containers: a minimal Debian with its own systemd, booted by systemd-nspawn beside whatever runs here.
+
+The host needs neither systemd nor machined: the container is not registered with anybody, gets a cgroup of its own in
+the unified hierarchy and is entered with nsenter. Its network has nothing but a loopback interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
+PACKAGES = "systemd,systemd-sysv,dbus,python3"
+FRESH = 14 * 86400  # seconds for which a root tree is used again
+ENVIRONMENT = {
+    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LC_ALL": "C.UTF-8",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "SYSTEMD_COLORS": "0",
+    "SYSTEMD_PAGER": "",
+}
+# A mount namespace of its own: nspawn wants the unified hierarchy and a tmpfs, whatever the host has there.
+BOOT = """
+set -e
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
+mount -t tmpfs tmpfs /run/systemd/nspawn
+echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
+exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network --machine="$NAME" "$@"
+"""
+
+
+class Missing(Exception):
+    """What cannot be had here, in words."""
+
+
+def eventually(condition: Callable[[], T], what: str, timeout: float = 10.0) -> T:
+    """The condition's first true value; AssertionError with `what` if there is none in time."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+def root_tree(suite: str) -> Path:
+    """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
+    arguments = ["--variant=minbase", f"--include={PACKAGES}", "--aptopt=Acquire::Check-Valid-Until false"]
+    key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
+    tarball = CACHE / f"{suite}-{key}.tar"
+    if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:
+        return tarball
+    CACHE.mkdir(parents=True, exist_ok=True)
+    half = tarball.with_suffix(f".{os.getpid()}.tar")
+    made = subprocess.run(["mmdebstrap", "--quiet", *arguments, suite, str(half)], capture_output=True, text=True)
+    if made.returncode:
+        half.unlink(missing_ok=True)
+        reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
+        raise Missing(f"no root tree of {suite}: {reason}")
+    half.rename(tarball)
+    return tarball
+
+
+class Container:
+    """One system; can be booted several times."""
+
+    def __init__(self, suite: str, work: Path, binds: Mapping[Path, str]) -> None:
+        """binds: directories of the host and where they are in the container, read-only."""
+        self.root = work / "root"
+        self.shared = work / "shared"  # /srv/shared, read-write
+        self.console = work / "console.log"
+        self.name = f"ttdp-{suite}-{os.getpid()}"
+        self._binds = binds
+        self._nspawn: subprocess.Popen[bytes] | None = None
+        self._leader = 0
+        self.root.mkdir(parents=True)
+        self.shared.mkdir()
+        subprocess.run(["tar", "-C", str(self.root), "-xf", str(root_tree(suite))], check=True)
+
+    def boot(self) -> float:
+        """Boot, and wait until everything is started; returns the seconds that took."""
+        since = time.monotonic()
+        arguments = [f"--directory={self.root}", f"--bind={self.shared}:/srv/shared"]
+        arguments += [f"--bind-ro={source}:{target}" for source, target in self._binds.items()]
+        with self.console.open("ab") as console:
+            self._nspawn = subprocess.Popen(
+                ["unshare", "--mount", "--propagation=private", "sh", "-c", BOOT, "sh", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "NAME": self.name},
+            )
+        eventually(self._up, f"{self.name} is up; its console says:\n{self._last_words()}", 60)
+        return time.monotonic() - since
+
+    def _up(self) -> bool:
+        assert self._nspawn and self._nspawn.poll() is None, f"systemd-nspawn has ended:\n{self._last_words()}"
+        pid = self._nspawn.pid
+        with contextlib.suppress(OSError, IndexError):
+            self._leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            if Path(f"/proc/{self._leader}/comm").read_text() == "systemd\n":
+                return self("systemctl", "is-system-running", check=False).strip() in ("running", "degraded")
+        return False
+
+    def _last_words(self) -> str:
+        return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
+
+    def __call__(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
+        """Standard output and error of a command in the container."""
+        done = subprocess.run(
+            ["nsenter", f"--target={self._leader}", "--all", "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**ENVIRONMENT, **(environment or {})},
+            timeout=300,
+        )
+        assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
+        return done.stdout
+
+    def shell(self, script: str, check: bool = True) -> str:
+        return self("sh", "-ec", script, check=check)
+
+    def status_of(self, *command: str) -> int:
+        return int(self("sh", "-c", '"$@" >/dev/null 2>&1; echo $?', "sh", *command))
+
+    def write(self, path: str, text: str) -> None:
+        target = self.root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(self.root / path.lstrip("/"))
+
+    def files(self) -> set[str]:
+        """Everything in the root tree but what logs and package management keep."""
+        kept = (
+            "var/lib/apt",
+            "var/lib/dpkg",
+            "var/log",
+            "var/cache/apt",
+            "var/cache/ldconfig",
+            "tmp",
+            "var/tmp",
+            "run",
+        )
+        found: set[str] = set()
+        for directory, names, files in os.walk(self.root):
+            place = os.path.relpath(directory, self.root)
+            names[:] = [name for name in names if os.path.normpath(os.path.join(place, name)) not in kept]
+            found.update(os.path.normpath(os.path.join(place, name)) for name in [*names, *files])
+        return found
+
+    def shut_down(self) -> float:
+        """Orderly; returns the seconds that took."""
+        assert self._nspawn
+        since = time.monotonic()
+        self("systemctl", "poweroff", check=False)
+        try:
+            self._nspawn.wait(60)
+        finally:
+            self.close()
+        return time.monotonic() - since
+
+    def close(self) -> None:
+        """Whatever state it is in: nothing of it runs any longer."""
+        if self._nspawn:
+            if self._nspawn.poll() is None:
+                self._nspawn.kill()
+                with contextlib.suppress(OSError):
+                    os.kill(self._leader, 9)
+            self._nspawn.wait()
+            self._nspawn = None
+        for hierarchy in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
+            group = hierarchy / self.name
+            for directory, _, _ in os.walk(group, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+
+    def delete(self) -> None:
+        self.close()
+        shutil.rmtree(self.root.parent, ignore_errors=True)

@@ -1,0 +1,144 @@
+"""One host: a container with the package, simulated cards and, as a service of its own, the reference kubelet."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.container import Container, eventually
+from tests.node import Chip, SimulatedNode
+
+TOP = Path(__file__).resolve().parents[2]
+UNIT = "tt-device-plugin"
+KUBELET = """
+[Unit]
+Description=Reference kubelet
+
+[Service]
+Environment=PYTHONPATH=/srv/project:/srv/shared/python PYTHONDONTWRITEBYTECODE=1
+ExecStart=/bin/sh -c 'exec /usr/bin/python3 -m tests.kubelet --json %s <>/srv/shared/input >>/srv/shared/events'
+
+[Install]
+WantedBy=multi-user.target
+"""
+CONFIGURATION = """
+sysfs_root = "/srv/shared/node/sys"
+dev_root = "/srv/shared/node/dev"
+proc_root = "/srv/shared/node/proc"
+[health]
+interval = 0.5
+"""
+
+
+class Host:
+    """What the tests see of it. Times are seconds of CLOCK_MONOTONIC, which the host and the container share."""
+
+    def __init__(self, suite: str, work: Path, packages: Path, python: Path) -> None:
+        """packages: the directory of the .debs; python: site-packages for the kubelet, of all ABIs."""
+        self.suite = suite
+        self.container = Container(suite, work, {TOP: "/srv/project", packages: "/srv/packages"})
+        self.shared = self.container.shared
+        shutil.copytree(python, self.shared / "python")
+        os.mkfifo(self.shared / "input")
+        self._events = self.shared / "events"
+        self._events.touch()
+        self._node: SimulatedNode | None = None
+        self._heartbeats: threading.Thread | None = None
+        self._ending = threading.Event()
+        self.files_before: set[str] = set()  # the runner's: the system as it was before the installation
+        self.install_kubelet("/var/lib/kubelet/device-plugins")
+
+    # The cards.
+
+    def plug(self, *cards: str) -> None:
+        """Cards, and firmware that lives."""
+        self._node = SimulatedNode(self.shared / "node", cards)
+        self._heartbeats = threading.Thread(target=self._beat)
+        self._heartbeats.start()
+
+    def chip(self, name: str) -> Chip:
+        assert self._node
+        return self._node.chip(name)
+
+    def _beat(self) -> None:
+        assert self._node
+        while not self._ending.wait(0.1):
+            self._node.tick()
+
+    # The kubelet.
+
+    def install_kubelet(self, directory: str) -> None:
+        self.container.write("/etc/systemd/system/kubelet.service", KUBELET % directory)
+
+    def tell_kubelet(self, line: str) -> None:
+        with (self.shared / "input").open("w") as commands:
+            commands.write(line + "\n")
+
+    def events(self, since: float, kind: str, **wanted: Any) -> list[dict[str, Any]]:
+        """What the kubelet has seen: the events of a kind since a moment, with these values."""
+        lines = self._events.read_text().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [
+            event
+            for event in events
+            if event["event"] == kind and event["at"] >= since and wanted.items() <= event.items()
+        ]
+
+    def event(self, since: float, kind: str, timeout: float = 10.0, **wanted: Any) -> dict[str, Any]:
+        """The first such event, as soon as there is one."""
+        return eventually(lambda: self.events(since, kind, **wanted), f"kubelet sees {kind} {wanted}", timeout)[0]
+
+    # The service.
+
+    def properties(self, unit: str = UNIT) -> dict[str, str]:
+        pairs = self.container("systemctl", "show", "--all", unit).splitlines()
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+    def property(self, name: str, unit: str = UNIT) -> str:
+        return self.container("systemctl", "show", "--value", f"--property={name}", unit).strip()
+
+    def status(self) -> str:
+        return self.property("StatusText")
+
+    def status_becomes(self, *parts: str, timeout: float = 10.0) -> str:
+        """The status text, once it holds all these parts."""
+
+        def text() -> str:
+            status = self.status()
+            return status if all(part in status for part in parts) else ""
+
+        return eventually(text, f"STATUS says {parts}; it says {self.status()!r}", timeout)
+
+    def journal(self, since: float = 0.0) -> list[tuple[int, str]]:
+        """Priorities and messages of the daemon's own lines."""
+        lines = self.container("journalctl", "--unit", UNIT, "--output=json", "--no-pager").splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{")]
+        return [
+            (int(entry["PRIORITY"]), str(entry["MESSAGE"]))
+            for entry in entries
+            if entry.get("SYSLOG_IDENTIFIER") == UNIT and int(entry["__MONOTONIC_TIMESTAMP"]) >= since * 1e6
+        ]
+
+    def line(self, since: float, part: str, timeout: float = 10.0) -> tuple[int, str]:
+        """The daemon's first line that holds a text, as soon as there is one."""
+
+        def found() -> list[tuple[int, str]]:
+            return [entry for entry in self.journal(since) if part in entry[1]]
+
+        return eventually(found, f"the journal has a line with {part!r}", timeout)[0]
+
+    def seconds_to_ready(self) -> float:
+        """From the program's start to READY=1, by systemd's clock."""
+        properties = self.properties()
+        ready, begun = (int(properties[f"{name}TimestampMonotonic"]) for name in ("ActiveEnter", "ExecMainStart"))
+        return (ready - begun) / 1e6
+
+    def close(self) -> None:
+        self._ending.set()
+        if self._heartbeats:
+            self._heartbeats.join()
+        self.container.delete()

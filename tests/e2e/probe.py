@@ -1,0 +1,71 @@
+"""Runs inside the service's sandbox and prints as JSON what it could do there. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def attempt(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    return "yes"
+
+
+def writable(directory: str) -> Callable[[], None]:
+    def act() -> None:
+        path = f"{directory}/probe-{os.getpid()}"
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        os.unlink(path)
+
+    return act
+
+
+def new_namespace() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x10000000) < 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def executable_memory() -> None:
+    mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
+
+
+device = sys.argv[1]
+status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+print(
+    json.dumps(
+        {
+            "stat a device": attempt(lambda: os.stat(device)),
+            "open a device": attempt(lambda: os.close(os.open(device, os.O_RDONLY))),
+            "open a device as the driver's users do": attempt(lambda: os.close(os.open(device, os.O_RDWR))),
+            "make a device": attempt(
+                lambda: os.mknod("/var/lib/kubelet/device-plugins/null", 0o20600, os.makedev(1, 3))
+            ),
+            "IPv4": attempt(lambda: socket.socket(socket.AF_INET).close()),
+            "IPv6": attempt(lambda: socket.socket(socket.AF_INET6).close()),
+            "packets": attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()),
+            "unix sockets": attempt(lambda: socket.socket(socket.AF_UNIX).close()),
+            "kernel events": attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 15).bind((0, 1))),
+            "write to the kubelet's directory": attempt(writable("/var/lib/kubelet/device-plugins")),
+            "write to /etc": attempt(writable("/etc")),
+            "write to /usr": attempt(writable("/usr")),
+            "write to /var/lib": attempt(writable("/var/lib")),
+            "write to /sys": attempt(writable("/sys")),
+            "look into pods": attempt(lambda: os.listdir("/var/lib/kubelet/pods")),
+            "look into /root": attempt(lambda: os.listdir("/root")),
+            "new user namespace": attempt(new_namespace),
+            "writable and executable memory": attempt(executable_memory),
+            "capabilities": status["CapEff"],
+            "interfaces": [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else [],
+        }
+    )
+)

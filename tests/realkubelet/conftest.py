@@ -1,0 +1,109 @@
+"""Fixtures: nodes with the real kubelet and the daemon, and the table of what was measured on them.
+
+These tests are collected only when they are named: `python -m pytest tests/realkubelet`, as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.realkubelet.harness import VERSIONS, build_kubelet, missing_tools
+from tests.realkubelet.node import TOP, Node, Program, stale_zipapp
+
+RESULTS = TOP / "dist/realkubelet.json"
+
+Row = dict[str, str | int | float]
+
+
+class Results:
+    """Tables of what was measured: for the terminal at the end, and for dist/realkubelet.json."""
+
+    def __init__(self) -> None:
+        self.program = ""
+        self.tables: dict[str, list[Row]] = {}
+
+    def add(self, table: str, row: Row) -> None:
+        self.tables.setdefault(table, []).append(row)
+
+    def lines(self) -> Iterator[str]:
+        yield f"of {self.program}"
+        for title, rows in self.tables.items():
+            yield f"\n{title}"
+            cells = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
+            widths = [max(len(line[column]) for line in cells) for column in range(len(rows[0]))]
+            texts = [" | ".join(map(str.ljust, line, widths)) for line in cells]
+            texts.insert(1, "-|-".join("-" * width for width in widths))
+            yield from (f"| {text} |" for text in texts)
+
+
+_results = pytest.StashKey[Results]()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest` and `pytest tests` leave these tests alone: they need root, Go's cache, and minutes."""
+    here = Path(__file__).parent
+    named = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    return None if any(here in (path.resolve(), path.resolve().parent) for path in named) else True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    results = config.stash.get(_results, None)
+    if results is None or not results.tables:
+        return
+    terminalreporter.section("measured on the real kubelet")
+    for line in results.lines():
+        terminalreporter.write_line(line)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False) + "\n")
+    terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(TOP)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tools(pytestconfig: pytest.Config) -> None:
+    """Without what it takes there is no run: one line says what to install. Nothing is skipped."""
+    if missing := missing_tools():
+        pytest.exit(missing, returncode=1)
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        for each in VERSIONS:
+            build_kubelet(each)
+
+
+@pytest.fixture(scope="session")
+def program(tools: None, pytestconfig: pytest.Config) -> Program:
+    """The zipapp. Where there is none of this very program the sources do, loudly; not in CI."""
+    if (reason := stale_zipapp()) and os.environ.get("CI") == "true":
+        pytest.exit(reason, returncode=1)
+    if reason:
+        capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print(f"\n*** NOT AS SHIPPED: {reason}. ttdp.py itself is tested instead.", flush=True)
+    return Program(zipapp=not reason)
+
+
+@pytest.fixture(scope="session")
+def results(program: Program, pytestconfig: pytest.Config) -> Results:
+    found = pytestconfig.stash.setdefault(_results, Results())
+    found.program = program.name
+    return found
+
+
+@pytest.fixture(scope="session")
+def running_nodes(program: Program) -> Iterator[dict[str, Node]]:
+    with contextlib.ExitStack() as stack:
+        yield {version: stack.enter_context(Node(version, program)) for version in VERSIONS}
+
+
+@pytest.fixture(params=VERSIONS)
+def node(request: pytest.FixtureRequest, running_nodes: dict[str, Node]) -> Iterator[Node]:
+    """A node with a running kubelet, without cards, daemon and pods. The versions take turns."""
+    node = running_nodes[request.param]
+    node.wait_clear()
+    yield node
+    node.clear()

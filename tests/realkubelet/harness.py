@@ -1,0 +1,942 @@
+"""Runs the real kubelet, with the real containerd and runc, on this machine and for one test at a time.
+
+What makes a node out of it is `Machine`: namespaces of its own for mounts, processes, network, IPC and host name, in
+which /var/lib, /var/log and /run are directories of a scratch tree. Kubelet and containerd can therefore use their
+usual paths (for device plugins the kubelet knows no other than /var/lib/kubelet/device-plugins) and never see those of
+the host; their ports are on a loopback device that nobody else has; and a power cut is the death of one process, the
+namespace's first, which takes all others with it. The host sees no mount, no port and no process that outlives it.
+Only cgroups are shared: everything is kept below one cgroup, which is removed at the end.
+
+A device plugin is started with `Machine.spawn`, in the usual directory, or on the host with `Kubelet.device_plugin_dir`.
+
+    with Machine() as machine:
+        containerd = Containerd(machine)
+        containerd.start()
+        kubelet = Kubelet("1.37", machine, containerd)
+        kubelet.start()
+        kubelet.run_pod(pod("one", {"example.com/chip": 1}))
+        kubelet.wait_running("one")
+        kubelet.exec("one", ["ls", "-l", "/dev/chip"])
+        machine.power_off()
+
+The kubelet runs standalone: there is no API server, pods are static pods (files in a directory), and what became of
+them is read from the kubelet's own /pods.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import fcntl
+import functools
+import hashlib
+import http.client
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin"
+VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kubelet-*"))
+"""The kubelets that can be had, by minor version: one module beside this file pins each of them."""
+
+NODE_NAME = "node"
+IMAGE = "localhost/realkubelet/busybox:1"
+"""The one image there is: a static busybox. It does for the pods and for the pause container."""
+
+T = TypeVar("T")
+JSON = dict[str, Any]
+
+
+# --- What it takes ----------------------------------------------------------------------------------------------------
+
+_PACKAGES = {
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "containerd-shim-runc-v2": "containerd",
+    "runc": "runc",
+    "busybox": "busybox-static",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+}
+_MINIMUM_GO = (1, 21)
+"""The oldest Go that fetches by itself the newer one that a go.mod asks for."""
+
+
+def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
+    """What is missing to run these kubelets here, in one line that says what to do, or None."""
+    if os.geteuid() != 0:
+        return "the real kubelet needs root"
+    packages = sorted({package for tool, package in _PACKAGES.items() if shutil.which(tool) is None})
+    if packages:
+        return f"apt-get install --no-install-recommends {' '.join(packages)}"
+    if all(kubelet_path(version).exists() for version in versions):
+        return None
+    if (go := shutil.which("go")) is None:
+        return "building the kubelet needs Go 1.21 or newer (golang-go, in Debian 12 from bookworm-backports)"
+    said = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=True).stdout
+    found = re.match(r"go(\d+)\.(\d+)", said)
+    if found and (int(found[1]), int(found[2])) < _MINIMUM_GO:
+        return f"building the kubelet needs Go 1.21 or newer, {go} is {said.strip()}"
+    return None
+
+
+def kubelet_path(version: str) -> Path:
+    """Where the kubelet of this minor version is once it is built; another go.sum is another kubelet."""
+    module = HERE / f"kubelet-{version}"
+    digest = hashlib.sha256((module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()).hexdigest()
+    return CACHE / f"kubelet-{version}-{digest[:16]}"
+
+
+def build_kubelet(version: str) -> Path:
+    """Build cmd/kubelet as the module's go.mod pins it, unless that was done before. Takes minutes the first time."""
+    target = kubelet_path(version)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"kubelet-{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs, one build
+        if target.exists():
+            return target
+        module = HERE / f"kubelet-{version}"
+        release = re.search(r"^\s*k8s\.io/kubernetes (v\S+)", (module / "go.mod").read_text(), re.MULTILINE)
+        assert release is not None, f"{module}/go.mod requires no k8s.io/kubernetes"
+        partial = target.with_name(f"{target.name}.partial")
+        stamp = f"-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={release[1]}"
+        nice_build = ["nice", "-n", "10", "go", "build", "-p", "2", "-trimpath", "-buildvcs=false"]
+        subprocess.run(
+            [*nice_build, stamp, "-o", str(partial), "k8s.io/kubernetes/cmd/kubelet"],
+            cwd=module,
+            env=os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"},
+            check=True,
+        )
+        partial.rename(target)
+    return target
+
+
+def wait_for(what: str, probe: Callable[[], T | None], timeout: float) -> T:
+    """Ask until the answer is neither None nor False. The kubelet notifies nobody, so this has to poll."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if answer := probe():
+            return answer
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{what}: not within {timeout:g} s")
+        time.sleep(0.05)
+
+
+# --- A machine that can be switched off -------------------------------------------------------------------------------
+
+_CLONE_NEWNET = 0x40000000
+_SYSCTLS = (
+    "vm/overcommit_memory",
+    "vm/panic_on_oom",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+)
+"""What the kubelet sets for the whole kernel; in here it gets plain files to write to."""
+
+
+class Process:
+    """A process in a machine's namespaces, its output in a file."""
+
+    def __init__(self, entered: subprocess.Popen[bytes], log: Path) -> None:
+        self._entered = entered  # nsenter: it waits for the process itself, and passes no signals on
+        self.log = log
+        self.pid = wait_for("the process behind nsenter", self._behind, 10)
+
+    def _behind(self) -> int | None:
+        if self._entered.poll() is not None:
+            raise RuntimeError(f"exit status {self._entered.returncode} at once:\n{tail(self.log)}")
+        return _child_of(self._entered.pid)
+
+    @property
+    def alive(self) -> bool:
+        return self._entered.poll() is None
+
+    def signal(self, number: signal.Signals, timeout: float = 15) -> None:
+        """Send a signal and wait for the end."""
+        if self.alive:
+            os.kill(self.pid, number)
+        self.wait(timeout)
+
+    def wait(self, timeout: float) -> None:
+        self._entered.wait(timeout)
+
+    @property
+    def status(self) -> int:
+        """How it ended: exit status, or the signal's number negated."""
+        assert self._entered.returncode is not None, "it has not ended"
+        return self._entered.returncode
+
+
+def _child_of(pid: int) -> int | None:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    """The end of a log file, without the kubelet's notes of what this harness asked it."""
+    if not log.exists():
+        return "(no output)"
+    said = [line for line in log.read_text(errors="replace").splitlines() if "httplog.go" not in line]
+    return "\n".join(said[-lines:])
+
+
+class Machine:
+    """The part of a node that is not software: processes that can lose power, a disk that survives it.
+
+    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because the disk must not be a tmpfs
+    (overlayfs), and its path short because the sockets in it have to fit into 107 characters.
+    """
+
+    def __init__(self, numa_nodes: int | None = None) -> None:
+        """`numa_nodes`: what the kubelet is shown in place of this machine's own NUMA nodes, the CPUs dealt out."""
+        _remove_abandoned()
+        self.scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/var/tmp"))
+        self._lock = (self.scratch / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.cgroup = f"/{self.scratch.name}"
+        self.logs = self.scratch / "logs"
+        self._numa_nodes = numa_nodes
+        self._init: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Machine:
+        try:
+            self.power_on()
+        except BaseException:
+            self.destroy()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    def path(self, inside: str) -> Path:
+        """Where a file of the node's /var/lib, /var/log or /run is on the host."""
+        for directory, outside in self._mounts.items():
+            if inside.startswith(f"{directory}/"):
+                return self.scratch / outside / inside[len(directory) + 1 :]
+        raise ValueError(f"{inside} is the host's own")
+
+    # Whole directories that every host has. A mount point of our own, /var/lib/kubelet say, would have to be made and
+    # removed on the host, and its removal would unmount it in every other machine that runs at the time.
+    _mounts: ClassVar = {"/run": "run", "/var/log": "log", "/var/lib": "lib"}
+
+    def power_on(self) -> None:
+        """Make the namespaces, with one process in them that does nothing but keep them."""
+        assert self._init is None, "it is on already"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        script = ["set -e"]
+        for inside, outside in self._mounts.items():
+            (self.scratch / outside).mkdir(exist_ok=True)
+            script.append(f"mount --bind {self.scratch / outside} {inside}")
+        for name in _SYSCTLS:
+            private = self.scratch / "sysctl" / name
+            private.parent.mkdir(parents=True, exist_ok=True)
+            private.write_text(Path("/proc/sys", name).read_text())
+            script.append(f"mount --bind {private} /proc/sys/{name}")
+        if self._numa_nodes is not None:
+            script.append(f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node")
+        script += [
+            f"busybox hostname {NODE_NAME}",
+            "busybox ip link set lo up",
+            # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the kernel reaps them. It
+            # lives as long as somebody holds the other end of its stdin: should the tests be killed outright, the
+            # machine goes down all the same.
+            "echo on",
+            "exec env --ignore-signal=CHLD cat",
+        ]
+        self._make_cgroups()
+        self._init = subprocess.Popen(
+            [
+                "unshare",
+                "--mount",
+                "--pid",
+                "--net",
+                "--uts",
+                "--ipc",
+                "--fork",
+                "--mount-proc",
+                "--kill-child",
+                "sh",
+                "-c",
+                "\n".join(script),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self.logs / "machine.log").open("ab"),
+        )
+        assert self._init.stdout is not None
+        if self._init.stdout.readline() != b"on\n":
+            self._init.wait()
+            raise RuntimeError(f"no namespaces:\n{tail(self.logs / 'machine.log')}")
+        unshare = self._init.pid
+        self._init_pid = wait_for("the first process", lambda: _child_of(unshare), 5)
+
+    def power_off(self) -> None:
+        """Cut the power: every process dies in one instant, every mount is gone, and of the files only /run's."""
+        if self._init is None:
+            return
+        assert self._init.stdin is not None and self._init.stdout is not None
+        os.kill(self._init_pid, signal.SIGKILL)  # the kernel kills all others and holds this one until they are gone
+        self._init.wait(30)
+        self._init.stdin.close()
+        self._init.stdout.close()
+        self._init = None
+        shutil.rmtree(self.scratch / "run")
+        _remove_cgroups(self.cgroup)
+
+    def destroy(self) -> None:
+        """Switch off and leave nothing behind but the cached kubelets."""
+        self.power_off()
+        _remove_cgroups(self.cgroup)
+        shutil.rmtree(self.scratch)
+        self._lock.close()
+
+    def _entering(self, argv: Sequence[str]) -> list[str]:
+        assert self._init is not None, "the machine is off"
+        return ["nsenter", f"--target={self._init_pid}", "--mount", "--pid", "--net", "--uts", "--ipc", "--", *argv]
+
+    def spawn(self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Process:
+        """Start a process in the machine; its output is appended to `log`."""
+        with log.open("ab") as output:
+            entered = subprocess.Popen(
+                self._entering(argv), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+            )
+        return Process(entered, log)
+
+    def run(self, argv: Sequence[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        """Run a command in the machine to its end."""
+        return subprocess.run(
+            self._entering(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    def connect(self, port: int) -> socket.socket:
+        """A connection to the machine's loopback device."""
+        made: list[socket.socket | OSError] = []
+
+        def enter() -> None:  # the namespace is a thread's own, and a socket stays in the one that it was made in
+            try:
+                with open(f"/proc/{self._init_pid}/ns/net", "rb") as namespace:
+                    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                        raise OSError(ctypes.get_errno(), "setns")
+                made.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            except OSError as error:
+                made.append(error)
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        if isinstance(made[0], OSError):
+            raise made[0]
+        return made[0]
+
+    def _fake_numa(self, nodes: int) -> Path:
+        """A /sys/devices/system/node with that many nodes, of which the first have the CPUs that there are."""
+        root = self.scratch / "numa"
+        shutil.rmtree(root, ignore_errors=True)
+        memory = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) // nodes  # type: ignore[index]
+        for node in range(nodes):
+            (root / f"node{node}").mkdir(parents=True)
+            (root / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: {memory} kB\n")
+            (root / f"node{node}" / "distance").write_text(" ".join("10" if n == node else "20" for n in range(nodes)))
+        for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*"):
+            (root / f"node{int(path.name[3:]) % nodes}" / path.name).symlink_to(path)
+        for name in ("online", "possible", "has_cpu", "has_memory"):
+            (root / name).write_text(f"0-{nodes - 1}\n" if nodes > 1 else "0\n")
+        return root
+
+    def _make_cgroups(self) -> None:
+        for root, unified in _cgroup_hierarchies():
+            ours = root / self.cgroup[1:]
+            ours.mkdir(exist_ok=True)
+            if unified:
+                controllers = " ".join(f"+{name}" for name in (root / "cgroup.controllers").read_text().split())
+                for directory in (root, ours):
+                    (directory / "cgroup.subtree_control").write_text(controllers)
+            for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cpuset of version 1, which nothing can run in
+                if not unified and (root / name).exists():
+                    (ours / name).write_text((root / name).read_text())
+
+
+_PREFIX = "ttdp-node-"
+
+
+def _remove_abandoned() -> None:
+    """Remove what machines have left whose tests were killed: their processes died with the tests, files did not."""
+    for scratch in Path("/var/tmp").glob(f"{_PREFIX}*"):
+        try:
+            with (scratch / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(lock.fileno()).st_mtime > 60:  # not one that is just about to lock it
+                    _remove_cgroups(f"/{scratch.name}")
+                    shutil.rmtree(scratch)
+        except (FileNotFoundError, BlockingIOError):
+            continue
+
+
+def _cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
+    """Where the cgroup hierarchies are, and whether it is version 2's with all controllers.
+
+    Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as well.
+    """
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, where, kind, *_ = line.split()
+        if kind in ("cgroup", "cgroup2"):
+            yield Path(where), where == "/sys/fs/cgroup"
+
+
+def _remove_cgroups(cgroup: str) -> None:
+    for root, _ in _cgroup_hierarchies():
+        for path, _, _ in os.walk(root / cgroup[1:], topdown=False):
+            wait_for(f"the cgroup {path} to empty", functools.partial(_removed, Path(path)), 10)
+
+
+def _removed(cgroup: Path) -> bool:
+    try:
+        cgroup.rmdir()
+    except OSError:  # busy for the moment in which the kernel still takes its last processes apart
+        return False
+    return True
+
+
+# --- containerd -------------------------------------------------------------------------------------------------------
+
+
+class Containerd:
+    """Debian's containerd and runc (or those in `bin_dir`), with the one image that is needed."""
+
+    SOCKET = "/run/containerd/containerd.sock"
+
+    def __init__(self, machine: Machine, bin_dir: Path | None = None) -> None:
+        self.machine = machine
+        self._env = dict(os.environ)
+        if bin_dir is not None:
+            self._env["PATH"] = f"{bin_dir}:{self._env['PATH']}"
+        self._binary = shutil.which("containerd", path=self._env["PATH"]) or "containerd"
+        self._ctr = shutil.which("ctr", path=self._env["PATH"]) or "ctr"
+        self.process: Process | None = None
+
+    def start(self, timeout: float = 30) -> None:
+        assert self.process is None or not self.process.alive, "it runs already"
+        config = self.machine.scratch / "containerd.toml"
+        config.write_text(self._config())
+        self.process = self.machine.spawn(
+            [self._binary, "--config", str(config)], self.machine.logs / "containerd.log", env=self._env
+        )
+        wait_for("containerd's socket", self._answers, timeout)
+        archive = self.machine.scratch / "image.tar"
+        if not archive.exists():
+            archive.write_bytes(_image_archive())
+            self.ctr("images", "import", str(archive))
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        if not self.process.alive:
+            raise RuntimeError(f"containerd ended:\n{tail(self.process.log)}")
+        return self.machine.run([self._ctr, "version"]).returncode == 0
+
+    def stop(self) -> None:
+        """End containerd; the containers run on, as on a node whose containerd is upgraded."""
+        if self.process is not None:
+            self.process.signal(signal.SIGTERM)
+            self.process = None
+
+    def ctr(self, *argv: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        """containerd's own client, in the namespace that the kubelet's containers are in."""
+        done = self.machine.run([self._ctr, "--namespace", "k8s.io", *argv], timeout)
+        if done.returncode != 0 and argv[:2] != ("tasks", "exec"):
+            raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
+        return done
+
+    def _config(self) -> str:
+        """Defaults, but for the pause image (nothing can be pulled here) and what a restricted root may not do."""
+        said = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r" v?(\d+)\.\d+\.\d+", said)
+        assert found is not None, f"containerd --version: {said}"
+        if int(found[1]) >= 2:
+            lines = [
+                "version = 3",
+                "[plugins.'io.containerd.cri.v1.images'.pinned_images]",
+                f"sandbox = '{IMAGE}'",
+                "[plugins.'io.containerd.cri.v1.runtime']",
+            ]
+        else:
+            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']", f"sandbox_image = '{IMAGE}'"]
+        if not _has_capability(_CAP_SYS_RESOURCE):
+            lines.append("restrict_oom_score_adj = true")  # else runc fails: pods want less than our own
+        return "\n".join(lines) + "\n"
+
+
+_CAP_SYS_RESOURCE = 24
+
+
+def _has_capability(number: int) -> bool:
+    found = re.search(r"CapEff:\s+(\w+)", Path("/proc/self/status").read_text())
+    return found is not None and bool(int(found[1], 16) >> number & 1)
+
+
+_SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
+"""Unlike a bare sleep, which as its PID namespace's first process gets no SIGTERM, this ends when it is told to."""
+
+
+def _image_archive() -> bytes:
+    """An OCI image archive: busybox, static, under the names that the tests use; it sleeps unless told otherwise."""
+    busybox = shutil.which("busybox")
+    assert busybox is not None
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        for name in ("bin", "dev", "proc", "sys", "etc", "tmp"):
+            directory = tarfile.TarInfo(name)
+            directory.type, directory.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(directory)
+        tar.add(busybox, "bin/busybox")
+        for applet in ("sh", "sleep", "ls", "cat", "env", "stat", "id", "dd", "mount", "true", "false", "test"):
+            link = tarfile.TarInfo(f"bin/{applet}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(link)
+    blobs: dict[str, bytes] = {}
+
+    def store(content: bytes, media_type: str) -> JSON:
+        digest = hashlib.sha256(content).hexdigest()
+        blobs[digest] = content
+        return {
+            "mediaType": f"application/vnd.oci.image.{media_type}",
+            "digest": f"sha256:{digest}",
+            "size": len(content),
+        }
+
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
+    stored_layer = store(layer.getvalue(), "layer.v1.tar")
+    config = {
+        "architecture": architecture,
+        "os": "linux",
+        "rootfs": {"type": "layers", "diff_ids": [stored_layer["digest"]]},
+        "config": {"Env": ["PATH=/bin"], "Entrypoint": ["/bin/sh", "-c", _SLEEP]},
+    }
+    manifest = store(
+        json.dumps(
+            {
+                "schemaVersion": 2,
+                "mediaType": "application/vnd.oci.image.manifest.v1+json",
+                "config": store(json.dumps(config).encode(), "config.v1+json"),
+                "layers": [stored_layer],
+            }
+        ).encode(),
+        "manifest.v1+json",
+    )
+    files = {f"blobs/sha256/{digest}": content for digest, content in blobs.items()}
+    files["oci-layout"] = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
+    files["index.json"] = json.dumps(
+        {
+            "schemaVersion": 2,
+            "manifests": [manifest | {"annotations": {"io.containerd.image.name": IMAGE}}],
+        }
+    ).encode()
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
+# --- The kubelet ------------------------------------------------------------------------------------------------------
+
+
+def pod(
+    name: str,
+    resources: Mapping[str, int] | None = None,
+    *,
+    containers: int = 1,
+    command: Sequence[str] | None = None,
+    restart: str = "Always",
+    env: Mapping[str, str] | None = None,
+) -> JSON:
+    """A static pod's manifest whose containers (main, main-1, …) each ask for these resources and sleep."""
+    wanted = {resource: str(count) for resource, count in (resources or {}).items()}
+    container: JSON = {
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "resources": {"limits": wanted, "requests": wanted},
+        "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
+    }
+    if command is not None:
+        container["command"] = list(command)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {
+            "hostNetwork": True,  # there is no network plugin
+            "restartPolicy": restart,
+            "terminationGracePeriodSeconds": 1,
+            "enableServiceLinks": False,
+            "containers": [{"name": f"main-{n}" if n else "main"} | container for n in range(containers)],
+        },
+    }
+
+
+class Kubelet:
+    """A standalone kubelet of one minor version; it can be stopped, killed and started again, its state kept."""
+
+    PORT = 10250
+
+    def __init__(
+        self,
+        version: str,
+        machine: Machine,
+        containerd: Containerd,
+        *,
+        topology_manager_policy: str = "none",
+        config: JSON | None = None,
+        verbosity: int = 4,
+    ) -> None:
+        """`config`: further keys of KubeletConfiguration, which win over the ones made here."""
+        self.version = version
+        self.machine = machine
+        self.containerd = containerd
+        self._config: JSON = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "containerRuntimeEndpoint": f"unix://{Containerd.SOCKET}",
+            "staticPodPath": str(machine.scratch / "manifests"),
+            "fileCheckFrequency": "1s",
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": machine.cgroup,
+            "failSwapOn": False,
+            # Reached by nobody but this harness: the loopback device is the machine's own.
+            "address": "127.0.0.1",
+            "port": self.PORT,
+            "readOnlyPort": 0,
+            "healthzPort": 0,
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "registerNode": False,
+            "enableControllerAttachDetach": False,
+            "makeIPTablesUtilChains": False,
+            "resolvConf": "",
+            "topologyManagerPolicy": topology_manager_policy,
+            # However full the disk is that the tests run on, pods are not refused and images not removed for that.
+            "imageGCHighThresholdPercent": 100,
+            "imageGCLowThresholdPercent": 99,
+            "evictionHard": {
+                "memory.available": "0%",
+                "nodefs.available": "0%",
+                "nodefs.inodesFree": "0%",
+                "imagefs.available": "0%",
+                "imagefs.inodesFree": "0%",
+            },
+        }
+        if int(version.split(".")[1]) >= 31 and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            self._config["failCgroupV1"] = False  # refused by default since 1.35
+        self.configure(**(config or {}))
+        self._verbosity = verbosity
+        self._starts = 0
+        self.process: Process | None = None
+
+    # What it consists of on the host
+
+    @property
+    def device_plugin_dir(self) -> Path:
+        """The directory to start the device plugin with; the kubelet creates it, unless it is there."""
+        path = self.machine.path("/var/lib/kubelet/device-plugins")
+        path.mkdir(mode=0o750, parents=True, exist_ok=True)
+        return path
+
+    @property
+    def log(self) -> Path:
+        """What this start of the kubelet has logged."""
+        return self.machine.logs / f"kubelet-{self.version}-{self._starts}.log"
+
+    # Its life
+
+    def configure(self, **keys: Any) -> None:
+        """Keys of KubeletConfiguration, for the next start and those after it."""
+        self._config |= keys
+
+    def start(self, timeout: float = 60) -> None:
+        """Start it, again or for the first time, and wait until it answers."""
+        self.spawn()
+        self.wait_ready(timeout)
+
+    def spawn(self) -> None:
+        """Start it and do not wait."""
+        assert self.process is None or not self.process.alive, "it runs already"
+        self._starts += 1
+        self._stale_socket = self._socket_ctime()
+        Path(self._config["staticPodPath"]).mkdir(exist_ok=True)
+        config = self.machine.scratch / "kubelet.json"
+        config.write_text(json.dumps(self._config, indent=1))
+        self.process = self.machine.spawn(
+            [
+                str(build_kubelet(self.version)),
+                f"--config={config}",
+                f"--hostname-override={NODE_NAME}",
+                f"--v={self._verbosity}",
+            ],
+            self.log,
+        )
+
+    def wait_ready(self, timeout: float = 60) -> None:
+        """Until it answers on its port and takes registrations."""
+        wait_for(f"kubelet {self.version} to answer", self._ready, timeout)
+
+    def _ready(self) -> bool:
+        assert self.process is not None
+        if not self.process.alive:
+            raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
+        try:
+            return self.get("/healthz") == b"ok" and self._socket_ctime() not in (None, self._stale_socket)
+        except OSError:
+            return False
+
+    def _socket_ctime(self) -> int | None:
+        """Tells the registration socket of this start from the one that the last left behind."""
+        try:
+            return (self.device_plugin_dir / "kubelet.sock").stat().st_ctime_ns
+        except FileNotFoundError:
+            return None
+
+    def stop(self) -> None:
+        """SIGTERM, as systemctl stop: the pods run on."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL: as a crash."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            self.process.signal(number)
+            self.process = None
+
+    def get(self, path: str) -> bytes:
+        """GET from its own HTTPS port."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.PORT, timeout=10)
+        context = ssl._create_unverified_context()  # it signed its certificate itself
+        connection.sock = context.wrap_socket(self.machine.connect(self.PORT))
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    # Pods
+
+    def run_pod(self, manifest: JSON) -> None:
+        """Put a pod's manifest where the kubelet finds it.
+
+        Take a new name each time: the kubelet lets ten seconds pass before it starts a static pod whose name was that
+        of one just deleted.
+        """
+        directory = Path(self._config["staticPodPath"])
+        directory.mkdir(exist_ok=True)
+        # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again remembers what became of it.
+        manifest["metadata"].setdefault("annotations", {})["realkubelet/attempt"] = uuid.uuid4().hex
+        partial = directory / f".{manifest['metadata']['name']}"  # names that begin with a dot are left alone
+        partial.write_text(json.dumps(manifest))
+        partial.rename(directory / f"{manifest['metadata']['name']}.json")
+
+    def delete_pod(self, name: str, timeout: float = 30) -> None:
+        """Remove a pod's manifest and wait until its containers are gone and the kubelet has forgotten it."""
+        self.withdraw_pod(name)
+        self.wait_gone(name, timeout)
+
+    def withdraw_pod(self, name: str) -> None:
+        """Remove a pod's manifest; the kubelet takes about two seconds to remove the pod."""
+        Path(self._config["staticPodPath"], f"{name}.json").unlink()
+
+    def wait_gone(self, name: str, timeout: float = 30) -> None:
+        wait_for(f"pod {name} to go", lambda: self.get_pod(name) is None and not self._has_containers(name), timeout)
+
+    def get_pod(self, name: str) -> JSON | None:
+        """The pod as the kubelet's /pods shows it, None while it knows none of that name."""
+        listed = json.loads(self.get("/pods"))
+        for item in listed.get("items") or ():
+            if item["metadata"]["name"] == f"{name}-{NODE_NAME}":  # what a static pod is called
+                return dict(item)
+        return None
+
+    def _has_containers(self, name: str) -> bool:
+        listed = json.loads(self.get("/runningpods/"))  # from containerd, unlike /pods
+        return any(item["metadata"]["name"] == f"{name}-{NODE_NAME}" for item in listed.get("items") or ())
+
+    def pod_status(self, name: str) -> JSON:
+        """The pod's status; empty while the kubelet does not know it."""
+        found = self.get_pod(name)
+        return dict(found["status"]) if found else {}
+
+    def rejection(self, name: str) -> str | None:
+        """Why the kubelet refused the pod, in its own words ("reason: message"), or None if it did not."""
+        status = self.pod_status(name)
+        message = str(status.get("message"))
+        if status.get("phase") != "Failed" or not message.startswith("Pod was rejected"):
+            return None
+        return f"{status.get('reason')}: {message}"
+
+    def running(self, name: str) -> bool:
+        """Whether each of its containers runs."""
+        found = self.get_pod(name)
+        if found is None:
+            return False
+        states = found["status"].get("containerStatuses") or []
+        return len(states) == len(found["spec"]["containers"]) and all("running" in s["state"] for s in states)
+
+    def wait_running(self, name: str, timeout: float = 30) -> None:
+        def probe() -> bool:
+            if refused := self.rejection(name):
+                raise AssertionError(f"pod {name} was refused: {refused}")
+            return self.running(name)
+
+        wait_for(f"pod {name} to run", probe, timeout)
+
+    def wait_rejected(self, name: str, timeout: float = 30) -> str:
+        """Until the pod is refused; the reason."""
+        return wait_for(f"pod {name} to be refused", lambda: self.rejection(name), timeout)
+
+    def container_id(self, name: str, container: str = "main") -> str:
+        for state in self.pod_status(name).get("containerStatuses", ()):
+            if state["name"] == container:
+                return str(state["containerID"]).removeprefix("containerd://")
+        raise LookupError(f"pod {name} has no container {container}")
+
+    def exec(self, name: str, argv: Sequence[str], container: str = "main") -> subprocess.CompletedProcess[str]:
+        """Run a command in one of the pod's containers."""
+        return self.containerd.ctr(
+            "tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container), *argv
+        )
+
+    def logs(self, name: str, container: str = "main") -> str:
+        """What a container has written, with the runtime's time stamps."""
+        where = self.machine.path("/var/log/pods")
+        files = sorted(where.glob(f"default_{name}-{NODE_NAME}_*/{container}/*.log"))
+        return "".join(file.read_text(errors="replace") for file in files)
+
+    # Devices
+
+    def _ask(self, method: str, request: str, answer: str) -> Any:
+        """Call the pod resources API: socket and service are the kubelet's, the messages those of `_POD_RESOURCES`."""
+        messages = _pod_resources_messages()
+        socket_path = self.machine.path("/var/lib/kubelet/pod-resources/kubelet.sock")
+        with grpc.insecure_channel(f"unix://{socket_path}") as channel:
+            call = channel.unary_unary(
+                f"/v1.PodResourcesLister/{method}",
+                request_serializer=messages[request].SerializeToString,
+                response_deserializer=messages[answer].FromString,
+            )
+            return call(messages[request](), timeout=10)
+
+    def allocatable(self, resource: str) -> set[str]:
+        """The IDs of the resource's healthy devices, in use or not."""
+        answer = self._ask("GetAllocatableResources", "AllocatableResourcesRequest", "AllocatableResourcesResponse")
+        return {device for d in answer.devices if d.resource_name == resource for device in d.device_ids}
+
+    def assigned(self, resource: str) -> dict[tuple[str, str], set[str]]:
+        """Which devices the containers have, by pod and container."""
+        answer = self._ask("List", "ListPodResourcesRequest", "ListPodResourcesResponse")
+        found: dict[tuple[str, str], set[str]] = {}
+        for p in answer.pod_resources:
+            for c in p.containers:
+                ids = {device for d in c.devices if d.resource_name == resource for device in d.device_ids}
+                if ids:
+                    found[p.name.removesuffix(f"-{NODE_NAME}"), c.name] = ids
+        return found
+
+    def capacity(self, resource: str) -> int:
+        """How many devices the resource has, healthy or not.
+
+        Capacity is part of the node's status, which a kubelet without API server shows nobody. This is from its log:
+        the length of the list that the plugin pushed last, or, if that is newer, what went into the status.
+        """
+        name = re.escape(resource)
+        pushed = rf'"State pushed for device plugin" resource="{name}" resourceCapacity=(\d+)'
+        in_status = rf'"Updated capacity for device plugin" plugin="{name}" capacity=(\d+)'
+        said = re.findall(f"{pushed}|{in_status}", self.log.read_text(errors="replace"))
+        return int(said[-1][0] or said[-1][1]) if said else 0
+
+    def wait_allocatable(self, resource: str, devices: set[str], timeout: float = 30) -> None:
+        wait_for(f"{resource} to be {sorted(devices)}", lambda: self.allocatable(resource) == devices, timeout)
+
+    def socket_appeared(self) -> float:
+        """When the registration socket was made: Unix time, in the kernel's steps of a few ms."""
+        return (self.device_plugin_dir / "kubelet.sock").stat().st_mtime
+
+    def logged(self, pattern: str) -> list[tuple[float, str]]:
+        """The lines of this start's log that match, each with its Unix time."""
+        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
+        return [(_klog_time(line), line) for line in said]
+
+    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
+        """Until this start's log has a line that matches; the first of them, with its Unix time."""
+        return wait_for(f"the kubelet to log {pattern!r}", lambda: self.logged(pattern), timeout)[0]
+
+
+def _klog_time(line: str) -> float:
+    """Unix time of a log line such as "I1121 12:54:07.123456   4711 manager.go:317] …", in local time without a year."""
+    year = datetime.datetime.now().year
+    return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
+
+
+# --- The pod resources API --------------------------------------------------------------------------------------------
+
+_POD_RESOURCES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "ListPodResourcesRequest": (),
+    "ListPodResourcesResponse": (("pod_resources", 1, "PodResources"),),
+    "AllocatableResourcesRequest": (),
+    "AllocatableResourcesResponse": (("devices", 1, "ContainerDevices"),),
+    "PodResources": (("name", 1, ""), ("namespace", 2, ""), ("containers", 3, "ContainerResources")),
+    "ContainerResources": (("name", 1, ""), ("devices", 2, "ContainerDevices")),
+    "ContainerDevices": (("resource_name", 1, ""), ("device_ids", 2, "*")),
+}
+"""The part of podresources v1 that is asked for, as it goes over the wire: field, number, and "" for a string, "*" for
+repeated strings, or the message that it repeats. ContainerDevices come one for each NUMA node."""
+
+
+@functools.cache
+def _pod_resources_messages() -> Mapping[str, Any]:
+    field_type = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="podresources.proto", package="v1", syntax="proto3")
+    for message, fields in _POD_RESOURCES.items():
+        described = file.message_type.add(name=message)
+        for name, number, kind in fields:
+            described.field.add(
+                name=name,
+                number=number,
+                label=field_type.LABEL_REPEATED if kind else field_type.LABEL_OPTIONAL,
+                type=field_type.TYPE_MESSAGE if kind not in ("", "*") else field_type.TYPE_STRING,
+                type_name=f".v1.{kind}" if kind not in ("", "*") else None,
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"v1.{name}")) for name in _POD_RESOURCES}
+
+
+if __name__ == "__main__":  # build the kubelets, which takes minutes the first time
+    if missing := missing_tools():
+        raise SystemExit(missing)
+    for each in VERSIONS:
+        print(build_kubelet(each))

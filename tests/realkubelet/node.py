@@ -1,0 +1,356 @@
+"""A node of a cluster: the machine with the real kubelet, simulated cards, and tt-device-plugin as it is shipped.
+
+The daemon runs inside the machine, with what its systemd unit would give it: a run-time directory, which is gone after
+each stop and after a power cut, and a socket to say READY=1 on. The cards' device nodes are real character devices, of
+drivers that every kernel has and that containers may not open by default: a container can really open what it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.node import SimulatedNode, Ticker
+from tests.realkubelet.harness import Containerd, Kubelet, Machine, Process, pod, tail, wait_for
+
+TOP = Path(__file__).resolve().parents[2]
+ZIPAPP = TOP / "dist/tt-device-plugin.pyz"
+RUNTIME_DIRECTORY = "/run/tt-device-plugin"
+
+# fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
+# (10:200) would not do: runc lets every container open it.
+OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235))
+"""Numbers of the first cards' device nodes; the rest get those that tests.node gives, which nobody opens."""
+
+
+# --- What is tested ---------------------------------------------------------------------------------------------------
+
+
+def stale_zipapp() -> str | None:
+    """Why dist/ has no zipapp of this very program, in one line, or None if it has."""
+    if not ZIPAPP.exists():
+        return f"there is no {ZIPAPP.relative_to(TOP)}; run: make pyz"
+    with zipfile.ZipFile(ZIPAPP) as packed:
+        if packed.read("site-packages/ttdp.py") != (TOP / "ttdp.py").read_bytes():
+            return f"{ZIPAPP.relative_to(TOP)} is of another ttdp.py than the one here; run: make pyz"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The zipapp, or where there is none the sources, of which copies are installed on machines."""
+
+    zipapp: bool
+
+    @property
+    def name(self) -> str:
+        file = ZIPAPP if self.zipapp else TOP / "ttdp.py"
+        return f"{file.relative_to(TOP)} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
+
+    def install(self, directory: Path) -> list[str]:
+        """Put it there, as dpkg does: over the old one, in one step; returns the command."""
+        directory.mkdir(parents=True, exist_ok=True)
+        file = ZIPAPP if self.zipapp else TOP / "ttdp.py"
+        shutil.copy2(file, directory / ".new")
+        (directory / ".new").rename(directory / file.name)
+        if self.zipapp:
+            return [str(directory / file.name)]
+        shutil.copytree(
+            TOP / "generated", directory / "generated", dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+        return [sys.executable, str(directory / file.name)]
+
+
+class Daemon:
+    """The daemon on a machine, under the hand of a service manager that is this class."""
+
+    def __init__(self, machine: Machine, cards: SimulatedNode, program: Program, *, interval: float = 5.0) -> None:
+        """`interval`: seconds between two polls of the cards' health; the default is the daemon's own."""
+        self.machine = machine
+        self.process: Process | None = None
+        self._program = program
+        self._flags = cards.flags
+        self._config = machine.scratch / "daemon.toml"
+        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many to wait.
+        self._config.write_text(f"[health]\ninterval = {interval}\nheartbeat_misses = {max(2, round(5 / interval))}\n")
+        self._installed = 0
+        self.install()
+
+    @property
+    def log(self) -> Path:
+        return self.machine.logs / "tt-device-plugin.log"
+
+    def install(self) -> None:
+        """Install the program, or over the installed one; the next start runs it."""
+        self._installed += 1
+        self._command = self._program.install(self.machine.scratch / "usr")
+        # Another release unpacks itself into another directory; in here they are all the same release.
+        self._cache = self.machine.scratch / f"cache-{self._installed}"
+
+    def start(self, timeout: float = 30) -> None:
+        """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
+        assert self.process is None, "it runs already"
+        self.machine.path(RUNTIME_DIRECTORY).mkdir()
+        path = self.machine.scratch / "notify"
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+            notified.bind(str(path))
+            self.process = self.machine.spawn(
+                [*self._command, "run", f"--config-file={self._config}", *self._flags],
+                self.log,
+                env={
+                    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+                    "LANG": "C.UTF-8",
+                    "RUNTIME_DIRECTORY": RUNTIME_DIRECTORY,
+                    "NOTIFY_SOCKET": str(path),
+                    "SHIV_ROOT": str(self._cache),
+                    "PYTHONPYCACHEPREFIX": str(self._cache),
+                },
+            )
+            deadline = time.monotonic() + timeout
+            while True:
+                notified.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    said = notified.recv(4096)
+                except TimeoutError:
+                    raise TimeoutError(f"the daemon is not ready within {timeout:g} s:\n{tail(self.log)}") from None
+                if b"READY=1" in said.split(b"\n"):
+                    return
+
+    def stop(self) -> None:
+        """systemctl stop; its exit status has to be 0."""
+        assert self.end(signal.SIGTERM) == 0, tail(self.log)
+
+    def kill(self) -> None:
+        """As the kernel's OOM killer does."""
+        self.end(signal.SIGKILL)
+
+    def end(self, number: signal.Signals) -> int:
+        assert self.process is not None, "it does not run"
+        self.process.signal(number)
+        status = self.process.status
+        self.process = None
+        shutil.rmtree(self.machine.path(RUNTIME_DIRECTORY))
+        return status
+
+
+# --- The node ---------------------------------------------------------------------------------------------------------
+
+_names = itertools.count(1)
+
+Outcome = str
+"""What became of a pod: RUNNING, or the kubelet's words for why it was refused."""
+RUNNING: Outcome = "running"
+
+
+class Node:
+    """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
+
+    def __init__(self, version: str, program: Program) -> None:
+        self.version = version
+        self.program = program
+        self.machine = Machine(numa_nodes=2)
+        self.containerd = Containerd(self.machine)
+        self.kubelet = Kubelet(version, self.machine, self.containerd)
+        self._pods: list[str] = []
+        self._going: list[str] = []
+        self._daemon: Daemon | None = None
+        self._cards: SimulatedNode | None = None
+        self._ticker = contextlib.ExitStack()
+
+    def __enter__(self) -> Node:
+        try:
+            self.machine.power_on()
+            self.containerd.start()
+            self.kubelet.start()
+        except BaseException:
+            self.machine.destroy()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ticker.close()
+        self.machine.destroy()
+
+    @property
+    def cards(self) -> SimulatedNode:
+        """The machine's cards; without any until a test adds them. Their firmware lives."""
+        if self._cards is None:
+            root = self.machine.scratch / f"cards-{next(_names)}"
+            self._cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
+            self._ticker.enter_context(Ticker(self._cards))
+        return self._cards
+
+    @property
+    def daemon(self) -> Daemon:
+        assert self._daemon is not None, "no daemon was started"
+        return self._daemon
+
+    def start_daemon(self, *, interval: float = 5.0) -> None:
+        """Install the daemon for the cards that there are, start it, and wait until the kubelet has all of them."""
+        self._daemon = Daemon(self.machine, self.cards, self.program, interval=interval)
+        self._daemon.start()
+        self.wait_complete()
+
+    def wait_complete(self) -> None:
+        """Until every card that is there is allocatable."""
+        expected: dict[str, set[str]] = {}
+        for chip in self.cards.chips:
+            expected.setdefault(resource_of(chip.facts.telemetry["tt_card_type"]), set()).add(chip.bdf)
+        for resource, devices in expected.items():
+            self.kubelet.wait_allocatable(resource, devices)
+
+    def clear(self) -> None:
+        """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""
+        self.withdraw()
+        if self._daemon is not None and self._daemon.process is not None:
+            self._daemon.stop()
+        self._ticker.close()
+        self._daemon = self._cards = None
+
+    def withdraw(self) -> None:
+        """Take out the pods."""
+        for name in self._pods:
+            self.kubelet.withdraw_pod(name)
+        self._going, self._pods = self._pods, []
+
+    def wait_clear(self) -> None:
+        """Until the pods are gone that were taken out, with their containers."""
+        for name in self._going:
+            self.kubelet.wait_gone(name)
+        self._going = []
+
+    def reboot(self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None) -> None:
+        """Cut the power and start everything again, the daemon before the kubelet or so many seconds after it."""
+        self.machine.power_off()
+        self.daemon.process = None
+        while_off()
+        self.machine.power_on()
+        self.containerd.start()
+        if daemon_late_by is None:
+            self.daemon.start()
+            self.kubelet.start()
+        else:
+            self.kubelet.start()
+            time.sleep(daemon_late_by)  # this is what is tried, nothing is waited for
+            self.daemon.start()
+
+    # Pods
+
+    def run(self, resources: Mapping[str, int], *, containers: int = 1, user: int | None = None) -> str:
+        """Give the kubelet a pod whose containers ask for these each; its name."""
+        name = f"pod-{next(_names)}"
+        manifest = pod(name, resources, containers=containers)
+        if user is not None:
+            manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
+        self._pods.append(name)
+        self.kubelet.run_pod(manifest)
+        return name
+
+    def started(self, resources: Mapping[str, int], **others: Any) -> str:
+        """A pod that runs."""
+        name = self.run(resources, **others)
+        self.kubelet.wait_running(name)
+        return name
+
+    def outcome(self, name: str, timeout: float = 30) -> Outcome:
+        def probe() -> Outcome | None:
+            return RUNNING if self.kubelet.running(name) else self.kubelet.rejection(name)
+
+        return wait_for(f"pod {name} to run or be refused", probe, timeout)
+
+    def devices(self, resource: str, name: str, container: str = "main") -> set[str]:
+        """The IDs that a container of the pod has."""
+        return self.kubelet.assigned(resource).get((name, container), set())
+
+    def inside(self, name: str, *argv: str, container: str = "main") -> subprocess.CompletedProcess[str]:
+        """Run a command in a pod's container."""
+        return self.kubelet.exec(name, argv, container)
+
+    def open_inside(self, name: str, path: str) -> str:
+        """Open a file in a pod's container for reading and writing: "opened", or why not."""
+        done = self.inside(name, "sh", "-c", f": <> {path}")
+        return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
+
+    def make_and_open_inside(self, name: str, number: tuple[int, int]) -> str:
+        """Let the container itself make a device node, and open that."""
+        path = f"/tmp/{number[0]}-{number[1]}"
+        done = self.inside(name, "sh", "-c", f"busybox mknod {path} c {number[0]} {number[1]} && : <> {path}")
+        assert "mknod" not in done.stderr, done.stderr
+        return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
+
+    def number_inside(self, name: str, path: str, container: str = "main") -> tuple[int, int]:
+        """Major and minor number of a device node in a pod's container."""
+        done = self.inside(name, "stat", "-c", "%F %t %T", path, container=container)
+        assert done.stdout.startswith("character special file "), done.stdout + done.stderr
+        major, minor = done.stdout.split()[-2:]
+        return int(major, 16), int(minor, 16)
+
+    def environment(self, name: str) -> dict[str, str]:
+        """The environment of the pod's first process."""
+        done = self.inside(name, "cat", "/proc/1/environ")
+        return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+
+    def containers(self, name: str) -> dict[str, str]:
+        """The IDs of the pod's containers, which are others after a restart."""
+        return {
+            str(state["name"]): str(state["containerID"])
+            for state in self.kubelet.pod_status(name).get("containerStatuses", ())
+        }
+
+    # Cards
+
+    def host_number(self, bdf: str) -> tuple[int, int]:
+        """Major and minor number of a chip's device node as it is now."""
+        status = os.stat(self.cards.chip(bdf).device_node)
+        return os.major(status.st_rdev), os.minor(status.st_rdev)
+
+
+def resource_of(card: str) -> str:
+    """The resource that a card type belongs to: `p300c` is a p300, a Galaxy is called as it is."""
+    return f"tenstorrent.com/{card if card.startswith('galaxy') else card.rstrip('abc')}"
+
+
+# --- How fast ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """A starting kubelet's own account of the race between the plugin and the pods, in seconds from kubelet.sock on."""
+
+    allocatable: float  # the devices count
+    admission: float  # the first pod is up for admission
+
+    @property
+    def won(self) -> bool:
+        return self.allocatable < self.admission
+
+
+def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
+    """How the last start went, with at least one pod; waits for its end."""
+    counted = rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
+    allocatable, _ = kubelet.wait_logged(counted)
+    admission, _ = kubelet.wait_logged('"SyncLoop ADD" source="file"')
+    appeared = kubelet.socket_appeared()
+    return Race(allocatable - appeared, admission - appeared)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """By nearest rank: of 50 values the 99th percentile is the largest."""
+    return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]

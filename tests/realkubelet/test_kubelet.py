@@ -1,0 +1,496 @@
+"""What the real kubelet makes of the daemon: pods that get their devices, and keep them through a reboot.
+
+Kubelets of several versions, containerd and runc are real, and so are the device nodes; only the cards are simulated.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.node import Chip
+from tests.realkubelet.conftest import Results, Row
+from tests.realkubelet.harness import VERSIONS, wait_for
+from tests.realkubelet.node import (
+    OPENABLE,
+    RUNNING,
+    RUNTIME_DIRECTORY,
+    Daemon,
+    Node,
+    Outcome,
+    Program,
+    Race,
+    percentile,
+    race,
+)
+
+N300, P300, GALAXY = "tenstorrent.com/n300", "tenstorrent.com/p300", "tenstorrent.com/galaxy-blackhole"
+
+
+def ids(chips: list[Chip]) -> set[str]:
+    return {chip.bdf for chip in chips}
+
+
+# --- Devices and pods -------------------------------------------------------------------------------------------------
+
+
+def test_registers_every_resource(node: Node) -> None:
+    """Capacity and allocatable, by the kubelet's own account, are the node's devices, for each resource."""
+    cards = {
+        "tenstorrent.com/n150": ids(node.cards.add("n150")),
+        N300: ids([*node.cards.add("n300"), *node.cards.add("n300")]),
+        "tenstorrent.com/p150": ids(node.cards.add("p150a")),
+        P300: ids(node.cards.add("p300c")),
+    }
+    node.start_daemon()
+    assert {resource: node.kubelet.allocatable(resource) for resource in cards} == cards
+    assert {resource: node.kubelet.capacity(resource) for resource in cards} == {r: len(c) for r, c in cards.items()}
+    checkpoint = json.loads((node.kubelet.device_plugin_dir / "kubelet_internal_checkpoint").read_text())
+    registered = checkpoint["Data"]["RegisteredDevices"]
+    assert {resource: set(registered[resource]) for resource in cards} == cards
+
+
+def test_pod_gets_exactly_its_device(node: Node) -> None:
+    """A container has the one device node that it asked for, can open it, and no other: not even one it makes."""
+    for _ in range(3):
+        node.cards.add("n300")
+    node.start_daemon()
+    names = [node.run({N300: 1}) for _ in range(3)]
+    for name in names:
+        node.kubelet.wait_running(name)
+        (bdf,) = node.devices(N300, name)
+        ordinal = node.cards.chip(bdf).ordinal
+        own = node.host_number(bdf)
+        assert node.inside(name, "ls", "-A", "/dev/tenstorrent").stdout.split() == [str(ordinal)]
+        assert node.number_inside(name, f"/dev/tenstorrent/{ordinal}") == own
+        assert node.open_inside(name, f"/dev/tenstorrent/{ordinal}") == "opened"
+        for number in OPENABLE:  # made by the container: its own device, the other cards', another one of the host
+            expected = "opened" if number == own else "Operation not permitted"
+            assert node.make_and_open_inside(name, number) == expected
+
+
+def test_pod_gets_the_environment(node: Node) -> None:
+    """The container's environment names its devices by PCI address, and nothing else of ours is in it."""
+    node.cards.add("n300")
+    node.cards.add("n300")
+    node.cards.add("n300")
+    node.start_daemon()
+    for count in (2, 1):
+        name = node.started({N300: count})
+        bdfs = ",".join(sorted(node.devices(N300, name)))
+        ours = {key: value for key, value in node.environment(name).items() if key.startswith("TT_")}
+        assert ours == {"TT_VISIBLE_DEVICES": bdfs, "TT_DEVICE_PLUGIN_DEVICES": bdfs}
+
+
+def test_unprivileged_container_opens_its_device(node: Node) -> None:
+    """A container that does not run as root can open its device."""
+    node.cards.add("n300")
+    node.start_daemon()
+    name = node.started({N300: 1}, user=1000)
+    assert node.inside(name, "id", "-u").stdout.strip() == "1000"
+    assert node.open_inside(name, "/dev/tenstorrent/0") == "opened"
+
+
+def test_hugepages_are_mounted_where_the_host_has_them(node: Node) -> None:
+    """A pod gets the host's hugetlbfs from the moment on at which there is one, and no mount before."""
+    node.cards.add("n300")
+    node.cards.add("n300")
+    node.start_daemon()
+    without = node.started({N300: 1})
+    node.cards.set_hugepages(4)
+    for directory in ("hugepages", "hugepages-1G"):  # only that of the default page size is sure to be had
+        source = ["-t", "hugetlbfs", "none"] if directory == "hugepages" else ["--bind", str(node.cards.root / "dev")]
+        done = node.machine.run(["mount", *source, str(node.cards.root / "dev" / directory)])
+        assert done.returncode == 0, done.stderr
+    with_pages = node.started({N300: 1})
+
+    def mounted(name: str) -> set[str]:
+        lines = node.inside(name, "cat", "/proc/mounts").stdout.splitlines()
+        return {line.split()[1] for line in lines if line.split()[1].startswith("/dev/hugepages")}
+
+    assert mounted(without) == set()
+    assert mounted(with_pages) == {"/dev/hugepages", "/dev/hugepages-1G"}
+    assert " /dev/hugepages hugetlbfs rw" in node.inside(with_pages, "cat", "/proc/mounts").stdout
+
+
+def test_pods_never_share_a_device(node: Node) -> None:
+    """Pods, and containers of one pod, have devices of their own until there are no more; the next is refused."""
+    cards = [chip for _ in range(5) for chip in node.cards.add("n300")]
+    node.start_daemon()
+    one, other, pair = node.run({N300: 1}), node.run({N300: 2}), node.run({N300: 1}, containers=2)
+    for name in (one, other, pair):
+        node.kubelet.wait_running(name)
+    assigned = node.kubelet.assigned(N300)
+    assert {place: len(devices) for place, devices in assigned.items()} == {
+        (one, "main"): 1,
+        (other, "main"): 2,
+        (pair, "main"): 1,
+        (pair, "main-1"): 1,
+    }
+    assert set().union(*assigned.values()) == ids(cards)  # five different ones
+    for (name, container), devices in assigned.items():
+        nodes = node.inside(name, "ls", "-A", "/dev/tenstorrent", container=container).stdout.split()
+        assert {int(n) for n in nodes} == {node.cards.chip(bdf).ordinal for bdf in devices}
+
+    refused = node.kubelet.wait_rejected(node.run({N300: 1}))
+    assert "Requested: 1, Available: 0" in refused
+
+
+def test_pod_that_asks_for_too_much_is_refused(node: Node) -> None:
+    """The kubelet refuses a pod that wants more devices than there are, in its own words."""
+    node.cards.add("n300")
+    node.cards.add("n300")
+    node.start_daemon()
+    refused = node.kubelet.wait_rejected(node.run({N300: 3}))
+    assert refused.startswith("UnexpectedAdmissionError: Pod was rejected: Allocate failed due to ")
+    assert f"requested number of devices unavailable for {N300}. Requested: 3, Available: 2" in refused
+    assert node.outcome(node.run({N300: 2})) == RUNNING
+
+
+def test_two_p300_chips_are_of_one_board(node: Node) -> None:
+    """A pod with two p300 chips gets both of one board, though another board's single chip comes first."""
+    boards = [ids(node.cards.add("p300c")) for _ in range(3)]
+    node.start_daemon()
+    single = node.devices(P300, node.started({P300: 1}))
+    assert single < boards[0]
+    pairs = [node.devices(P300, node.started({P300: 2})) for _ in range(2)]
+    assert sorted(map(sorted, pairs)) == sorted(map(sorted, boards[1:]))
+
+
+def test_eight_of_a_galaxy_are_one_tray(node: Node) -> None:
+    """Pods with eight chips of a Galaxy get a tray each, but not the one that is broken into."""
+    chips = node.cards.add("galaxy-blackhole")
+    node.start_daemon()
+    assert len(node.kubelet.allocatable(GALAXY)) == 32
+    trays: dict[int, set[str]] = {}
+    for chip in chips:
+        trays.setdefault(int(chip.bdf.split(":")[1], 16) >> 4, set()).add(chip.bdf)
+    single = node.devices(GALAXY, node.started({GALAXY: 1}))
+    whole = [tray for tray in trays.values() if not single <= tray]
+    eights = [node.run({GALAXY: 8}) for _ in range(3)]
+    for name in eights:
+        node.kubelet.wait_running(name)
+    assert sorted(sorted(node.devices(GALAXY, name)) for name in eights) == sorted(map(sorted, whole))
+    assert len(node.inside(eights[0], "ls", "-A", "/dev/tenstorrent").stdout.split()) == 8
+
+
+def test_single_numa_node(node: Node) -> None:
+    """Under `single-numa-node` two chips are of one NUMA node; where only strangers are left the pod is refused."""
+    near = [chip.bdf for _ in range(3) for chip in node.cards.add("n300", numa_node=0)]
+    far = [chip.bdf for chip in node.cards.add("n300", numa_node=1)]
+    node.kubelet.stop()
+    node.kubelet.configure(topologyManagerPolicy="single-numa-node")
+    try:
+        node.kubelet.start()
+        node.start_daemon()
+        first = node.devices(N300, node.started({N300: 2}))
+        assert len(first) == 2 and first < set(near)
+        refused = node.kubelet.wait_rejected(node.run({N300: 2}))  # two are free: one here, one there
+        assert refused == "TopologyAffinityError: Pod was rejected: Resources cannot be allocated with Topology locality"
+        last = [node.devices(N300, node.started({N300: 1})) for _ in range(2)]
+        assert set().union(*last) == {*near, *far} - first
+    finally:
+        node.kubelet.stop()
+        node.kubelet.configure(topologyManagerPolicy="none")
+        node.kubelet.start()
+
+
+# --- Faults and restarts ----------------------------------------------------------------------------------------------
+
+
+def test_device_fails_and_recovers(node: Node, results: Results) -> None:
+    """A chip that dies leaves allocatable at once, but not capacity; the pod that holds it runs on; it comes back."""
+    chips = [chip for _ in range(3) for chip in node.cards.add("n300")]
+    node.start_daemon(interval=0.2)
+    name = node.started({N300: 1})
+    before = node.containers(name)
+    (mine,) = node.devices(N300, name)
+    delays = []
+    for chip in sorted(chips, key=lambda chip: chip.bdf == mine):  # the pod's own comes last
+        healthy = node.kubelet.allocatable(N300) - {chip.bdf}
+        died = time.time()
+        chip.die()
+        node.kubelet.wait_allocatable(N300, healthy)
+        last, _ = node.kubelet.logged(f'"Processed device updates for resource" resourceName="{N300}"')[-1]
+        delays.append(last - died)
+        assert node.kubelet.capacity(N300) == 3
+    assert max(delays) < 2
+    assert "no healthy devices present" in node.kubelet.wait_rejected(node.run({N300: 1}))
+    assert node.kubelet.running(name) and node.containers(name) == before
+
+    for chip in chips:
+        chip.revive()
+    node.kubelet.wait_allocatable(N300, ids(chips))
+    assert node.kubelet.running(name) and node.containers(name) == before
+    assert node.outcome(node.run({N300: 2})) == RUNNING
+    results.add(
+        "From a chip's death to its leaving allocatable, polls 0.2 s apart",
+        {"kubelet": node.version, "median s": f"{statistics.median(delays):.2f}", "longest s": f"{max(delays):.2f}"},
+    )
+
+
+def restarted(daemon: Daemon) -> None:
+    daemon.stop()
+
+
+def upgraded(daemon: Daemon) -> None:
+    daemon.install()  # dpkg replaces the file under the running daemon; only then does systemd restart it
+    daemon.stop()
+
+
+def killed(daemon: Daemon) -> None:
+    daemon.kill()
+
+
+@pytest.mark.parametrize("ended", [restarted, upgraded, killed])
+def test_daemon_ends_and_starts(node: Node, results: Results, ended: Callable[[Daemon], None]) -> None:
+    """While the daemon is restarted, upgraded or killed, pods run on; seconds after its start new ones do, too."""
+    cards = [chip for _ in range(3) for chip in node.cards.add("n300")]
+    node.start_daemon()
+    old = node.started({N300: 1})
+    before = node.containers(old)
+    held = node.devices(N300, old)
+
+    ended(node.daemon)
+    node.kubelet.wait_allocatable(N300, set())
+    assert node.kubelet.capacity(N300) == 3
+    began = time.monotonic()
+    node.daemon.start()
+    node.kubelet.wait_allocatable(N300, ids(cards))
+    allocatable = time.monotonic()
+    new = node.started({N300: 2})
+    seconds = {"allocatable after s": allocatable - began, "new pod runs after s": time.monotonic() - began}
+
+    assert max(seconds.values()) < 10
+    assert node.kubelet.running(old) and node.containers(old) == before
+    assert node.devices(N300, old) == held and node.devices(N300, new) == ids(cards) - held
+    results.add(
+        "The daemon ends and starts, pods run on",
+        {"kubelet": node.version, "daemon": ended.__name__} | {k: f"{v:.1f}" for k, v in seconds.items()},
+    )
+
+
+@pytest.mark.parametrize("ended", ["stopped", "killed"])
+def test_kubelet_restarts(node: Node, ended: str) -> None:
+    """Pods that hold devices outlive the kubelet: same containers, same devices, which nobody else gets."""
+    cards = [chip for _ in range(4) for chip in node.cards.add("n300")]
+    node.start_daemon()
+    pods = [node.started({N300: 1}), node.started({N300: 2})]
+    before = [(node.containers(name), node.devices(N300, name)) for name in pods]
+
+    node.kubelet.stop() if ended == "stopped" else node.kubelet.kill()
+    node.kubelet.start()
+    node.kubelet.wait_allocatable(N300, ids(cards))
+    assert [node.outcome(name) for name in pods] == [RUNNING, RUNNING]
+    assert [(node.containers(name), node.devices(N300, name)) for name in pods] == before
+    new = node.started({N300: 1})
+    assert node.devices(N300, new) == ids(cards) - before[0][1] - before[1][1]
+    assert [(node.containers(name), node.devices(N300, name)) for name in pods] == before
+
+
+# --- Which chip, after a renumbering ----------------------------------------------------------------------------------
+
+
+def test_reboot_with_swapped_ordinals(node: Node) -> None:
+    """A pod has the same chip after a reboot that renumbers the chips, not the one that has its number now."""
+    bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
+    node.start_daemon()
+    names = [node.started({N300: 1}) for _ in bdfs]
+    held = {name: next(iter(node.devices(N300, name))) for name in names}
+    paths = {name: f"/dev/tenstorrent/{node.cards.chip(held[name]).ordinal}" for name in names}
+    before = {name: node.number_inside(name, paths[name]) for name in names}
+
+    node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs))
+    assert [node.outcome(name) for name in names] == [RUNNING, RUNNING]
+    for name in names:
+        assert node.devices(N300, name) == {held[name]}
+        assert node.environment(name)["TT_VISIBLE_DEVICES"] == held[name]
+        assert node.inside(name, "ls", "/dev/tenstorrent").stdout.split() == [paths[name].rpartition("/")[2]]
+        assert node.number_inside(name, paths[name]) == node.host_number(held[name]) != before[name]
+        assert node.open_inside(name, paths[name]) == "opened"
+
+
+def test_restarted_container_keeps_its_chip(node: Node) -> None:
+    """A container that crashes after the chips were renumbered is made again with the chip that it had."""
+    bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
+    node.start_daemon(interval=0.2)
+    name = node.started({N300: 1})
+    (mine,) = node.devices(N300, name)
+    path, number = f"/dev/tenstorrent/{node.cards.chip(mine).ordinal}", node.host_number(mine)
+    before = node.containers(name)
+
+    node.cards.swap_ordinals(*bdfs)
+    link = node.machine.path(f"{RUNTIME_DIRECTORY}/by-pci/{mine}")
+    wait_for("the link to follow", lambda: link.readlink() == node.cards.chip(mine).device_node, 5)
+    node.kubelet.wait_allocatable(N300, set(bdfs))
+    node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
+    wait_for("another container", lambda: node.kubelet.running(name) and node.containers(name) != before, 30)
+    assert node.number_inside(name, path) == node.host_number(mine) != number
+    assert node.open_inside(name, path) == "opened"
+
+
+# --- Reboots ----------------------------------------------------------------------------------------------------------
+
+REBOOTS = 20
+LATE = 5.0  # seconds
+CARDS = 6
+DEVICE_PODS = ((1, 1), (1, 1), (2, 2))  # chips and containers: no chip is left over
+
+
+@dataclass
+class Reboots:
+    """What became of a node's device pods, reboot by reboot, and how the races went (seconds from kubelet.sock on)."""
+
+    outcomes: list[list[Outcome]] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
+
+    def __add__(self, other: Reboots) -> Reboots:
+        return Reboots(self.outcomes + other.outcomes, self.races + other.races)
+
+    @property
+    def survived(self) -> int:
+        """Reboots after which every device pod was admitted."""
+        return sum(set(outcomes) == {RUNNING} for outcomes in self.outcomes)
+
+    def row(self, version: str, daemon: str) -> Row:
+        pods = [outcome for outcomes in self.outcomes for outcome in outcomes]
+        return {
+            "kubelet": version,
+            "daemon starts": daemon,
+            "reboots with every pod admitted": f"{self.survived} of {len(self.outcomes)}",
+            "pods admitted": f"{pods.count(RUNNING)} of {len(pods)}",
+            "devices after ms": _range([race.allocatable for race in self.races]),
+            "first admission after ms": _range([race.admission for race in self.races if race.admission]),
+            "the kubelet says": " / ".join(sorted({*pods} - {RUNNING})),
+        }
+
+
+def _range(seconds: list[float]) -> str:
+    return f"{min(seconds) * 1000:.0f} to {max(seconds) * 1000:.0f}"
+
+
+def start_device_pods(node: Node) -> list[str]:
+    names = [node.run({N300: chips // containers}, containers=containers) for chips, containers in DEVICE_PODS]
+    for name in names:
+        node.kubelet.wait_running(name)
+    return names
+
+
+def with_daemon_first(version: str, program: Program) -> Reboots:
+    """The same pods through all the reboots."""
+    done = Reboots()
+    with Node(version, program) as node:
+        for _ in range(CARDS):
+            node.cards.add("n300")
+        node.start_daemon()
+        names = start_device_pods(node)
+        held = node.kubelet.assigned(N300)
+        for _ in range(REBOOTS):
+            node.reboot()
+            done.outcomes.append([node.outcome(name) for name in names])
+            done.races.append(race(node.kubelet, N300, CARDS))
+            assert node.kubelet.assigned(N300) == held
+    return done
+
+
+def with_daemon_late(version: str, program: Program) -> Reboots:
+    """Half of the reboots; new pods for each, as no pod survives the one before."""
+    done = Reboots()
+    with Node(version, program) as node:
+        cards = {chip.bdf for _ in range(CARDS) for chip in node.cards.add("n300")}
+        node.start_daemon()
+        for _ in range(REBOOTS // 2):
+            names = start_device_pods(node)
+            node.reboot(daemon_late_by=LATE)
+            node.kubelet.wait_allocatable(N300, cards)  # from now on nothing would speak against them
+            done.outcomes.append([node.outcome(name) for name in names])
+            done.races.append(race(node.kubelet, N300, CARDS))
+            node.withdraw()
+            node.wait_clear()
+    return done
+
+
+@pytest.fixture(scope="session")
+def reboots(program: Program, results: Results) -> tuple[dict[str, Reboots], dict[str, Reboots]]:
+    """All of them, on machines side by side, which know nothing of each other: with the daemon first, and late."""
+    with ThreadPoolExecutor(3 * len(VERSIONS)) as threads:
+        first = {version: threads.submit(with_daemon_first, version, program) for version in VERSIONS}
+        late = {version: [threads.submit(with_daemon_late, version, program) for _ in "12"] for version in VERSIONS}
+        firsts = {version: future.result() for version, future in first.items()}
+        lates = {version: one.result() + other.result() for version, (one, other) in late.items()}
+    for version in VERSIONS:
+        results.add(REBOOT_TABLE, firsts[version].row(version, "before the kubelet"))
+        results.add(REBOOT_TABLE, lates[version].row(version, f"{LATE:g} s after it"))
+    return firsts, lates
+
+
+REBOOT_TABLE = f"Reboots with {len(DEVICE_PODS)} pods that hold devices"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_reboot_with_the_daemon_first(reboots: tuple[dict[str, Reboots], dict[str, Reboots]], version: str) -> None:
+    """Started before the kubelet, as systemd does, the daemon costs no pod its life: 20 reboots of 20."""
+    first = reboots[0][version]
+    assert [outcome for outcomes in first.outcomes for outcome in outcomes if outcome != RUNNING] == []
+    assert first.survived == REBOOTS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_reboot_with_the_daemon_late(reboots: tuple[dict[str, Reboots], dict[str, Reboots]], version: str) -> None:
+    """Started five seconds after the kubelet, as a plugin in a pod at best is, it finds every device pod refused."""
+    late = reboots[1][version]
+    assert late.survived == 0
+    said = {outcome for outcomes in late.outcomes for outcome in outcomes}
+    assert len(late.outcomes) == REBOOTS
+    assert said == {
+        "UnexpectedAdmissionError: Pod was rejected: Allocate failed due to no healthy devices present; "
+        f"cannot allocate unhealthy devices {N300}, which is unexpected"
+    }
+
+
+# --- How fast ---------------------------------------------------------------------------------------------------------
+
+RESTARTS = 50
+
+
+def kubelet_restarts(version: str, program: Program) -> list[Race]:
+    races = []
+    with Node(version, program) as node:
+        for _ in range(8):
+            node.cards.add("n300")
+        node.start_daemon()
+        node.started({N300: 1})
+        for _ in range(RESTARTS):
+            node.kubelet.stop()
+            node.kubelet.spawn()
+            races.append(race(node.kubelet, N300, 8))
+        node.kubelet.wait_ready()
+        assert len(node.kubelet.allocatable(N300)) == 8
+    return races
+
+
+def test_allocatable_soon_after_a_kubelet_restart(program: Program, results: Results) -> None:
+    """From kubelet.sock to eight allocatable devices it takes milliseconds, and less than to the first admission."""
+    with ThreadPoolExecutor(len(VERSIONS)) as threads:
+        measured = dict(zip(VERSIONS, threads.map(kubelet_restarts, VERSIONS, [program] * len(VERSIONS)), strict=True))
+    for version, races in measured.items():
+        allocatable = [race.allocatable for race in races]
+        admission = [race.admission for race in races if race.admission is not None]
+        results.add(
+            f"From kubelet.sock to 8 allocatable devices, {RESTARTS} restarts of the kubelet, in ms",
+            {
+                "kubelet": version,
+                "median": f"{statistics.median(allocatable) * 1000:.1f}",
+                "p99": f"{percentile(allocatable, 0.99) * 1000:.1f}",
+                "first admission, median": f"{statistics.median(admission) * 1000:.1f}",
+                "first admission, soonest": f"{min(admission) * 1000:.1f}",
+            },
+        )
+        assert len(races) == RESTARTS
+        assert percentile(allocatable, 0.99) < 1
