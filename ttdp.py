@@ -212,6 +212,8 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
     for value in (environ.get("TTDP_CONFIG_FILE"), flags.get("config_file")):
         if value:
             path, explicit = value, True
+    if flags.get("config_file") == "":
+        raise _invalid("--config-file", "", "the path of a file")
     values = _read_config_file(path, must_exist=explicit)
     values["runtime_dir"] = (environ.get("RUNTIME_DIRECTORY") or "").partition(":")[0] or None
     for option in OPTIONS:
@@ -241,8 +243,9 @@ def _parsed(parse: Callable[[str], Any], text: str, source: str) -> Any:
 
 def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
     """Keyword arguments for Settings from a TOML file; raises ConfigError."""
+    name, path = path, path if path.isprintable() else repr(path)  # as errors call it
     try:
-        with open(path, "rb") as file:
+        with open(name, "rb") as file:
             document = tomllib.load(file)
     except FileNotFoundError:
         if must_exist:
@@ -333,8 +336,8 @@ CARDS = {
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 
-TELEMETRY_ATTRIBUTES = (
-    "tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
+TELEMETRY_ATTRIBUTES = (  # beside tt_heartbeat
+    "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
 )  # fmt: skip
 HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
 
@@ -352,6 +355,7 @@ class Chip:
     ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
     path: str  # the host's device node
     sysfs: str  # the class device's directory below the PCI function's, which holds the tt_* attributes
+    number: str | None  # sysfs's "major:minor" of the node
     node_fault: str | None  # why the node cannot be used; None if it is what sysfs says
 
 
@@ -367,6 +371,7 @@ class Telemetry:
     temperature: float | None = None  # °C
     temperature_limit: float | None = None  # °C
     trips: int | None = None  # thermal trips (Blackhole)
+    hwmon: str | None = None  # the directory of its sensors
     all_ones: bool = False  # the chip answers nothing: every register that can show it reads all ones
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
 
@@ -423,34 +428,41 @@ def driver_version(settings: Settings) -> str | None:
     return None
 
 
-def scan(settings: Settings) -> Scan:
-    """Look for chips in /sys/class/tenstorrent. Never raises, never blocks: none of these reads touches a chip."""
+def scan(settings: Settings, known: Iterable[Chip] = ()) -> Scan:
+    """Look for chips in /sys/class/tenstorrent. Never raises, never blocks: none of these reads touches a chip.
+
+    Of a known chip that is where it was only the node is looked at again, which costs a quarter.
+    """
     directory = f"{settings.sysfs_root}/class/tenstorrent"
     try:
         names = os.listdir(directory)
     except OSError:
         names = []  # the directory goes with the module
+    places = {chip.sysfs: chip for chip in known}
     chips, oddities = [], []
     for name in names:
-        found = _sight(settings, directory, name)
+        # Not by way of the class: after a renumbering the same name there leads to another chip, but below the PCI
+        # function it is gone, and what a late read finds is nothing instead of the other's telemetry.
+        sysfs = f"{directory}/{name}"
+        with contextlib.suppress(OSError):
+            sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
+        found: Chip | str | None = places.get(sysfs)
         if isinstance(found, Chip):
+            fault = _node_fault(found.path, found.number)
+            chips.append(found if fault == found.node_fault else replace(found, node_fault=fault))
+        elif isinstance(found := _sight(settings, sysfs), Chip):
             chips.append(found)
-        elif found is not None:
+        elif found:
             oddities.append(found)
     chips.sort(key=lambda chip: address(chip.bdf))
     return Scan({chip.bdf: chip for chip in chips}, tuple(sorted(oddities)))
 
 
-def _sight(settings: Settings, directory: str, name: str) -> Chip | str | None:
-    """The chip behind one entry of the class directory, or what is odd about it, or None if it is just going away."""
-    match = re.fullmatch(r"tenstorrent!(\d{1,5})", name)
+def _sight(settings: Settings, sysfs: str) -> Chip | str | None:
+    """The chip behind a class device, or what is odd about it, or None if it is just going away."""
+    match = re.search(r"/tenstorrent!(\d{1,5})$", sysfs)
     if not match:
-        return f"{directory}/{name}: not a device of the driver"
-    # Not by way of the class: after a renumbering the same name there leads to another chip, but below the PCI function
-    # it is gone, and what a late read finds is nothing instead of the other's telemetry.
-    sysfs = f"{directory}/{name}"
-    with contextlib.suppress(OSError):
-        sysfs = os.path.normpath(os.path.join(directory, os.readlink(sysfs)))
+        return f"{sysfs}: not a device of the driver"
     try:
         bdf = os.path.basename(os.readlink(f"{sysfs}/device"))
     except OSError:
@@ -467,17 +479,18 @@ def _sight(settings: Settings, directory: str, name: str) -> Chip | str | None:
     arch = ARCHES.get(device)
     if vendor != VENDOR or arch is None:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
-    ordinal = int(match[1])
-    path = f"{settings.dev_root}/tenstorrent/{ordinal}"
+    path = f"{settings.dev_root}/tenstorrent/{int(match[1])}"
+    number = _read_quick(f"{sysfs}/dev")
     return Chip(
         bdf=bdf,
         arch=arch,
         pci_card=CARDS.get(subsystem) if subsystem is not None else None,
         numa_node=numa_node if numa_node is not None and 0 <= numa_node < 2**31 else None,
-        ordinal=ordinal,
+        ordinal=int(match[1]),
         path=path,
         sysfs=sysfs,
-        node_fault=_node_fault(path, _read_quick(f"{sysfs}/dev")),
+        number=number,
+        node_fault=_node_fault(path, number),
     )
 
 
@@ -525,22 +538,26 @@ def keep_node_links(runtime_dir: str, nodes: Mapping[str, str]) -> None:
             os.rename(f"{directory}/.new", f"{directory}/{bdf}")
 
 
-def read_telemetry(chip: Chip) -> Telemetry:
+def read_telemetry(chip: Chip, last: Telemetry | None = None) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds and more: not on the loop.
 
-    A chip that has left the bus gives no error: every value is there, in its usual form, and is all ones.
+    last: what it said before. If its heartbeat has simply gone on, it is the same firmware of the same chip, and only
+    the sensors are read anew. A chip that has left the bus gives no error: every value is there, in its usual form, and
+    is all ones.
     """
     raw: dict[str, str] = {}
-    attribute = "hwmon"
+    attribute = "tt_heartbeat"
     try:
-        pci = f"{chip.sysfs}/device"
-        try:
-            hwmon = f"{pci}/hwmon/{sorted(os.listdir(f'{pci}/hwmon'))[0]}"
-        except (FileNotFoundError, NotADirectoryError, IndexError):
-            hwmon = None
+        beat = read_attribute(f"{chip.sysfs}/{attribute}")
+        if last and (same := _went_on(chip, last, _decimal(beat))):
+            return same
+        if beat is not None:
+            raw[attribute] = beat
         for attribute in TELEMETRY_ATTRIBUTES:
             if (text := read_attribute(f"{chip.sysfs}/{attribute}")) is not None:
                 raw[attribute] = text
+        attribute = "hwmon"
+        hwmon = _hwmon(chip)
         for attribute in HWMON_ATTRIBUTES if hwmon else ():
             if (text := read_attribute(f"{hwmon}/{attribute}")) is not None:
                 raw[attribute] = text
@@ -548,7 +565,37 @@ def read_telemetry(chip: Chip) -> Telemetry:
             return Telemetry(error=(os.path.basename(chip.sysfs), errno.ENODEV))
     except OSError as error:
         return Telemetry(error=(attribute, error.errno or 0))
-    return parse_telemetry(raw)
+    return replace(parse_telemetry(raw), hwmon=hwmon)
+
+
+def _hwmon(chip: Chip) -> str | None:
+    """The directory of the chip's sensors, whose number has nothing to do with the chip's."""
+    directory = f"{chip.sysfs}/device/hwmon"
+    try:
+        return f"{directory}/{min(os.listdir(directory))}"
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _went_on(chip: Chip, last: Telemetry, beat: int | None) -> Telemetry | None:
+    """What the chip says now, if its heartbeat has gone on since it said `last`; raises OSError."""
+    if beat is None or last.heartbeat is None or not last.heartbeat < beat < ALL_ONES or not last.hwmon:
+        return None
+    temperature = _celsius(read_attribute(f"{last.hwmon}/temp1_input"))
+    trips = None if last.trips is None else _count(read_attribute(f"{chip.sysfs}/tt_therm_trip_count"))
+    if (temperature is None) != (last.temperature is None) or (trips is None) != (last.trips is None):
+        return None
+    return replace(last, heartbeat=beat, temperature=temperature, trips=trips)
+
+
+def _count(text: str | None) -> int | None:
+    number = _decimal(text)
+    return number if number is not None and 0 <= number < ALL_ONES else None
+
+
+def _celsius(text: str | None) -> float | None:
+    millidegrees = _decimal(text)
+    return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
 
 
 _HEX_ID = re.compile(r"[0-9A-F]{16}")
@@ -573,14 +620,6 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
         form, never = _WORDS[attribute]
         return text if text not in never and form.fullmatch(text) else None
 
-    def count(attribute: str) -> int | None:
-        number = _decimal(raw.get(attribute))
-        return number if number is not None and 0 <= number < ALL_ONES else None
-
-    def celsius(attribute: str) -> float | None:
-        millidegrees = _decimal(raw.get(attribute))
-        return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
-
     shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
@@ -590,9 +629,9 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
         asic_id=word("tt_asic_id"),
         firmware=word("tt_fw_bundle_ver"),
         heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
-        temperature=celsius("temp1_input"),
-        temperature_limit=celsius("temp1_max"),
-        trips=count("tt_therm_trip_count"),
+        temperature=_celsius(raw.get("temp1_input")),
+        temperature_limit=_celsius(raw.get("temp1_max")),
+        trips=_count(raw.get("tt_therm_trip_count")),
     )
 
 
@@ -724,6 +763,7 @@ class Device:
     serial: str | None = None
     asic_id: str | None = None
     firmware: str | None = None
+    telemetry: Telemetry | None = None  # what it said last; None if it has to be asked for everything
     health: Health = field(default_factory=Health)
     listed: bool = False  # a new one is announced when it has spoken, or has had the time to
 
@@ -765,6 +805,7 @@ def with_identity(device: Device, telemetry: Telemetry) -> Device:
     """The device after a look at its chip: what the firmware says now counts, what it leaves out stays known."""
     return replace(
         device,
+        telemetry=telemetry,
         card=telemetry.card or device.card,
         serial=telemetry.serial or device.serial,
         asic_id=telemetry.asic_id or device.asic_id,
@@ -1314,10 +1355,14 @@ class KubeletSession:
             server.add_insecure_port(f"unix:{self._socket}")
         except RuntimeError:  # gRPC does not pass on what bind() said
             raise RegistrationError(f"cannot serve in {self._directory}: can it be written to?") from None
-        self._server, self._offered = server, False
-        bound = socket_identity(self._socket)  # before anything else can happen to the file
-        await server.start()
-        self._bound = bound
+        self._server, self._offered, self._bound = server, False, socket_identity(self._socket)
+        start = asyncio.get_running_loop().create_task(server.start())
+        self._end(start)
+        await asyncio.shield(
+            start
+        )  # an attempt can be dropped here; half a start would leave a server that never serves
+        if self._bound is None:
+            raise RegistrationError(f"{self._socket} has gone while it was made")
 
     async def _unbind(self, grace: float | None) -> None:
         server, self._server, self._bound = self._server, None, None
@@ -1407,10 +1452,14 @@ def listens(path: str) -> bool:
 
 
 async def _within(seconds: float, event: asyncio.Event, otherwise: str) -> None:
+    """Wait for an event. Not by wait_for(): before Python 3.12 that can swallow a cancellation which comes with it."""
+    waiting = asyncio.get_running_loop().create_task(event.wait())
     try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        raise RegistrationError(otherwise) from None
+        done, _ = await asyncio.wait({waiting}, timeout=seconds)
+    finally:
+        waiting.cancel()
+    if not done:
+        raise RegistrationError(otherwise)
 
 
 @contextlib.contextmanager
@@ -1574,10 +1623,18 @@ def _directory_identity(path: str) -> tuple[int, int] | None:
 READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
 
 
+class Look(NamedTuple):
+    """A chip to be read, and what it said last, None to have everything read."""
+
+    chip: Chip
+    last: Telemetry | None
+    periodic: bool  # it belongs to a poll, not to an event
+
+
 class Reading(NamedTuple):
     chip: Chip
     telemetry: Telemetry
-    periodic: bool  # it belongs to a poll, not to an event
+    periodic: bool
 
 
 class TelemetryReaders:
@@ -1588,21 +1645,23 @@ class TelemetryReaders:
     """
 
     def __init__(
-        self, deliver: Callable[[list[Reading]], None], read: Callable[[Chip], Telemetry] = read_telemetry
+        self,
+        deliver: Callable[[list[Reading]], None],
+        read: Callable[[Chip, Telemetry | None], Telemetry] = read_telemetry,
     ) -> None:
         """deliver: called on the loop with what was read, possibly nothing, whenever there is something to see."""
         self._deliver = deliver
         self._read = read
         self._loop = asyncio.get_running_loop()
-        self._todo: collections.deque[tuple[Chip, bool]] = collections.deque()
+        self._todo: collections.deque[Look] = collections.deque()
         self._done: collections.deque[Reading] = collections.deque()
         self._since: dict[str, float] = {}  # reads under way: PCI address and when they began
         self._timer: asyncio.TimerHandle | None = None
 
-    def request(self, chips: Iterable[Chip], *, periodic: bool = False) -> None:
+    def request(self, looks: Iterable[Look]) -> None:
         """Read these chips, but for those whose read waits or is under way."""
-        waiting = {chip.bdf for chip, _ in self._todo} | self._since.keys()
-        self._todo.extend((chip, periodic) for chip in chips if chip.bdf not in waiting)
+        waiting = {look.chip.bdf for look in self._todo} | self._since.keys()
+        self._todo.extend(look for look in looks if look.chip.bdf not in waiting)
         if self._todo and not self._responsive():
             self._start_thread()
         self._set_timer()
@@ -1622,22 +1681,22 @@ class TelemetryReaders:
         return any(now - since < READ_PATIENCE for since in list(self._since.values()))
 
     def _start_thread(self) -> None:
-        chip, periodic = self._todo.popleft()
-        self._since[chip.bdf] = time.monotonic()
+        look = self._todo.popleft()
+        self._since[look.chip.bdf] = time.monotonic()
         # A daemon thread: a read that cannot be interrupted must not keep the process from exiting.
-        threading.Thread(target=self._work, args=(chip, periodic), name=f"telemetry {chip.bdf}", daemon=True).start()
+        threading.Thread(target=self._work, args=(look,), name=f"telemetry {look.chip.bdf}", daemon=True).start()
 
-    def _work(self, chip: Chip, periodic: bool) -> None:
+    def _work(self, look: Look) -> None:
         while True:
             try:
-                self._done.append(Reading(chip, self._read(chip), periodic))
+                self._done.append(Reading(look.chip, self._read(look.chip, look.last), look.periodic))
             finally:
-                self._since.pop(chip.bdf, None)
+                self._since.pop(look.chip.bdf, None)
             try:
-                chip, periodic = self._todo.popleft()
+                look = self._todo.popleft()
             except IndexError:
                 break
-            self._since[chip.bdf] = time.monotonic()
+            self._since[look.chip.bdf] = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
             self._loop.call_soon_threadsafe(self._collect)
 
@@ -1746,9 +1805,13 @@ class Fleet:
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
         self.changed = True  # since somebody looked and set it to False: anything but what only the rules remember
 
-    def observe(self) -> list[Chip]:
-        """Look at sysfs; returns the chips that are new, back or at another place: their telemetry is wanted."""
-        seen = scan(self.settings)
+    def observe(self, *, thorough: bool = True) -> list[Chip]:
+        """Look at sysfs; returns the chips that are new, back or at another place: their telemetry is wanted.
+
+        thorough: read again, too, what cannot change as long as the same device is at the same place.
+        """
+        known = [] if thorough else [device.chip for device in self.devices.values() if device.present]
+        seen = scan(self.settings, known)
         nodes = [c.node_fault for c in seen.chips.values() if c.node_fault and c.bdf not in self.devices]
         for oddity in (oddities := (*seen.oddities, *nodes)):
             if oddity not in self.oddities:
@@ -1767,9 +1830,8 @@ class Fleet:
             elif (device.chip.arch, device.chip.pci_card) != (chip.arch, chip.pci_card):
                 self._update(Device(chip))  # another card at the same address
             else:
-                self._update(
-                    replace(device, chip=chip, present=True)
-                )  # a device that was away stays so until it speaks
+                # What was away stays so until it speaks.
+                self._update(replace(device, chip=chip, present=True, telemetry=None))
             wanted.append(chip)
         for bdf in self.devices.keys() - seen.chips.keys():
             device = self.devices[bdf]
@@ -1797,7 +1859,8 @@ class Fleet:
     def _update(self, device: Device) -> None:
         before, self.devices[device.bdf] = self.devices[device.bdf], device
         old, new = before.health, device.health
-        if replace(before, health=new) == device and (old.fault, old.reason) == (new.fault, new.reason):
+        same = replace(before, health=new, telemetry=device.telemetry) == device
+        if same and (old.fault, old.reason) == (new.fault, new.reason):
             return
         self.changed = True
         what = f"{device.bdf} ({device.card_type or device.chip.arch})"
@@ -1815,6 +1878,9 @@ def _introduction(device: Device) -> str:
     facts = {"board": device.serial, "ASIC": device.asic_id, "firmware": device.firmware}
     told = [f"{name} {value}" for name, value in facts.items() if value]
     return ", ".join([device.chip.path, *told] if told else [device.chip.path, "its firmware is silent"])
+
+
+THOROUGH = 12  # every so many polls everything is read again, a minute by default
 
 
 class Daemon:
@@ -1838,6 +1904,7 @@ class Daemon:
         self._trusted = trusted
         self._serving = False  # the first look at every device is done
         self._stopping = False
+        self._polls = 0
         self._attention = asyncio.Event()  # the loop of polls has to look up: stop, or another interval
         self._told = asyncio.Event()  # telemetry has arrived
         self._closing: set[asyncio.Task[None]] = set()
@@ -1870,7 +1937,7 @@ class Daemon:
             await asyncio.gather(*(session.close() for session in self.sessions.values()), *self._closing)
 
     async def _serve(self) -> int:
-        self._readers.request(self.fleet.observe())
+        self._readers.request(Look(chip, None, periodic=False) for chip in self.fleet.observe())
         while not self._readers.is_settled():
             self._told.clear()
             await self._told.wait()
@@ -1903,9 +1970,13 @@ class Daemon:
 
     def poll(self) -> None:
         """The net under all events, and the only way to see a chip die: that sends none."""
-        self.fleet.observe()
-        present = [device.chip for device in self.fleet.devices.values() if device.present]
-        self._readers.request(present, periodic=True)
+        self._polls += 1
+        thorough = self._polls % THOROUGH == 0
+        self.fleet.observe(thorough=thorough)
+        present = [device for device in self.fleet.devices.values() if device.present]
+        self._readers.request(
+            Look(device.chip, None if thorough else device.telemetry, periodic=True) for device in present
+        )
         self._watch.check()
         for session in self.sessions.values():
             session.look()
@@ -1956,9 +2027,11 @@ class Daemon:
             self.settings = self.fleet.settings = replace(loaded, **kept)
             log.setLevel(self.settings.log_level.upper())
             log.info("configuration reloaded")
-            self.publish()
+            self.fleet.changed = True
+            self.publish_changes()
             self._attention.set()
-        self._manager.ready()
+        if self._serving:
+            self._manager.ready()
 
     def _uevents_arrived(self, kernel: socket.socket) -> None:
         events = list(receive_uevents(kernel, self._trusted))
@@ -1968,7 +2041,7 @@ class Daemon:
         new = self.fleet.observe()
         ordinals = {event.ordinal for event in events if event}
         named = [d.chip for d in self.fleet.devices.values() if d.present and d.chip.ordinal in ordinals]
-        self._readers.request([*new, *named])
+        self._readers.request(Look(chip, None, periodic=False) for chip in [*new, *named])
         self.publish_changes()
 
     def _telemetry_arrived(self, readings: list[Reading]) -> None:
@@ -2102,7 +2175,7 @@ async def survey(settings: Settings) -> Fleet:
         await asyncio.sleep(pause)
         fleet.observe()
         asked = [device.chip for device in fleet.devices.values() if device.present]
-        readers.request(asked, periodic=True)
+        readers.request(Look(chip, None, periodic=True) for chip in asked)
         while (
             any(0 < readers.seconds_under_way(chip.bdf) <= READ_DEADLINE for chip in asked) or not readers.is_settled()
         ):

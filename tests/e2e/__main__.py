@@ -30,6 +30,7 @@ CARDS = ("n300", "n300", "n300", "n300", "p300c")
 DIRECTORY = "/var/lib/kubelet/device-plugins"
 CONFIG = "/etc/tt-device-plugin/config.toml"
 DROP_IN = f"/etc/systemd/system/{UNIT}.service.d/test.conf"
+LINKS = "/run/tt-device-plugin/by-pci"
 CACHE = "/var/cache/tt-device-plugin"
 NEXT = "9.9.9"  # the version that is upgraded to
 
@@ -125,9 +126,7 @@ def test_sandbox_score(host: Host) -> str:
 def test_sandbox_from_inside(host: Host) -> str:
     """From within the same sandbox: no device can be opened, no network reached, nothing written but the sockets."""
     shell = host.container.shell
-    shell(
-        "mkdir -p /dev/tenstorrent /var/lib/kubelet/pods\nmknod /dev/tenstorrent/7 c 10 200\nchmod 666 /dev/tenstorrent/7"
-    )
+    shell("mkdir -p /dev/tenstorrent /var/lib/kubelet/pods && mknod -m 666 /dev/tenstorrent/7 c 10 200")
     # 10:200 is /dev/net/tun's driver, which there is everywhere. Outside, everybody can open it.
     shell("setpriv --reuid=65534 --clear-groups sh -c ': <>/dev/tenstorrent/7'")
     path = shell(f"systemctl show --value --property=FragmentPath {UNIT}").strip()
@@ -189,6 +188,7 @@ def test_kubelet_starts_after(host: Host) -> str:
     host.tell_kubelet(f"admit before {RESOURCE}=2")
     pod = host.event(since, "admitted", pod="before")
     assert "TT_VISIBLE_DEVICES=0000:01:00.0,0000:02:00.0" in pod["env"], pod
+    assert pod["devices"][0] == f"{LINKS}/0000:01:00.0:/dev/tenstorrent/0:rw", pod
     return f"registered {ms(took)} after the socket appeared; STATUS={status!r}; a pod got {pod['ids'][0]}"
 
 
@@ -239,8 +239,8 @@ def test_kubelet_restarts(host: Host) -> str:
         began = host.event(since, "started")["at"]
         worst = max(worst, host.event(since, "registered", resource=RESOURCE)["at"] - began)
     assert worst < 1, worst
-    host.event(since, "list", resource=RESOURCE, healthy=4)
-    host.tell_kubelet("readmit before")
+    host.event(began, "list", resource=RESOURCE, healthy=4)
+    host.tell_kubelet(f"admit before {RESOURCE}=2")
     host.event(since, "admitted", pod="before")
     assert host.property("NRestarts") == "0"
     return f"5 restarts: registered after at most {ms(worst)}; the pod that held 2 devices is admitted again"
@@ -289,6 +289,20 @@ def test_reload_with_a_good_and_a_bad_file(host: Host) -> str:
 
 
 @test
+def test_links_outlive_the_service(host: Host) -> str:
+    """The links by PCI address lead to the nodes, and stay while the service is stopped: containers start with them."""
+    link = f"{LINKS}/0000:02:00.0"
+    target = host.container("readlink", link).strip()
+    assert target == "/srv/shared/node/dev/tenstorrent/1", target
+    since = time.monotonic()
+    host.container("systemctl", "stop", UNIT)
+    assert host.container("readlink", link).strip() == target
+    host.container("systemctl", "start", UNIT)
+    host.event(since, "registered", resource=RESOURCE)
+    return f"{link} -> {target}, also while the service is stopped"
+
+
+@test
 def test_kill_minus_9(host: Host) -> str:
     """kill -9: back within two seconds, and registered."""
     since = time.monotonic()
@@ -296,7 +310,8 @@ def test_kill_minus_9(host: Host) -> str:
     took = host.event(since, "registered", resource=RESOURCE)["at"] - since
     assert took < 2, took
     host.status_becomes("registered with kubelet")
-    assert host.property("NRestarts") == "1"
+    restarts = int(host.property("NRestarts"))
+    assert restarts == 1, restarts
     return f"registered {ms(took)} after the kill"
 
 
@@ -365,7 +380,7 @@ def test_boot_with_the_kubelet(host: Host) -> str:
         host.event(since, "registered", resource=name)["at"] for name in (RESOURCE, "tenstorrent.com/p300")
     )
     host.event(since, "list", resource=RESOURCE, healthy=4)
-    host.tell_kubelet("readmit before")
+    host.tell_kubelet(f"admit before {RESOURCE}=2")
     admitted = host.event(since, "admitted", pod="before")
     ready = int(host.property("ActiveEnterTimestampMonotonic")) / 1e6
     started = int(host.property("ExecMainStartTimestampMonotonic", "kubelet")) / 1e6
@@ -422,14 +437,15 @@ def test_another_directory_by_the_drop_in(host: Host) -> str:
     since = time.monotonic()
     host.container.shell(f"systemctl daemon-reload && systemctl restart {UNIT} && systemctl start kubelet")
     host.event(since, "registered", resource=RESOURCE)
+    since = time.monotonic()
     mode = host.container("stat", "--format=%a %U", f"{other}/device-plugins").strip()
     assert mode == "750 root", mode
     host.container("systemctl", "stop", "kubelet")
     host.install_kubelet(DIRECTORY)
-    host.container.shell("rm -r /var/snap")
     (host.container.root / DROP_IN[1:]).unlink()
     host.container.shell(f"systemctl daemon-reload && systemctl restart {UNIT} && systemctl start kubelet")
     host.event(since, "registered", resource=RESOURCE)
+    host.container.shell("rm -r /var/snap")
     return f"registered in {other}/device-plugins, which the start made with mode 0750, and back"
 
 
@@ -493,6 +509,7 @@ def test_purge(host: Host) -> str:
     left = host.container.files() - host.files_before
     left = {path for path in left if not path.startswith(("dev/", "proc/", "sys/"))}
     assert not left, sorted(left)
+    assert host.container.status_of("test", "-e", "/run/tt-device-plugin") != 0
     assert host.container.shell(f"dpkg-query --list {UNIT} 2>/dev/null || true") == ""
     return f"{len(host.files_before)} files as before the installation, and none more"
 
@@ -561,6 +578,7 @@ def run_suite(suite: str, work: Path, packages: Path, python: Path, wanted: str)
                 traceback.print_exception(error, file=sys.stdout)
                 with contextlib.suppress(Exception):
                     print(host.container("journalctl", "--no-pager", "--lines=12", "--output=short-monotonic"))
+                    print(host.last_events(12))
     finally:
         host.close()
     print(f"=== {suite}: {passed} ok, {len(failed)} failed, in {time.monotonic() - began:.0f} s", flush=True)

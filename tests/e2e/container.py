@@ -36,7 +36,8 @@ mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
 mount -t tmpfs tmpfs /run/systemd/nspawn
 echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
-exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network --machine="$NAME" "$@"
+exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network --machine="$NAME" \\
+    --system-call-filter=bpf --capability=CAP_BPF,CAP_NET_ADMIN "$@"  # its systemd's DevicePolicy= is a BPF program
 """
 
 
@@ -150,6 +151,7 @@ class Container:
             "var/lib/dpkg",
             "var/log",
             "var/cache/apt",
+            "var/cache/debconf",
             "var/cache/ldconfig",
             "tmp",
             "var/tmp",

@@ -17,6 +17,7 @@ UNIT = "tt-device-plugin"
 KUBELET = """
 [Unit]
 Description=Reference kubelet
+StartLimitIntervalSec=0
 
 [Service]
 Environment=PYTHONPATH=/srv/project:/srv/shared/python PYTHONDONTWRITEBYTECODE=1
@@ -56,7 +57,9 @@ class Host:
 
     def plug(self, *cards: str) -> None:
         """Cards, and firmware that lives."""
-        self._node = SimulatedNode(self.shared / "node", cards)
+        self._node = SimulatedNode(self.shared / "node")
+        for card in cards:
+            self._node.add(card)
         self._heartbeats = threading.Thread(target=self._beat)
         self._heartbeats.start()
 
@@ -92,6 +95,9 @@ class Host:
         """The first such event, as soon as there is one."""
         return eventually(lambda: self.events(since, kind, **wanted), f"kubelet sees {kind} {wanted}", timeout)[0]
 
+    def last_events(self, number: int) -> str:
+        return "\n".join(self._events.read_text().splitlines()[-number:])
+
     # The service.
 
     def properties(self, unit: str = UNIT) -> dict[str, str]:
@@ -99,7 +105,8 @@ class Host:
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def property(self, name: str, unit: str = UNIT) -> str:
-        return self.container("systemctl", "show", "--value", f"--property={name}", unit).strip()
+        """A property of a unit; of systemd itself where the unit is empty."""
+        return self.container("systemctl", "show", "--value", f"--property={name}", *filter(None, [unit])).strip()
 
     def status(self) -> str:
         return self.property("StatusText")

@@ -7,7 +7,7 @@ the host; their ports are on a loopback device that nobody else has; and a power
 namespace's first, which takes all others with it. The host sees no mount, no port and no process that outlives it.
 Only cgroups are shared: everything is kept below one cgroup, which is removed at the end.
 
-A device plugin is started with `Machine.spawn`, in the usual directory, or on the host with `Kubelet.device_plugin_dir`.
+A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.device_plugin_dir`.
 
     with Machine() as machine:
         containerd = Containerd(machine)
@@ -20,7 +20,7 @@ A device plugin is started with `Machine.spawn`, in the usual directory, or on t
         machine.power_off()
 
 The kubelet runs standalone: there is no API server, pods are static pods (files in a directory), and what became of
-them is read from the kubelet's own /pods.
+them is read from the kubelet's own /pods. Where the difference matters there is `apiserver.ApiServer`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kube
 """The kubelets that can be had, by minor version: one module beside this file pins each of them."""
 
 NODE_NAME = "node"
+NODE_ADDRESS = (
+    "192.0.2.1"  # TEST-NET-1: one that is not of the loopback range, which a kubelet does not take for its own
+)
 IMAGE = "localhost/realkubelet/busybox:1"
 """The one image there is: a static busybox. It does for the pods and for the pause container."""
 
@@ -262,6 +265,7 @@ class Machine:
         script += [
             f"busybox hostname {NODE_NAME}",
             "busybox ip link set lo up",
+            f"busybox ip address add {NODE_ADDRESS}/32 dev lo",
             # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the kernel reaps them. It
             # lives as long as somebody holds the other end of its stdin: should the tests be killed outright, the
             # machine goes down all the same.
@@ -335,6 +339,13 @@ class Machine:
 
     def connect(self, port: int) -> socket.socket:
         """A connection to the machine's loopback device."""
+        return self._in_network(lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
+
+    def listen(self, port: int) -> socket.socket:
+        """A socket that takes connections on the machine's loopback device."""
+        return self._in_network(lambda: socket.create_server(("127.0.0.1", port)))
+
+    def _in_network(self, make: Callable[[], socket.socket]) -> socket.socket:
         made: list[socket.socket | OSError] = []
 
         def enter() -> None:  # the namespace is a thread's own, and a socket stays in the one that it was made in
@@ -342,7 +353,7 @@ class Machine:
                 with open(f"/proc/{self._init_pid}/ns/net", "rb") as namespace:
                     if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                         raise OSError(ctypes.get_errno(), "setns")
-                made.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+                made.append(make())
             except OSError as error:
                 made.append(error)
 
@@ -456,7 +467,15 @@ class Containerd:
         assert self.process is not None
         if not self.process.alive:
             raise RuntimeError(f"containerd ended:\n{tail(self.process.log)}")
-        return self.machine.run([self._ctr, "version"]).returncode == 0
+        path = self.machine.path(self.SOCKET)
+        if not path.exists():
+            return False
+        with grpc.insecure_channel(f"unix://{path}") as channel:
+            try:  # containerd's own services answer some time before that for the kubelet does
+                channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)(b"", timeout=5)
+            except grpc.RpcError:
+                return False
+        return True
 
     def stop(self) -> None:
         """End containerd; the containers run on, as on a node whose containerd is upgraded."""
@@ -600,6 +619,20 @@ def pod(
     }
 
 
+def refusal(status: Mapping[str, Any]) -> str | None:
+    """Why a kubelet refused the pod with this status, in its own words ("reason: message"), or None if it did not."""
+    message = str(status.get("message"))
+    if status.get("phase") != "Failed" or not message.startswith("Pod was rejected"):
+        return None
+    return f"{status.get('reason')}: {message}"
+
+
+def all_run(manifest: Mapping[str, Any]) -> bool:
+    """Whether each of a pod's containers runs."""
+    states = manifest["status"].get("containerStatuses") or []
+    return len(states) == len(manifest["spec"]["containers"]) and all("running" in s["state"] for s in states)
+
+
 class Kubelet:
     """A standalone kubelet of one minor version; it can be stopped, killed and started again, its state kept."""
 
@@ -614,8 +647,12 @@ class Kubelet:
         topology_manager_policy: str = "none",
         config: JSON | None = None,
         verbosity: int = 4,
+        api_server: str | None = None,
     ) -> None:
-        """`config`: further keys of KubeletConfiguration, which win over the ones made here."""
+        """`config`: further keys of KubeletConfiguration, which win over the ones made here.
+
+        `api_server`: the URL of one; without it the kubelet runs standalone, and all pods are static.
+        """
         self.version = version
         self.machine = machine
         self.containerd = containerd
@@ -655,7 +692,12 @@ class Kubelet:
             self._config["failCgroupV1"] = False  # refused by default since 1.35
         self.configure(**(config or {}))
         self._verbosity = verbosity
+        self.api_server = api_server
+        self._suffix = f"-{NODE_NAME}" if api_server is None else ""  # of a static pod's name
+        if api_server is not None:
+            self._config |= {"registerNode": True, "contentType": "application/json"}
         self._starts = 0
+        self._connection: http.client.HTTPConnection | None = None
         self.process: Process | None = None
 
     # What it consists of on the host
@@ -687,6 +729,7 @@ class Kubelet:
         """Start it and do not wait."""
         assert self.process is None or not self.process.alive, "it runs already"
         self._starts += 1
+        self._hang_up()
         self._stale_socket = self._socket_ctime()
         Path(self._config["staticPodPath"]).mkdir(exist_ok=True)
         config = self.machine.scratch / "kubelet.json"
@@ -697,9 +740,27 @@ class Kubelet:
                 f"--config={config}",
                 f"--hostname-override={NODE_NAME}",
                 f"--v={self._verbosity}",
+                *self._flags(),
             ],
             self.log,
         )
+
+    def _flags(self) -> list[str]:
+        if self.api_server is None:
+            return []
+        kubeconfig = self.machine.scratch / "kubeconfig"
+        kubeconfig.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": {"server": self.api_server}}],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
+                    "current-context": "c",
+                }
+            )
+        )
+        return [f"--kubeconfig={kubeconfig}", f"--node-ip={NODE_ADDRESS}"]
 
     def wait_ready(self, timeout: float = 60) -> None:
         """Until it answers on its port and takes registrations."""
@@ -736,14 +797,22 @@ class Kubelet:
 
     def get(self, path: str) -> bytes:
         """GET from its own HTTPS port."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.PORT, timeout=10)
-        context = ssl._create_unverified_context()  # it signed its certificate itself
-        connection.sock = context.wrap_socket(self.machine.connect(self.PORT))
+        if self._connection is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.PORT, timeout=10)
+            context = ssl._create_unverified_context()  # it signed its certificate itself
+            connection.sock = context.wrap_socket(self.machine.connect(self.PORT))
+            self._connection = connection  # kept: who polls makes a handshake only once
         try:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
+            self._connection.request("GET", path)
+            return self._connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     # Pods
 
@@ -777,13 +846,13 @@ class Kubelet:
         """The pod as the kubelet's /pods shows it, None while it knows none of that name."""
         listed = json.loads(self.get("/pods"))
         for item in listed.get("items") or ():
-            if item["metadata"]["name"] == f"{name}-{NODE_NAME}":  # what a static pod is called
+            if item["metadata"]["name"] == f"{name}{self._suffix}":
                 return dict(item)
         return None
 
     def _has_containers(self, name: str) -> bool:
         listed = json.loads(self.get("/runningpods/"))  # from containerd, unlike /pods
-        return any(item["metadata"]["name"] == f"{name}-{NODE_NAME}" for item in listed.get("items") or ())
+        return any(item["metadata"]["name"] == f"{name}{self._suffix}" for item in listed.get("items") or ())
 
     def pod_status(self, name: str) -> JSON:
         """The pod's status; empty while the kubelet does not know it."""
@@ -792,19 +861,12 @@ class Kubelet:
 
     def rejection(self, name: str) -> str | None:
         """Why the kubelet refused the pod, in its own words ("reason: message"), or None if it did not."""
-        status = self.pod_status(name)
-        message = str(status.get("message"))
-        if status.get("phase") != "Failed" or not message.startswith("Pod was rejected"):
-            return None
-        return f"{status.get('reason')}: {message}"
+        return refusal(self.pod_status(name))
 
     def running(self, name: str) -> bool:
         """Whether each of its containers runs."""
         found = self.get_pod(name)
-        if found is None:
-            return False
-        states = found["status"].get("containerStatuses") or []
-        return len(states) == len(found["spec"]["containers"]) and all("running" in s["state"] for s in states)
+        return found is not None and all_run(found)
 
     def wait_running(self, name: str, timeout: float = 30) -> None:
         def probe() -> bool:
@@ -833,7 +895,7 @@ class Kubelet:
     def logs(self, name: str, container: str = "main") -> str:
         """What a container has written, with the runtime's time stamps."""
         where = self.machine.path("/var/log/pods")
-        files = sorted(where.glob(f"default_{name}-{NODE_NAME}_*/{container}/*.log"))
+        files = sorted(where.glob(f"default_{name}{self._suffix}_*/{container}/*.log"))
         return "".join(file.read_text(errors="replace") for file in files)
 
     # Devices
@@ -863,7 +925,7 @@ class Kubelet:
             for c in p.containers:
                 ids = {device for d in c.devices if d.resource_name == resource for device in d.device_ids}
                 if ids:
-                    found[p.name.removesuffix(f"-{NODE_NAME}"), c.name] = ids
+                    found[p.name.removesuffix(self._suffix), c.name] = ids
         return found
 
     def capacity(self, resource: str) -> int:
@@ -896,7 +958,7 @@ class Kubelet:
 
 
 def _klog_time(line: str) -> float:
-    """Unix time of a log line such as "I1121 12:54:07.123456   4711 manager.go:317] …", in local time without a year."""
+    """Unix time of a line such as "I1121 12:54:07.123456   4711 manager.go:317] …", in local time without a year."""
     year = datetime.datetime.now().year
     return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
 

@@ -25,7 +25,20 @@ from types import TracebackType
 from typing import Any
 
 from tests.node import SimulatedNode, Ticker
-from tests.realkubelet.harness import Containerd, Kubelet, Machine, Process, pod, tail, wait_for
+from tests.realkubelet.apiserver import PORT, ApiServer
+from tests.realkubelet.harness import (
+    JSON,
+    NODE_NAME,
+    Containerd,
+    Kubelet,
+    Machine,
+    Process,
+    all_run,
+    pod,
+    refusal,
+    tail,
+    wait_for,
+)
 
 TOP = Path(__file__).resolve().parents[2]
 ZIPAPP = TOP / "dist/tt-device-plugin.pyz"
@@ -160,12 +173,21 @@ RUNNING: Outcome = "running"
 class Node:
     """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
 
-    def __init__(self, version: str, program: Program) -> None:
+    def __init__(self, version: str, program: Program, *, static_pods: bool = True, config: JSON | None = None) -> None:
+        """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's."""
         self.version = version
         self.program = program
         self.machine = Machine(numa_nodes=2)
         self.containerd = Containerd(self.machine)
-        self.kubelet = Kubelet(version, self.machine, self.containerd)
+        self.api = None if static_pods else ApiServer()
+        self.kubelet = Kubelet(
+            version,
+            self.machine,
+            self.containerd,
+            config=config,
+            api_server=None if static_pods else f"http://127.0.0.1:{PORT}",
+        )
+        self._dead: set[str] = set()  # containers of former boots
         self._pods: list[str] = []
         self._going: list[str] = []
         self._daemon: Daemon | None = None
@@ -174,11 +196,10 @@ class Node:
 
     def __enter__(self) -> Node:
         try:
-            self.machine.power_on()
-            self.containerd.start()
+            self._power_on()
             self.kubelet.start()
         except BaseException:
-            self.machine.destroy()
+            self.__exit__(None, None, None)
             raise
         return self
 
@@ -186,7 +207,15 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ticker.close()
+        if self.api:
+            self.api.close()
         self.machine.destroy()
+
+    def _power_on(self) -> None:
+        self.machine.power_on()
+        self.containerd.start()
+        if self.api:
+            self.api.serve(self.machine)
 
     @property
     def cards(self) -> SimulatedNode:
@@ -216,6 +245,21 @@ class Node:
         for resource, devices in expected.items():
             self.kubelet.wait_allocatable(resource, devices)
 
+    def wait_status(self, expected: Mapping[str, tuple[int, int]]) -> None:
+        """Until the node's status in the API server has these capacities and allocatable counts."""
+        assert self.api is not None
+        api = self.api
+
+        def probe() -> bool:
+            status = api.node(NODE_NAME).get("status", {})
+            return all(
+                (status.get("capacity", {}).get(resource), status.get("allocatable", {}).get(resource))
+                == (str(capacity), str(allocatable))
+                for resource, (capacity, allocatable) in expected.items()
+            )
+
+        wait_for(f"the node's status to be {expected}", probe, 30)
+
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""
         self.withdraw()
@@ -227,7 +271,10 @@ class Node:
     def withdraw(self) -> None:
         """Take out the pods."""
         for name in self._pods:
-            self.kubelet.withdraw_pod(name)
+            if self.api:
+                self.api.delete_pod(name)
+            else:
+                self.kubelet.withdraw_pod(name)
         self._going, self._pods = self._pods, []
 
     def wait_clear(self) -> None:
@@ -238,11 +285,11 @@ class Node:
 
     def reboot(self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None) -> None:
         """Cut the power and start everything again, the daemon before the kubelet or so many seconds after it."""
+        self._dead |= {container for name in self._pods for container in self.containers(name).values()}
         self.machine.power_off()
         self.daemon.process = None
         while_off()
-        self.machine.power_on()
-        self.containerd.start()
+        self._power_on()
         if daemon_late_by is None:
             self.daemon.start()
             self.kubelet.start()
@@ -260,7 +307,10 @@ class Node:
         if user is not None:
             manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
         self._pods.append(name)
-        self.kubelet.run_pod(manifest)
+        if self.api:
+            self.api.add_pod(manifest, NODE_NAME)
+        else:
+            self.kubelet.run_pod(manifest)
         return name
 
     def started(self, resources: Mapping[str, int], **others: Any) -> str:
@@ -271,7 +321,11 @@ class Node:
 
     def outcome(self, name: str, timeout: float = 30) -> Outcome:
         def probe() -> Outcome | None:
-            return RUNNING if self.kubelet.running(name) else self.kubelet.rejection(name)
+            found = self.find(name)
+            # An API server shows the containers of before the reboot until the kubelet reports those of after it.
+            if found and all_run(found) and self._dead.isdisjoint(self.containers(name).values()):
+                return RUNNING
+            return refusal(found["status"]) if found else None
 
         return wait_for(f"pod {name} to run or be refused", probe, timeout)
 
@@ -307,12 +361,15 @@ class Node:
         done = self.inside(name, "cat", "/proc/1/environ")
         return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
 
+    def find(self, name: str) -> JSON | None:
+        """The pod, as the API server shows it, or where there is none the kubelet."""
+        return self.api.pod(name) if self.api else self.kubelet.get_pod(name)
+
     def containers(self, name: str) -> dict[str, str]:
         """The IDs of the pod's containers, which are others after a restart."""
-        return {
-            str(state["name"]): str(state["containerID"])
-            for state in self.kubelet.pod_status(name).get("containerStatuses", ())
-        }
+        found = self.find(name)
+        states = found["status"].get("containerStatuses", ()) if found else ()
+        return {str(state["name"]): str(state.get("containerID")) for state in states}
 
     # Cards
 
@@ -344,9 +401,11 @@ class Race:
 
 def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
     """How the last start went, with at least one pod; waits for its end."""
-    counted = rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
+    counted = (
+        rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
+    )
     allocatable, _ = kubelet.wait_logged(counted)
-    admission, _ = kubelet.wait_logged('"SyncLoop ADD" source="file"')
+    admission, _ = kubelet.wait_logged(r'"SyncLoop ADD" source="\w+" pods=\["')
     appeared = kubelet.socket_appeared()
     return Race(allocatable - appeared, admission - appeared)
 
