@@ -355,8 +355,8 @@ class Chip:
     ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
     path: str  # the host's device node
     sysfs: str  # the class device's directory below the PCI function's, which holds the tt_* attributes
-    number: str | None  # sysfs's "major:minor" of the node
     node_fault: str | None  # why the node cannot be used; None if it is what sysfs says
+    number: str | None = None  # sysfs's "major:minor" of the node
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +371,7 @@ class Telemetry:
     temperature: float | None = None  # °C
     temperature_limit: float | None = None  # °C
     trips: int | None = None  # thermal trips (Blackhole)
-    hwmon: str | None = None  # the directory of its sensors
+    hwmon: str | None = field(default=None, compare=False)  # the directory of its sensors
     all_ones: bool = False  # the chip answers nothing: every register that can show it reads all ones
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
 
@@ -763,7 +763,9 @@ class Device:
     serial: str | None = None
     asic_id: str | None = None
     firmware: str | None = None
-    telemetry: Telemetry | None = None  # what it said last; None if it has to be asked for everything
+    telemetry: Telemetry | None = field(
+        default=None, compare=False
+    )  # the last; None: it has to be asked for everything
     health: Health = field(default_factory=Health)
     listed: bool = False  # a new one is announced when it has spoken, or has had the time to
 
@@ -1859,8 +1861,7 @@ class Fleet:
     def _update(self, device: Device) -> None:
         before, self.devices[device.bdf] = self.devices[device.bdf], device
         old, new = before.health, device.health
-        same = replace(before, health=new, telemetry=device.telemetry) == device
-        if same and (old.fault, old.reason) == (new.fault, new.reason):
+        if replace(before, health=new) == device and (old.fault, old.reason) == (new.fault, new.reason):
             return
         self.changed = True
         what = f"{device.bdf} ({device.card_type or device.chip.arch})"

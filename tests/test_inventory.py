@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -612,3 +612,43 @@ def test_no_device_is_ever_opened(
     assert "p150a, " in capsys.readouterr().out
     assert any(path.endswith("tt_heartbeat") for path in paths)
     assert not [path for path in paths if path.startswith((f"{node.root}/dev/", "/dev/tenstorrent"))]
+
+
+def test_while_a_heartbeat_goes_on_only_the_sensors_are_read(node: SimulatedNode) -> None:
+    """The same firmware has said who it is; after a restart, by which the heartbeat falls, it is asked again."""
+    chip = node.add("p150a")[0]
+    seen = ttdp.scan(settings(node)).chips[chip.bdf]
+    first = ttdp.read_telemetry(seen)
+    chip.write("tt_serial", b"00000401319110FF\n")
+    chip.beat()
+    chip.heat(70)
+    chip.trip()
+    second = ttdp.read_telemetry(seen, first)
+    assert (second.serial, second.temperature, second.trips) == (first.serial, 70, 1)
+    chip.beat(-100)
+    assert ttdp.read_telemetry(seen, second).serial == "00000401319110FF"
+
+
+@pytest.mark.parametrize("change", ["die", "reset", "silence", "freeze"])
+def test_whatever_is_not_a_heartbeat_that_goes_on_has_everything_read(node: SimulatedNode, change: str) -> None:
+    """With the last telemetry at hand a look finds the same as without."""
+    chip = node.add("p150a")[0]
+    seen = ttdp.scan(settings(node)).chips[chip.bdf]
+    last = ttdp.read_telemetry(seen)
+    getattr(chip, change)()
+    with kernel_errors():
+        assert ttdp.read_telemetry(seen, last) == ttdp.read_telemetry(seen) != replace(last, heartbeat=-1)
+
+
+def test_a_known_chip_is_the_same_at_a_second_look_but_for_its_node(node: SimulatedNode) -> None:
+    """A scan that knows the chips finds what a thorough one does: gone, new, renumbered, or with a wrong node."""
+    first, second = node.add("n150") + node.add("n150")
+    known = ttdp.scan(settings(node)).chips.values()
+    assert ttdp.scan(settings(node), known) == ttdp.scan(settings(node))
+    node.swap_ordinals(first.bdf, second.bdf)
+    assert ttdp.scan(settings(node), known) == ttdp.scan(settings(node))
+    node.add("p150a")
+    second.vanish()
+    first.device_node.unlink()
+    looked = ttdp.scan(settings(node), known)
+    assert looked == ttdp.scan(settings(node)) and looked.chips[first.bdf].node_fault
