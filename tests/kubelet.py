@@ -390,7 +390,7 @@ class Kubelet:
             except OSError:
                 continue
             if not stat.S_ISDIR(mode) and (self.version < (1, 33) or stat.S_ISSOCK(mode)):
-                path.unlink()
+                path.unlink(missing_ok=True)  # its owner may have been faster
 
     # ---------------------------------------------------------------------------------------------------------- faults
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+import ttdp
 from tests.conftest import StartDaemon, until
 from tests.kubelet import Kubelet
 from tests.node import SimulatedNode
@@ -246,3 +247,38 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
     await kubelet.registered("tenstorrent.com/p150a", 1)
     await kubelet.wait_for(lambda: not kubelet.healthy("tenstorrent.com/p150"), 1)
     assert len(kubelet.find("registered", NAME)) == 1 and not kubelet.find("ended", NAME)
+
+
+async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clean_start(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Begun anew hundreds of times, after any number of steps of the last attempt, it ends up registered, once."""
+    daemon = await start(interval=3600)
+    await kubelet.registered(NAME)
+    session = daemon.daemon.sessions[NAME]
+    for number in range(400):
+        session.begin()
+        for _ in range(number % 40):
+            await asyncio.sleep(0)
+    await kubelet.wait_for(lambda: state(daemon) == "registered with kubelet" and kubelet.healthy(NAME))
+    await kubelet.admit("pod", "main", {NAME: 1})
+    assert len(sockets(directory)) == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    (socket_,) = sockets(directory)
+    (directory / socket_).unlink()
+    await kubelet.wait_for(functools.partial(registered_anew, kubelet, socket_), 1)
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_cancellation_that_comes_with_the_event_is_obeyed(steps: int) -> None:
+    """An attempt that went on though it was cancelled would be waited for by the next one, for ever."""
+    event = asyncio.Event()
+    waiting = asyncio.create_task(ttdp._within(10, event, "late"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    event.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    if waiting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
