@@ -1360,9 +1360,8 @@ class KubeletSession:
         self._server, self._offered, self._bound = server, False, socket_identity(self._socket)
         start = asyncio.get_running_loop().create_task(server.start())
         self._end(start)
-        await asyncio.shield(
-            start
-        )  # an attempt can be dropped here; half a start would leave a server that never serves
+        # An attempt can be dropped here, too; half a start would leave a server that never serves.
+        await asyncio.shield(start)
         if self._bound is None:
             raise RegistrationError(f"{self._socket} has gone while it was made")
 
