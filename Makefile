@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: help demo test e2e pyz deb bench soak lint generate clean
+.PHONY: help demo test e2e e2e-kubelet pyz deb bench soak lint generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,6 +15,11 @@ demo: $(VENV)/ready  ## the main job on a simulated node, in a minute, without h
 
 test: $(VENV)/ready  ## every test that needs no root
 	@$(PYTEST)
+
+e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
+
+e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz
+	@$(PYTEST) tests/realkubelet
 
 bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server's
 	@$(PY) -m tests.bench --json dist/bench.json
@@ -52,4 +57,4 @@ $(VENV)/ready: pyproject.toml
 	@$(VENV)/bin/pip install --quiet --group dev
 	@touch $@
 
--include packaging/packaging.mk
+include packaging/packaging.mk

@@ -196,6 +196,7 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
         built_at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(source_date_epoch())),
         entry_point=settings["entry-point"],
         shiv_version=__version__,
+        compile_pyc=False,  # Python compiles what is imported, and the package's installation everything
         reproducible=True,
         no_modify=True,
     )

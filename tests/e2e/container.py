@@ -7,6 +7,7 @@ the unified hierarchy and is entered with nsenter. Its network has nothing but a
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -186,9 +187,13 @@ class Container:
             self._nspawn = None
         for hierarchy in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
             group = hierarchy / self.name
-            for directory, _, _ in os.walk(group, topdown=False):
-                with contextlib.suppress(OSError):
-                    os.rmdir(directory)
+            eventually(functools.partial(self._removed, group), f"{group} is empty")
+
+    def _removed(self, group: Path) -> bool:
+        for directory, _, _ in os.walk(group, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+        return not group.exists()
 
     def delete(self) -> None:
         self.close()

@@ -144,6 +144,17 @@ class Host:
         ready, begun = (int(properties[f"{name}TimestampMonotonic"]) for name in ("ActiveEnter", "ExecMainStart"))
         return (ready - begun) / 1e6
 
+    def recover(self) -> None:
+        """After a test that has failed: as the next one expects it."""
+        if self.container.exists("/etc/tt-device-plugin"):
+            self.container.write("/etc/tt-device-plugin/config.toml", CONFIGURATION)
+        self.install_kubelet("/var/lib/kubelet/device-plugins")
+        self.container.shell(
+            f"rm -rf /etc/systemd/system/{UNIT}.service.d /var/snap; systemctl daemon-reload; systemctl reset-failed;"
+            f"systemctl --no-block restart {UNIT}; systemctl try-restart kubelet",
+            check=False,
+        )
+
     def close(self) -> None:
         self._ending.set()
         if self._heartbeats:

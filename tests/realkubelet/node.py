@@ -1,8 +1,8 @@
 """A node of a cluster: the machine with the real kubelet, simulated cards, and tt-device-plugin as it is shipped.
 
-The daemon runs inside the machine, with what its systemd unit would give it: a run-time directory, which is gone after
-each stop and after a power cut, and a socket to say READY=1 on. The cards' device nodes are real character devices, of
-drivers that every kernel has and that containers may not open by default: a container can really open what it is given.
+The daemon runs inside the machine, with what its systemd unit gives it: a run-time directory that is kept until the
+power is cut, and a socket to say READY=1 on. The cards' device nodes are real character devices, of drivers that every
+kernel has and that containers may not open by default: a container can really open what it is given.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Daemon:
     def start(self, timeout: float = 30) -> None:
         """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
         assert self.process is None, "it runs already"
-        self.machine.path(RUNTIME_DIRECTORY).mkdir()
+        self.machine.path(RUNTIME_DIRECTORY).mkdir(exist_ok=True)
         path = self.machine.scratch / "notify"
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
@@ -157,7 +157,6 @@ class Daemon:
         self.process.signal(number)
         status = self.process.status
         self.process = None
-        shutil.rmtree(self.machine.path(RUNTIME_DIRECTORY))
         return status
 
 

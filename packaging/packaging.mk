@@ -1,0 +1,30 @@
+# The package: the zipapp, the .deb, and the proof that both come out the same everywhere and work on real systemd.
+
+ARCHES ?= amd64 arm64
+MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
+VERSION := $(shell sed -n '1s/.*(\(.*\)).*/\1/p' packaging/deb/changelog)
+PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py packaging/systemd/* packaging/deb/*)
+DEB := dist/tt-device-plugin_$(VERSION)_
+
+.PHONY: lock reproducible e2e-systemd
+
+pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
+	@sha256sum $<
+
+dist/tt-device-plugin.pyz: $(PACKAGED) | $(VENV)/ready
+	@$(PY) packaging/build_pyz.py
+
+deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/tt-device-plugin_<version>_<arch>.deb for amd64 and arm64, or ARCHES=arm64
+	@sha256sum $^
+
+$(DEB)%.deb: $(PACKAGED) | $(VENV)/ready
+	@$(PY) packaging/build_deb.py --arch $*
+
+lock: $(VENV)/ready  ## write the hashes in shiv.toml anew, after a change of a version or an ABI
+	@$(PY) packaging/build_pyz.py --lock
+
+reproducible: $(VENV)/ready  ## build everything twice, at different places and times: the same bytes?
+	@$(PY) packaging/check_reproducible.py
+
+e2e-systemd: $(DEB)$(MACHINE).deb
+	@$(PY) -m tests.e2e --deb $<

@@ -1,0 +1,257 @@
+"""As much of an API server as one kubelet needs: so that its pods are ordinary ones, not static.
+
+What a kubelet makes of the two differs where it matters here. Static pods are up for admission at its first turn; those
+of an API server come once the kubelet has found its own node there, which it looks for once a second. Objects are kept
+as they came, without defaults or validation; whoever asks for a list or a watch gets everything of that kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import threading
+import uuid
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tests.realkubelet.harness import JSON, Machine
+
+PORT = 8080
+KINDS = {
+    "nodes": "Node", "pods": "Pod", "services": "Service", "leases": "Lease", "events": "Event",
+    "csidrivers": "CSIDriver", "csinodes": "CSINode", "runtimeclasses": "RuntimeClass", "configmaps": "ConfigMap",
+}  # fmt: skip
+
+
+class ApiServer:
+    """Keeps its objects while machines lose power; `serve` anew after each."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, JSON] = {}  # by path
+        self._events: list[tuple[int, str, JSON]] = []  # version, path of the collection, watch event
+        self._version = itertools.count(1)
+        self._latest = 0
+        self._changed = threading.Condition()
+        self._server: _Server | None = None
+
+    def serve(self, machine: Machine) -> None:
+        """Listen on the machine's loopback device, until it loses power or `close`."""
+        self.close()
+        self._server = _Server(self, machine)
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        if self._server:
+            server, self._server = self._server, None
+            with self._changed:
+                server.closing = True
+                self._changed.notify_all()
+            server.shutdown()
+            server.server_close()
+
+    # What tests ask
+
+    def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
+        """Create a pod that is scheduled to the node, with what a real server would have filled in."""
+        pod = copy.deepcopy(dict(manifest))
+        pod["metadata"] |= {"uid": str(uuid.uuid4())}
+        pod["spec"] |= {"nodeName": node, "dnsPolicy": "Default", "securityContext": {}, "schedulerName": "default"}
+        for container in pod["spec"]["containers"]:
+            container |= {"terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File"}
+        pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
+        self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
+
+    def delete_pod(self, name: str) -> None:
+        self.delete(f"/api/v1/namespaces/default/pods/{name}")
+
+    def pod(self, name: str) -> JSON | None:
+        """The pod as `kubectl get` would show it."""
+        return self.read(f"/api/v1/namespaces/default/pods/{name}")
+
+    def node(self, name: str) -> JSON:
+        return self.read(f"/api/v1/nodes/{name}") or {}
+
+    # Objects
+
+    def read(self, path: str) -> JSON | None:
+        with self._changed:
+            return copy.deepcopy(self._objects.get(path))
+
+    def collect(self, collection: str) -> tuple[list[JSON], int]:
+        """Everything of a kind in all namespaces (or one), and the version of that view."""
+        with self._changed:
+            found = [item for path, item in self._objects.items() if _within(path, collection)]
+            return copy.deepcopy(found), self._latest
+
+    def write(self, path: str, item: JSON) -> JSON:
+        with self._changed:
+            group, _, kind, name = _parse(path)
+            item = {"apiVersion": group, "kind": KINDS.get(kind, "Unknown"), **copy.deepcopy(item)}
+            item["metadata"] = {"name": name, "uid": str(uuid.uuid4()), **item.get("metadata", {})}
+            self._record("MODIFIED" if path in self._objects else "ADDED", path, item)
+            self._objects[path] = item
+            return copy.deepcopy(item)
+
+    def patch(self, path: str, change: JSON) -> JSON | None:
+        with self._changed:
+            if path not in self._objects:
+                return None
+            return self.write(path, merged(self._objects[path], change))
+
+    def delete(self, path: str) -> None:
+        with self._changed:
+            if item := self._objects.pop(path, None):
+                self._record("DELETED", path, item)
+
+    def _record(self, action: str, path: str, item: JSON) -> None:
+        self._latest = next(self._version)
+        item["metadata"]["resourceVersion"] = str(self._latest)
+        self._events.append((self._latest, path, {"type": action, "object": copy.deepcopy(item)}))
+        self._changed.notify_all()
+
+    def wait_events(self, collection: str, after: int, server: _Server) -> tuple[list[JSON], int] | None:
+        """Watch events of a kind after a version, as soon as there is one; None when the server closes."""
+        with self._changed:
+            while not server.closing:
+                found = [
+                    event for version, path, event in self._events if version > after and _within(path, collection)
+                ]
+                if found:
+                    return found, self._latest
+                self._changed.wait()
+        return None
+
+
+def merged(item: Any, change: Any) -> Any:
+    """A strategic merge, as far as kubelets use it: lists are replaced, but those of conditions and the like."""
+    if not isinstance(item, dict) or not isinstance(change, dict):
+        return change
+    result = dict(item)
+    for key, value in change.items():
+        if key.startswith("$"):
+            continue
+        if value is None:
+            result.pop(key, None)
+        elif key in ("conditions", "addresses") and isinstance(value, list):
+            known = {entry["type"]: entry for entry in result.get(key, [])}
+            for entry in value:
+                known[entry["type"]] = merged(known.get(entry["type"], {}), entry)
+            result[key] = list(known.values())
+        else:
+            result[key] = merged(result.get(key), value)
+    return result
+
+
+def _parse(path: str) -> tuple[str, str, str, str]:
+    """Group and version, namespace, kind in the plural, and name ("" for a collection) of a path."""
+    parts = path.strip("/").split("/")
+    group, rest = ("/".join(parts[1:2]), parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
+    namespace = ""
+    if rest[:1] == ["namespaces"] and len(rest) > 2:
+        namespace, rest = rest[1], rest[2:]
+    return group, namespace, rest[0] if rest else "", rest[1] if len(rest) > 1 else ""
+
+
+def _within(path: str, collection: str) -> bool:
+    group, namespace, kind, _ = _parse(path)
+    wanted_group, wanted_namespace, wanted_kind, _ = _parse(collection)
+    return (group, kind) == (wanted_group, wanted_kind) and wanted_namespace in ("", namespace)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    closing = False
+
+    def __init__(self, api: ApiServer, machine: Machine) -> None:
+        super().__init__(("127.0.0.1", PORT), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = machine.listen(PORT)
+        self.api = api
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A kubelet that was killed drops its connections."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def _body(self) -> JSON:
+        return dict(json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"))
+
+    def _answer(self, code: int, content: JSON) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _missing(self) -> None:
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        self._answer(404, {**status, "message": f"{self.path} not found"})
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        group, _, kind, name = _parse(url.path)
+        if name:
+            item = self.server.api.read(url.path.removesuffix("/status"))
+            return self._answer(200, item) if item else self._missing()
+        if kind not in KINDS:
+            return self._missing()
+        if query.get("watch") in ("true", "1"):
+            return self._watch(url.path, query)
+        items, version = self.server.api.collect(url.path)
+        metadata = {"resourceVersion": str(version)}
+        self._answer(200, {"kind": f"{KINDS[kind]}List", "apiVersion": group, "metadata": metadata, "items": items})
+
+    def _watch(self, collection: str, query: Mapping[str, str]) -> None:
+        group, _, kind, _ = _parse(collection)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        after = int(query.get("resourceVersion") or 0)
+        if query.get("sendInitialEvents") == "true":
+            items, after = self.server.api.collect(collection)
+            for item in items:
+                self._chunk({"type": "ADDED", "object": item})
+            done = {"resourceVersion": str(after), "annotations": {"k8s.io/initial-events-end": "true"}}
+            self._chunk({"type": "BOOKMARK", "object": {"kind": KINDS[kind], "apiVersion": group, "metadata": done}})
+        while found := self.server.api.wait_events(collection, after, self.server):
+            events, after = found
+            for event in events:
+                self._chunk(event)
+        self.close_connection = True
+
+    def _chunk(self, event: JSON) -> None:
+        data = json.dumps(event).encode() + b"\n"
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def do_POST(self) -> None:
+        item, path = self._body(), urlsplit(self.path).path
+        name = item.get("metadata", {}).get("name") or uuid.uuid4().hex
+        self._answer(201, self.server.api.write(f"{path}/{name}", item))
+
+    def do_PUT(self) -> None:
+        self._answer(200, self.server.api.write(urlsplit(self.path).path.removesuffix("/status"), self._body()))
+
+    def do_PATCH(self) -> None:
+        item = self.server.api.patch(urlsplit(self.path).path.removesuffix("/status"), self._body())
+        if item is None:
+            self._missing()
+        else:
+            self._answer(200, item)
+
+    def do_DELETE(self) -> None:
+        self._body()
+        self.server.api.delete(urlsplit(self.path).path)
+        self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
