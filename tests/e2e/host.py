@@ -149,9 +149,10 @@ class Host:
         if self.container.exists("/etc/tt-device-plugin"):
             self.container.write("/etc/tt-device-plugin/config.toml", CONFIGURATION)
         self.install_kubelet("/var/lib/kubelet/device-plugins")
+        kubelet = "systemctl restart kubelet" if self._events.stat().st_size else "true"
         self.container.shell(
             f"rm -rf /etc/systemd/system/{UNIT}.service.d /var/snap; systemctl daemon-reload; systemctl reset-failed;"
-            f"systemctl --no-block restart {UNIT}; systemctl try-restart kubelet",
+            f"systemctl --no-block restart {UNIT}; {kubelet}",
             check=False,
         )
 

@@ -123,7 +123,8 @@ class Daemon:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(path))
             self.process = self.machine.spawn(
-                [*self._command, "run", f"--config-file={self._config}", *self._flags],
+                # Nice as in the unit: while a kubelet starts it takes all the processors that it can get.
+                ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}", *self._flags],
                 self.log,
                 env={
                     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",

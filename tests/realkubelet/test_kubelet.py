@@ -355,7 +355,7 @@ def test_restarted_container_keeps_its_chip(node: Node) -> None:
 
 REBOOTS = 20
 LATE_REBOOTS = 10
-STATIC_REBOOTS = 10
+STATIC_REBOOTS = 5
 LATE = 5.0  # seconds
 CARDS = 6
 DEVICE_PODS = ((1, 1), (1, 1), (2, 2))  # chips and containers
