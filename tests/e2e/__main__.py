@@ -252,8 +252,8 @@ def test_kubelet_goes_away(host: Host) -> str:
     since = time.monotonic()
     host.container("systemctl", "stop", "kubelet")
     status = host.status_becomes("waiting for kubelet")
-    # The directory itself is deleted, and a new one made, as by `kubeadm reset` and `join`. (By way of another name: the
-    # plugin puts a deleted socket back at once, and the directory is not empty then.)
+    # The directory itself is deleted, and a new one made, as by `kubeadm reset` and `join`. (By way of another name:
+    # the plugin puts a deleted socket back at once, and the directory is not empty then.)
     host.container.shell(f"mv {DIRECTORY} {DIRECTORY}.old && rm -rf {DIRECTORY}.old && systemctl start kubelet")
     host.event(since, "registered", resource=RESOURCE)
     since = time.monotonic()

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -43,13 +42,6 @@ class Results:
 
 
 _results = pytest.StashKey[Results]()
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`pytest` and `pytest tests` leave these tests alone: they need root, Go's cache, and minutes."""
-    here = Path(__file__).parent
-    named = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
-    return None if any(here in (path.resolve(), path.resolve().parent) for path in named) else True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
