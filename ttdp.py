@@ -1308,7 +1308,8 @@ class KubeletSession:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task, *self._ending})
-        await self._unbind(CLOSE_GRACE)
+        if stop := self._unbind(CLOSE_GRACE):
+            await stop
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._ending.add(task)
@@ -1326,6 +1327,8 @@ class KubeletSession:
                     await self._bind(same_kubelet=self._kubelet == former_kubelet)
                     self.tried_to_serve.set()
                     await self._register()
+                    while self._ending:  # the former server: the streams that are left are the new one's
+                        await asyncio.wait(self._ending)
                     await self._until_lost()
                 except RegistrationError as error:
                     self._tell(str(error))
@@ -1344,9 +1347,9 @@ class KubeletSession:
         """
         if self._bound and not self._offered and socket_identity(self._socket) == self._bound:
             return
-        watched = self.plugin.watched.is_set()
-        await self._unbind(None)
-        if watched and same_kubelet:
+        stop = self._unbind(None)
+        if stop and self.plugin.watched.is_set() and same_kubelet:
+            await asyncio.shield(stop)
             await asyncio.sleep(FORGET_PAUSE)
         if not os.path.isdir(self._directory):
             raise RegistrationError(f"waiting for {self._directory}")
@@ -1365,12 +1368,14 @@ class KubeletSession:
         if self._bound is None:
             raise RegistrationError(f"{self._socket} has gone while it was made")
 
-    async def _unbind(self, grace: float | None) -> None:
+    def _unbind(self, grace: float | None) -> asyncio.Task[None] | None:
+        """Begin to stop the server, which takes some milliseconds; the next attempt comes after that in any case."""
         server, self._server, self._bound = self._server, None, None
-        if server:
-            stop = asyncio.get_running_loop().create_task(server.stop(grace))
-            self._end(stop)
-            await asyncio.shield(stop)  # an attempt can be dropped here; the server still has to end
+        if server is None:
+            return None
+        stop = asyncio.get_running_loop().create_task(server.stop(grace))
+        self._end(stop)
+        return stop
 
     async def _register(self) -> None:
         if self._kubelet is None:

@@ -265,7 +265,8 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
         (path,) = sockets(directory)
         (directory / path).unlink()
         await kubelet.wait_for(functools.partial(registered_anew, kubelet, path), 1)
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    # The kubelet's own gRPC may log of calls that were dropped under its hands.
+    assert not [record for record in caplog.records if record.levelname == "ERROR" and "grpc" not in record.name]
 
 
 @pytest.mark.parametrize("steps", range(6))
