@@ -24,7 +24,6 @@ PACKAGES = "systemd,systemd-sysv,dbus,python3"
 FRESH = 14 * 86400  # seconds for which a root tree is used again
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/root",
     "LC_ALL": "C.UTF-8",
     "DEBIAN_FRONTEND": "noninteractive",
     "SYSTEMD_COLORS": "0",

@@ -61,7 +61,7 @@ print(
             "write to /var/lib": attempt(writable("/var/lib")),
             "write to /sys": attempt(writable("/sys")),
             "look into pods": attempt(lambda: os.listdir("/var/lib/kubelet/pods")),
-            "look into /root": attempt(lambda: os.listdir("/root")),
+            "look into home directories": attempt(lambda: os.listdir(os.path.expanduser("~root"))),
             "new user namespace": attempt(new_namespace),
             "writable and executable memory": attempt(executable_memory),
             "capabilities": status["CapEff"],
