@@ -354,7 +354,7 @@ def test_restarted_container_keeps_its_chip(node: Node) -> None:
 # --- Reboots ----------------------------------------------------------------------------------------------------------
 
 REBOOTS = 20
-LATE_REBOOTS = 10
+LATE_REBOOTS = 20
 STATIC_REBOOTS = 5
 LATE = 5.0  # seconds
 CARDS = 6
