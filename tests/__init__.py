@@ -1,1 +1,1 @@
-"""Tests, the simulated node and the reference kubelet."""
+"""Tests of the program; world/ has the simulated node and the reference kubelet, e2e/ what needs root."""

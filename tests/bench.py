@@ -35,8 +35,6 @@ import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
-from tests.kubelet import Kubelet
-from tests.node import SimulatedNode
 from tests.soak import (
     ROOT,
     Broken,
@@ -52,6 +50,8 @@ from tests.soak import (
     within,
     workspace,
 )
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
 
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.kubelet import Kubelet
-from tests.node import SimulatedNode, Ticker
-from tests.simulation import RunningDaemon, settings_of
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode, Ticker
+from tests.world.simulation import RunningDaemon, settings_of
 
 StartDaemon = Callable[..., Any]
 

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.kubelet import AdmissionError, Allocation, Event, Kubelet
-from tests.node import Chip, SimulatedNode, Ticker
 from tests.soak import Broken, Child, Installation, Kernel, RestartedKubelet, run, within, workspace
+from tests.world.kubelet import AdmissionError, Allocation, Event, Kubelet
+from tests.world.node import Chip, SimulatedNode, Ticker
 
 DOMAIN = "tenstorrent.com"
 N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"

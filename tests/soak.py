@@ -36,8 +36,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from tests.kubelet import AdmissionError, Kubelet
-from tests.node import SimulatedNode, Ticker
+from tests.world.kubelet import AdmissionError, Kubelet
+from tests.world.node import SimulatedNode, Ticker
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Child:
 def stand_in_for_netlink() -> None:
     """Lets an unchanged program take its kernel events from the unix socket $TT_UEVENTS; goes into a sitecustomize.
 
-    For the zipapp, which cannot be run by way of tests.simulation.
+    For the zipapp, which cannot be run by way of tests.world.simulation.
     """
     import os
     import socket
@@ -269,7 +269,12 @@ class Installation:
         else:
             environment = self.environment(ROOT)
             if uevents or simulated:
-                command = [sys.executable, "-m", "tests.simulation", *(["--uevents", str(uevents)] if uevents else [])]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.world.simulation",
+                    *(["--uevents", str(uevents)] if uevents else []),
+                ]
             else:
                 command = [sys.executable, "-c", "import sys, ttdp; sys.exit(ttdp.main())"]
         return [*command, *arguments], environment

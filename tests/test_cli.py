@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.node import SimulatedNode, Ticker
+from tests.world.node import SimulatedNode, Ticker
 
 REPOSITORY = Path(ttdp.__file__).parent
 PROGRAM = [sys.executable, str(REPOSITORY / "ttdp.py")]
-SIMULATION = [sys.executable, "-m", "tests.simulation"]  # where an attribute shall fail with an errno
+SIMULATION = [sys.executable, "-m", "tests.world.simulation"]  # where an attribute shall fail with an errno
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node", "firmware", "healthy",
         "reason", "resource"]  # fmt: skip
 

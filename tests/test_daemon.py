@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartDaemon, until
-from tests.kubelet import AdmissionError, Kubelet
-from tests.node import SimulatedNode
+from tests.world.kubelet import AdmissionError, Kubelet
+from tests.world.node import SimulatedNode
 
 pytestmark = pytest.mark.usefixtures("ticking")
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ttdp
-from tests.node import captured_uevents, wire
+from tests.world.node import captured_uevents, wire
 from ttdp import Uevent
 
 SYNTHESIZED = Path("/sys/class/mem/null/uevent")

@@ -16,8 +16,8 @@ import pytest
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import StartDaemon, until
-from tests.kubelet import Kubelet
-from tests.node import SimulatedNode
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
 
 NAME = "tenstorrent.com/n150"
 pytestmark = pytest.mark.usefixtures("ticking")

@@ -13,8 +13,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.node import Chip, SimulatedNode
-from tests.simulation import kernel_errors, settings_of
+from tests.world.node import Chip, SimulatedNode
+from tests.world.simulation import kernel_errors, settings_of
 from ttdp import Fault, Fleet, Health, HealthSettings, Reading, Telemetry
 
 CHIP = ttdp.Chip("0000:01:00.0", "blackhole", "p150a", 0, 0, "/dev/tenstorrent/0", "/sys/devices/x", None)

@@ -19,8 +19,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.node import CARDS, Chip, SimulatedNode, Ticker, capture, capture_names, dead_value
-from tests.simulation import kernel_errors, settings_of
+from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, capture, capture_names, dead_value
+from tests.world.simulation import kernel_errors, settings_of
 from ttdp import Device, Fleet, Reading, Settings, Telemetry
 
 unhurried = hypothesis_settings(deadline=None)

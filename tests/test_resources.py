@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.node import CARDS
+from tests.world.node import CARDS
 from ttdp import Device, Fault, Health, Settings, Telemetry
 
 ASIC, OTHER_ASIC = "3B1D7A5620E41F08", "9F02C4B77A10E301"

@@ -17,9 +17,9 @@ import pytest
 
 import ttdp
 from tests.conftest import StartDaemon, until
-from tests.kubelet import Kubelet
-from tests.node import SimulatedNode
-from tests.simulation import RunningDaemon, settings_of
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
+from tests.world.simulation import RunningDaemon, settings_of
 
 NAME = "tenstorrent.com/n150"
 

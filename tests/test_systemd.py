@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.kubelet import Kubelet
-from tests.node import SimulatedNode
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
 
 REPOSITORY = Path(ttdp.__file__).parent
 
@@ -44,7 +44,15 @@ class Service:
         self.address = address or str(directory.with_name("notify"))
         self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.manager.bind(self.address.replace("@", "\0"))
-        command = [sys.executable, "-m", "tests.simulation", "run", f"--config-file={self.config}", *node.flags, *words]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.world.simulation",
+            "run",
+            f"--config-file={self.config}",
+            *node.flags,
+            *words,
+        ]
         # The shell becomes the daemon, so that $$ can name it beforehand, as systemd does.
         shell = 'test -z "$OURS" || export WATCHDOG_PID=$$; exec "$@"'
         self.process = subprocess.Popen(
@@ -367,7 +375,7 @@ def test_the_journal_gets_lines_with_priorities(node: SimulatedNode, short_tmp: 
     with journal.open("w") as file:
         status = os.fstat(file.fileno())
         ended = subprocess.run(
-            [sys.executable, "-m", "tests.simulation", "--fail-on-init-error", *node.flags],
+            [sys.executable, "-m", "tests.world.simulation", "--fail-on-init-error", *node.flags],
             env=environment(JOURNAL_STREAM=f"{status.st_dev}:{status.st_ino}"), stderr=file, cwd=REPOSITORY, timeout=20,
         )  # fmt: skip
     lines = journal.read_text().splitlines()

@@ -1,1 +1,1 @@
-"""The package on real systemd, in system containers. `python -m tests.e2e` (root)."""
+"""Real systemd, real kubelets, real runtimes. Needs root: `make e2e`."""

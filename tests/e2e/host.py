@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.container import Container, eventually
-from tests.node import Chip, SimulatedNode
+from tests.world.node import Chip, SimulatedNode
 
 TOP = Path(__file__).resolve().parents[2]
 UNIT = "tt-device-plugin"
@@ -21,7 +21,7 @@ StartLimitIntervalSec=0
 
 [Service]
 Environment=PYTHONPATH=/srv/project:/srv/shared/python PYTHONDONTWRITEBYTECODE=1
-ExecStart=/bin/sh -c 'exec /usr/bin/python3 -m tests.kubelet --json %s <>/srv/shared/input >>/srv/shared/events'
+ExecStart=/bin/sh -c 'exec /usr/bin/python3 -m tests.world.kubelet --json %s <>/srv/shared/input >>/srv/shared/events'
 
 [Install]
 WantedBy=multi-user.target

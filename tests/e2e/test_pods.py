@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.node import Chip
-from tests.realkubelet.conftest import Results, Row
-from tests.realkubelet.harness import VERSIONS, wait_for
-from tests.realkubelet.node import (
+from tests.e2e.conftest import Results, Row
+from tests.e2e.machine import VERSIONS, wait_for
+from tests.e2e.node import (
     OPENABLE,
     RUNNING,
     RUNTIME_DIRECTORY,
@@ -29,6 +28,7 @@ from tests.realkubelet.node import (
     percentile,
     race,
 )
+from tests.world.node import Chip
 
 N300, P300, GALAXY = "tenstorrent.com/n300", "tenstorrent.com/p300", "tenstorrent.com/galaxy-blackhole"
 

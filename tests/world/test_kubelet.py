@@ -19,12 +19,12 @@ import pytest
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
-from tests.kubelet import CHECKPOINT, AdmissionError, Kubelet, is_extended_resource
+from tests.world.kubelet import CHECKPOINT, AdmissionError, Kubelet, is_extended_resource
 
 rpc: Any = deviceplugin_pb2_grpc
 N150 = "tenstorrent.com/n150"
 P150 = "tenstorrent.com/p150"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def device(ident: str, health: str = "Healthy", node: int | None = None) -> pb.Device:
@@ -713,7 +713,7 @@ async def test_fifty_kills_leak_no_descriptor(bench: Bench) -> None:
 
 async def _run(*arguments: str, stdin: int | None = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.kubelet", *arguments, cwd=ROOT, stdin=stdin, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "tests.world.kubelet", *arguments, cwd=ROOT, stdin=stdin, stdout=asyncio.subprocess.PIPE
     )
 
 

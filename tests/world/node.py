@@ -2,7 +2,7 @@
 
 `SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd) and udev show them:
 same names, links, formats, order of appearance and kernel uevents. The model was recorded with the real driver on
-emulated PCI functions: `tests/data/captures.json` holds the trees and `tests/data/uevents.json` the events.
+emulated PCI functions: `tests/world/data/captures.json` holds the trees and `tests/world/data/uevents.json` the events.
 
 Where a plain tree cannot do what the kernel does, these conventions hold:
 
@@ -14,7 +14,7 @@ Where a plain tree cannot do what the kernel does, these conventions hold:
   /dev/null or one of its siblings ("link"), whose number sysfs's `dev` then repeats: stat() agrees either way.
 
 The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes can work on one tree:
-`SimulatedNode.open(root)`, or by hand `python -m tests.node DIR --help`.
+`SimulatedNode.open(root)`, or by hand `python -m tests.world.node DIR --help`.
 """
 
 from __future__ import annotations
@@ -1178,9 +1178,9 @@ NODE_OPERATIONS = (
 
 HELP = """\
 a node with two boards, and one that overheats:
-  python -m tests.node /tmp/node create n150 p300c      (prints the daemon's flags)
-  python -m tests.node /tmp/node beat &                 (heartbeats)
-  python -m tests.node /tmp/node heat 01:00.0 95
+  python -m tests.world.node /tmp/node create n150 p300c      (prints the daemon's flags)
+  python -m tests.world.node /tmp/node beat &                 (heartbeats)
+  python -m tests.world.node /tmp/node heat 01:00.0 95
 
 BDF may be short (01:00.0) or the ordinal. Each operation prints the kernel uevents that the real driver would send.
 """
@@ -1188,7 +1188,7 @@ BDF may be short (01:00.0) or the ordinal. Each operation prints the kernel ueve
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.node", description="A simulated node with Tenstorrent cards in the directory DIR.",
+        prog="python -m tests.world.node", description="A simulated node with Tenstorrent cards in the directory DIR.",
         epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("dir", metavar="DIR", type=Path)
@@ -1205,7 +1205,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("beat", help="run the heartbeats until Ctrl-C, also of what other processes change")
     commands.add_parser("show", help="one line for each chip")
     commands.add_parser("captures", help="list the captures (DIR may be left out)")
-    convert = commands.add_parser("convert", help="rewrite tests/data from captures (DIR may be left out)")
+    convert = commands.add_parser("convert", help="rewrite tests/world/data from captures (DIR may be left out)")
     convert.add_argument("files", nargs="+", metavar="CAPTURE.json", type=Path)
     types: dict[str, Callable[[str], object]]
     types = {"int": int, "float": float, "str": str, "str | int": str, "bytes": os.fsencode}

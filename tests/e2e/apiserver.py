@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.realkubelet.harness import JSON, Machine
+from tests.e2e.machine import JSON, Machine
 
 PORT = 8080
 KINDS = {

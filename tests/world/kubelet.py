@@ -7,7 +7,7 @@ what the original swallows or chokes on but a good plugin never does; tests asse
 Left out: the scheduler and the kubelet's resource predicates (both would stop a pod that asks for too much before the
 device manager sees it), the plugin watcher, sidecar containers, and every topology policy but the two named below.
 
-By hand: `python -m tests.kubelet --help`.
+By hand: `python -m tests.world.kubelet --help`.
 """
 
 from __future__ import annotations
@@ -1079,7 +1079,7 @@ async def _main(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.kubelet",
+        prog="python -m tests.world.kubelet",
         description="A reference kubelet for device plugins: prints a line for everything that happens.",
         epilog=COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

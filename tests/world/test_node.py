@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.node import (
+from tests.world.node import (
     BORROWED,
     Chip,
     SimulatedNode,
@@ -473,8 +473,8 @@ def test_hugepages_and_iommu(build: Callable[..., SimulatedNode]) -> None:
 
 
 def run(*arguments: str | Path) -> str:
-    command = [sys.executable, "-m", "tests.node", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+    command = [sys.executable, "-m", "tests.world.node", *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
 
 
 def test_another_process_can_work_on_the_tree(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Fixtures: nodes with the real kubelet and the daemon, and the table of what was measured on them.
 
-These tests are collected only when they are named: `python -m pytest tests/realkubelet`, as root.
+These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`, as root.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.realkubelet.harness import VERSIONS, build_kubelet, missing_tools
-from tests.realkubelet.node import TOP, Node, Program, stale_zipapp
+from tests.e2e.machine import VERSIONS, build_kubelet, missing_tools
+from tests.e2e.node import TOP, Node, Program, stale_zipapp
 
 RESULTS = TOP / "dist/realkubelet.json"
 

@@ -24,9 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.node import SimulatedNode, Ticker
-from tests.realkubelet.apiserver import PORT, ApiServer
-from tests.realkubelet.harness import (
+from tests.e2e.apiserver import PORT, ApiServer
+from tests.e2e.machine import (
     JSON,
     NODE_NAME,
     Containerd,
@@ -39,6 +38,7 @@ from tests.realkubelet.harness import (
     tail,
     wait_for,
 )
+from tests.world.node import SimulatedNode, Ticker
 
 TOP = Path(__file__).resolve().parents[2]
 ZIPAPP = TOP / "dist/tt-device-plugin.pyz"
@@ -47,7 +47,7 @@ RUNTIME_DIRECTORY = "/run/tt-device-plugin"
 # fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
 # (10:200) would not do: runc lets every container open it.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235))
-"""Numbers of the first cards' device nodes; the rest get those that tests.node gives, which nobody opens."""
+"""Numbers of the first cards' device nodes; the rest get those that tests.world.node gives, which nobody opens."""
 
 
 # --- What is tested ---------------------------------------------------------------------------------------------------
