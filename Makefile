@@ -34,13 +34,13 @@ lint: $(VENV)/ready  ## ruff, strict mypy, and whether generated/ is what its .p
 	@rm -rf build/generated && mkdir -p build/generated
 	@$(call protoc,build/generated)
 	@diff -ru -x __pycache__ -x '*.proto' generated build/generated/generated \
-		|| { echo 'generated/ is not what generated/deviceplugin.proto says; run: make generate'; exit 1; }
+		|| { echo 'generated/ is not what its .proto files say; run: make generate'; exit 1; }
 
 generate: $(VENV)/ready  ## the protobuf messages and gRPC stubs
 	@$(call protoc,.)
 
 protoc = $(PY) -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) \
-	generated/deviceplugin.proto
+	generated/deviceplugin.proto generated/podresources.proto
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
