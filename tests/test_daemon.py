@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import StartDaemon, until
+from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
+from tests.world.processes import until
 
 pytestmark = pytest.mark.usefixtures("ticking")
 

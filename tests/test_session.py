@@ -16,9 +16,10 @@ import grpc
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon, until
+from tests.conftest import StartDaemon, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
+from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 
 NAME = "tenstorrent.com/n150"
@@ -33,10 +34,6 @@ def node(node: SimulatedNode) -> SimulatedNode:
 def state(daemon: RunningDaemon) -> str:
     session = daemon.daemon.sessions.get(NAME)
     return session.state if session else ""
-
-
-def sockets(directory: Path) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name.startswith("tt-"))
 
 
 def registered_anew(kubelet: Kubelet, former_endpoint: str) -> bool:
@@ -77,7 +74,7 @@ async def test_a_directory_that_is_put_in_the_place_of_another_is_found_by_the_n
     deep = directory / "device-plugins"
     deep.mkdir(parents=True)
     async with RunningDaemon(node, settings_of(node, deep, interval=0.1)):
-        await until(lambda: sockets(deep))
+        await until(lambda: plugin_sockets(deep))
         directory.rename(short_tmp / "old")
         deep.mkdir(parents=True)
         async with Kubelet(deep) as kubelet:
@@ -106,7 +103,7 @@ async def test_fifty_restarts_leave_nothing_behind(
             before = in_use()
     assert statistics.median(delays) < 0.05
     await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
-    assert len(sockets(directory)) == 1 and kubelet.violations == []
+    assert len(plugin_sockets(directory)) == 1 and kubelet.violations == []
     await kubelet.stop()
 
 
@@ -119,7 +116,7 @@ async def test_a_deleted_socket_is_bound_anew_and_registered_within_a_second(
     async with Kubelet(directory, version=version) as kubelet:
         await kubelet.registered(NAME)
         for _ in range(5):
-            (old,) = sockets(directory)
+            (old,) = plugin_sockets(directory)
             (directory / old).unlink()
             await kubelet.wait_for(functools.partial(registered_anew, kubelet, old), 1)
             await kubelet.wait_for(lambda: kubelet.healthy(NAME), 1)
@@ -232,7 +229,7 @@ async def test_the_end_leaves_no_socket_and_takes_less_than_a_second(
     daemon = await start(interval=3600)
     await kubelet.registered(NAME)
     assert await asyncio.wait_for(daemon.stop(), 1) == 0
-    assert sockets(directory) == []
+    assert plugin_sockets(directory) == []
 
 
 async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_streams_alone(
@@ -263,7 +260,7 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
             for _ in range(number % 40):
                 await asyncio.sleep(0)
         await kubelet.wait_for(lambda: state(daemon) == "registered with kubelet" and kubelet.healthy(NAME))
-        (path,) = sockets(directory)
+        (path,) = plugin_sockets(directory)
         (directory / path).unlink()
         await kubelet.wait_for(functools.partial(registered_anew, kubelet, path), 1)
     # The kubelet's own gRPC may log of calls that were dropped under its hands.

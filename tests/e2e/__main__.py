@@ -20,8 +20,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.container import Missing, eventually
-from tests.e2e.host import CONFIGURATION, TOP, UNIT, Host
+from tests.e2e.container import Missing
+from tests.e2e.host import CONFIGURATION, UNIT, Host
+from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie", "forky")
 REQUIRED = ("bookworm", "trixie")  # the others only if they can be had
@@ -99,7 +100,7 @@ def test_no_device_is_active_and_quiet(host: Host) -> str:
     host.container.write(CONFIG, CONFIGURATION)
     host.container("systemctl", "restart", UNIT)
     begun = int(host.property("ExecMainStartTimestampMonotonic")) / 1e6
-    eventually(lambda: time.monotonic() > begun + 0.5 * polls + 1, "some polls have gone by")
+    wait_until(lambda: time.monotonic() > begun + 0.5 * polls + 1, "some polls have gone by")
     lines = host.journal(begun)
     assert len(lines) == 1 and "0 devices" in lines[0][1], lines
     assert host.property("ActiveState") == "active"
@@ -113,7 +114,7 @@ def test_sandbox_score(host: Host) -> str:
     score = re.search(r"Overall exposure level for \S+: ([\d.]+)", said)
     assert score and float(score[1]) <= 1.5, said
     exposed = sorted(set(re.findall(r"^✗ (\S+?)=", said, re.MULTILINE)))
-    unit = (TOP / "packaging/systemd/tt-device-plugin.service").read_text()
+    unit = (ROOT / "packaging/systemd/tt-device-plugin.service").read_text()
     unexplained = [name for name in exposed if f"{name}=" not in unit.split("# --- The sandbox")[1]]
     assert not unexplained, unexplained
     warnings = host.container("systemd-analyze", "verify", "--man=no", f"{UNIT}.service", check=False)
@@ -327,7 +328,7 @@ def test_sigstop(host: Host) -> str:
     host.container.shell(f"systemctl daemon-reload && systemctl restart {UNIT}")
     host.status_becomes("registered with kubelet")
     began = time.monotonic()
-    eventually(lambda: time.monotonic() > began + 4, "twice the watchdog's time has gone by")
+    wait_until(lambda: time.monotonic() > began + 4, "twice the watchdog's time has gone by")
     assert host.property("NRestarts") == "0", "a daemon that is well was restarted"
     since = time.monotonic()
     host.container("systemctl", "kill", "--signal=STOP", UNIT)
@@ -465,7 +466,7 @@ def test_configuration_error(host: Host) -> str:
     since = time.monotonic()
     assert host.container.status_of("systemctl", "restart", UNIT) != 0
     began = time.monotonic()
-    eventually(lambda: time.monotonic() > began + 1.5, "time for three restarts has gone by")
+    wait_until(lambda: time.monotonic() > began + 1.5, "time for three restarts has gone by")
     properties = host.properties()
     seen = {name: properties[name] for name in ("ActiveState", "Result", "ExecMainStatus", "NRestarts")}
     assert list(seen.values()) == ["failed", "exit-code", "78", "0"], seen
@@ -541,10 +542,10 @@ def next_version(deb: Path, packages: Path, work: Path) -> None:
     source = work / "next"
     needless = shutil.ignore_patterns("__pycache__")
     for name in ("generated", "packaging", "build/wheels"):
-        if (TOP / name).exists():
-            shutil.copytree(TOP / name, source / name, ignore=needless)
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=needless)
     for name in ("ttdp.py", "shiv.toml"):
-        shutil.copy(TOP / name, source)
+        shutil.copy(ROOT / name, source)
     for path, old in (
         (source / "ttdp.py", r'(?m)^__version__ = ".*"$'),
         (source / "packaging/deb/changelog", r"\A\S+ \(\S+\)"),
@@ -610,7 +611,7 @@ def main() -> int:
     if missing := [package for tool, package in tools.items() if not shutil.which(tool)]:
         sys.exit(f"missing: apt install {' '.join(missing)}")
     architecture = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True).stdout.strip()
-    deb = options.deb or next(iter(sorted(TOP.glob(f"dist/*_{architecture}.deb"))), None)
+    deb = options.deb or next(iter(sorted(ROOT.glob(f"dist/*_{architecture}.deb"))), None)
     if deb is None:
         sys.exit("no package to test: make deb")
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.machine import VERSIONS, build_kubelet, missing_tools
-from tests.e2e.node import TOP, Node, Program, stale_zipapp
+from tests.e2e.node import Node, Program, stale_zipapp
+from tests.world.processes import ROOT
 
-RESULTS = TOP / "dist/realkubelet.json"
+RESULTS = ROOT / "dist/realkubelet.json"
 
 Row = dict[str, str]
 
@@ -53,7 +54,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False) + "\n")
-    terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(TOP)}")
+    terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(ROOT)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,11 +13,10 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
+from tests.world.processes import wait_until
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
 PACKAGES = "systemd,systemd-sysv,dbus,python3"
@@ -43,15 +42,6 @@ exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --pr
 
 class Missing(Exception):
     """What cannot be had here, in words."""
-
-
-def eventually(condition: Callable[[], T], what: str, timeout: float = 10.0) -> T:
-    """The condition's first true value; AssertionError with `what` if there is none in time."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(0.01)
-    return value
 
 
 def root_tree(suite: str) -> Path:
@@ -101,7 +91,7 @@ class Container:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "NAME": self.name},
             )
-        eventually(self._up, f"{self.name} is up; its console says:\n{self._last_words()}", 60)
+        wait_until(self._up, lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n", 60)
         return time.monotonic() - since
 
     def _up(self) -> bool:
@@ -186,7 +176,7 @@ class Container:
             self._nspawn = None
         for hierarchy in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
             group = hierarchy / self.name
-            eventually(functools.partial(self._removed, group), f"{group} is empty")
+            wait_until(functools.partial(self._removed, group), f"{group} to empty")
 
     def _removed(self, group: Path) -> bool:
         for directory, _, _ in os.walk(group, topdown=False):

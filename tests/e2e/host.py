@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.container import Container, eventually
-from tests.world.node import Chip, SimulatedNode
+from tests.e2e.container import Container
+from tests.world.node import Chip, SimulatedNode, Ticker
+from tests.world.processes import PATIENCE, ROOT, wait_until
 
-TOP = Path(__file__).resolve().parents[2]
 UNIT = "tt-device-plugin"
 KUBELET = """
 [Unit]
@@ -41,15 +41,14 @@ class Host:
     def __init__(self, suite: str, work: Path, packages: Path, python: Path) -> None:
         """packages: the directory of the .debs; python: site-packages for the kubelet, of all ABIs."""
         self.suite = suite
-        self.container = Container(suite, work, {TOP: "/srv/project", packages: "/srv/packages"})
+        self.container = Container(suite, work, {ROOT: "/srv/project", packages: "/srv/packages"})
         self.shared = self.container.shared
         shutil.copytree(python, self.shared / "python")
         os.mkfifo(self.shared / "input")
         self._events = self.shared / "events"
         self._events.touch()
         self._node: SimulatedNode | None = None
-        self._heartbeats: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._heartbeats = contextlib.ExitStack()
         self.files_before: set[str] = set()  # the runner's: the system as it was before the installation
         self.install_kubelet("/var/lib/kubelet/device-plugins")
 
@@ -60,17 +59,11 @@ class Host:
         self._node = SimulatedNode(self.shared / "node")
         for card in cards:
             self._node.add(card)
-        self._heartbeats = threading.Thread(target=self._beat)
-        self._heartbeats.start()
+        self._heartbeats.enter_context(Ticker(self._node))
 
     def chip(self, name: str) -> Chip:
         assert self._node
         return self._node.chip(name)
-
-    def _beat(self) -> None:
-        assert self._node
-        while not self._ending.wait(0.1):
-            self._node.tick()
 
     # The kubelet.
 
@@ -91,9 +84,9 @@ class Host:
             if event["event"] == kind and event["at"] >= since and wanted.items() <= event.items()
         ]
 
-    def event(self, since: float, kind: str, timeout: float = 10.0, **wanted: Any) -> dict[str, Any]:
+    def event(self, since: float, kind: str, timeout: float = PATIENCE, **wanted: Any) -> dict[str, Any]:
         """The first such event, as soon as there is one."""
-        return eventually(lambda: self.events(since, kind, **wanted), f"kubelet sees {kind} {wanted}", timeout)[0]
+        return wait_until(lambda: self.events(since, kind, **wanted), f"the kubelet to see {kind} {wanted}", timeout)[0]
 
     def last_events(self, number: int) -> str:
         return "\n".join(self._events.read_text().splitlines()[-number:])
@@ -111,14 +104,14 @@ class Host:
     def status(self) -> str:
         return self.property("StatusText")
 
-    def status_becomes(self, *parts: str, timeout: float = 10.0) -> str:
+    def status_becomes(self, *parts: str, timeout: float = PATIENCE) -> str:
         """The status text, once it holds all these parts."""
 
         def text() -> str:
             status = self.status()
             return status if all(part in status for part in parts) else ""
 
-        return eventually(text, f"STATUS says {parts}; it says {self.status()!r}", timeout)
+        return wait_until(text, lambda: f"STATUS to say {parts}; it says {self.status()!r}", timeout)
 
     def journal(self, since: float = 0.0) -> list[tuple[int, str]]:
         """Priorities and messages of the daemon's own lines."""
@@ -130,13 +123,13 @@ class Host:
             if entry.get("SYSLOG_IDENTIFIER") == UNIT and int(entry["__MONOTONIC_TIMESTAMP"]) >= since * 1e6
         ]
 
-    def line(self, since: float, part: str, timeout: float = 10.0) -> tuple[int, str]:
+    def line(self, since: float, part: str, timeout: float = PATIENCE) -> tuple[int, str]:
         """The daemon's first line that holds a text, as soon as there is one."""
 
         def found() -> list[tuple[int, str]]:
             return [entry for entry in self.journal(since) if part in entry[1]]
 
-        return eventually(found, f"the journal has a line with {part!r}", timeout)[0]
+        return wait_until(found, f"a line with {part!r} in the journal", timeout)[0]
 
     def seconds_to_ready(self) -> float:
         """From the program's start to READY=1, by systemd's clock."""
@@ -157,7 +150,5 @@ class Host:
         )
 
     def close(self) -> None:
-        self._ending.set()
-        if self._heartbeats:
-            self._heartbeats.join()
+        self._heartbeats.close()
         self.container.delete()
