@@ -19,7 +19,7 @@ import ttdp
 from tests.conftest import StartDaemon, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
 
 NAME = "tenstorrent.com/n150"
@@ -143,10 +143,11 @@ async def test_a_kubelet_that_refuses_is_asked_again_ever_more_slowly_and_says_w
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
     daemon = await start(interval=3600)
     await until(lambda: "not welcome" in state(daemon))
-    await kubelet.registered(NAME, 4)
+    await kubelet.registered(NAME, PATIENCE)
     attempts = [event.at for event in kubelet.find("register")]
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
-    assert [round(pause, 1) for pause in pauses] == [0.1, 0.2, 0.4, 0.8]
+    # What an attempt itself takes comes on top: milliseconds, on a busy machine some hundreds.
+    assert all(least <= pause < least + 0.6 for least, pause in zip([0.1, 0.2, 0.4, 0.8], pauses, strict=True))
     assert sum("not welcome" in record.message for record in caplog.records) == 1
 
 

@@ -216,6 +216,7 @@ async def test_a_reload_leaves_the_directory_until_a_restart(
     await service.note("READY=1")
     await until(lambda: serves(directory, "wormhole"))
     assert not list((short_tmp / "elsewhere").iterdir())
+    await service.stop()
     assert [line for line in service.said if "device_plugin_dir" in line and "restart" in line]
 
 
