@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,8 +66,10 @@ def root_tree(suite: str) -> Path:
 class Container:
     """One system; can be booted several times."""
 
-    def __init__(self, suite: str, work: Path, binds: Mapping[Path, str]) -> None:
-        """binds: directories of the host and where they are in the container, read-only."""
+    def __init__(self, suite: str, binds: Mapping[Path, str]) -> None:
+        """binds: directories of the host and where they are in the container, read-only. Raises Missing."""
+        tree = root_tree(suite)
+        work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
         self.root = work / "root"
         self.shared = work / "shared"  # /srv/shared, read-write
         self.console = work / "console.log"
@@ -74,9 +77,9 @@ class Container:
         self._binds = binds
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._leader = 0
-        self.root.mkdir(parents=True)
+        self.root.mkdir()
         self.shared.mkdir()
-        subprocess.run(["tar", "-C", str(self.root), "-xf", str(root_tree(suite))], check=True)
+        subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
 
     def boot(self) -> float:
         """Boot, and wait until everything is started; returns the seconds that took."""
@@ -136,17 +139,8 @@ class Container:
 
     def files(self) -> set[str]:
         """Everything in the root tree but what logs and package management keep."""
-        kept = (
-            "var/lib/apt",
-            "var/lib/dpkg",
-            "var/log",
-            "var/cache/apt",
-            "var/cache/debconf",
-            "var/cache/ldconfig",
-            "tmp",
-            "var/tmp",
-            "run",
-        )
+        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt", "var/cache/debconf",
+                "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc", "sys")  # fmt: skip
         found: set[str] = set()
         for directory, names, files in os.walk(self.root):
             place = os.path.relpath(directory, self.root)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,12 @@ from tests.world.node import Chip, SimulatedNode, Ticker
 from tests.world.processes import PATIENCE, ROOT, wait_until
 
 UNIT = "tt-device-plugin"
+RESOURCE = "tenstorrent.com/n300"
+CARDS = ("n300", "n300", "n300", "n300", "p300c")
+DIRECTORY = "/var/lib/kubelet/device-plugins"
+CONFIG = "/etc/tt-device-plugin/config.toml"
+DROP_IN = f"/etc/systemd/system/{UNIT}.service.d/test.conf"
+NEXT = "9.9.9"  # the version that is upgraded to
 KUBELET = """
 [Unit]
 Description=Reference kubelet
@@ -35,22 +46,107 @@ interval = 0.5
 """
 
 
+@dataclass(frozen=True)
+class Packages:
+    """The package under test and one of a next version, as paths in the container."""
+
+    directory: Path
+    current: str
+    following: str
+    modules: Path
+    """What the program is bundled with, for every Python: the reference kubelet runs on it in the container."""
+
+    @classmethod
+    def of(cls, deb: Path, work: Path) -> Packages:
+        """Copies the package and builds the next one in `work`."""
+        directory = work / "packages"
+        directory.mkdir()
+        shutil.copy2(deb, directory)
+        _build_next(deb, directory, work / "next")
+        following = next(path.name for path in directory.iterdir() if f"_{NEXT}_" in path.name)
+        subprocess.run(["dpkg-deb", "--extract", str(deb), str(work / "deb")], check=True)
+        with zipfile.ZipFile(work / "deb/usr/lib/tt-device-plugin/tt-device-plugin.pyz") as packed:
+            packed.extractall(work, [name for name in packed.namelist() if name.startswith("site-packages/")])
+        return cls(directory, f"/srv/packages/{deb.name}", f"/srv/packages/{following}", work / "site-packages")
+
+
+def _build_next(deb: Path, output: Path, source: Path) -> None:
+    """A package of another version and another program, made of the same sources, to upgrade to."""
+    for name in ("generated", "packaging", "build/wheels"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in (
+        ("ttdp.py", r'(?m)^__version__ = ".*"$', f'__version__ = "{NEXT}"'),
+        ("packaging/deb/changelog", r"\A\S+ \(\S+\)", f"{UNIT} ({NEXT})"),
+        ("shiv.toml", "", ""),
+    ):
+        (source / name).write_text(re.sub(old, new, (ROOT / name).read_text(), count=1))
+    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian"]
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
+    subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
+
+
 class Host:
     """What the tests see of it. Times are seconds of CLOCK_MONOTONIC, which the host and the container share."""
 
-    def __init__(self, suite: str, work: Path, packages: Path, python: Path) -> None:
-        """packages: the directory of the .debs; python: site-packages for the kubelet, of all ABIs."""
-        self.suite = suite
-        self.container = Container(suite, work, {ROOT: "/srv/project", packages: "/srv/packages"})
+    def __init__(self, suite: str, packages: Packages) -> None:
+        self.packages = packages
+        self.container = Container(suite, {ROOT: "/srv/project", packages.directory: "/srv/packages"})
         self.shared = self.container.shared
-        shutil.copytree(python, self.shared / "python")
+        shutil.copytree(packages.modules, self.shared / "python")
         os.mkfifo(self.shared / "input")
         self._events = self.shared / "events"
         self._events.touch()
         self._node: SimulatedNode | None = None
         self._heartbeats = contextlib.ExitStack()
-        self.files_before: set[str] = set()  # the runner's: the system as it was before the installation
-        self.install_kubelet("/var/lib/kubelet/device-plugins")
+        self.install_kubelet(DIRECTORY)
+
+    def __enter__(self) -> Host:
+        try:
+            self.container.boot()
+        except BaseException:
+            self.__exit__()
+            raise
+        self._files_before = self.container.files()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._heartbeats.close()
+        self.container.delete()
+
+    # The state that a test begins with.
+
+    def be_installed(self) -> None:
+        if not self.container.exists("/usr/bin/tt-device-plugin"):
+            self.container("apt-get", "install", "--yes", self.packages.current)
+
+    def be_running(self) -> None:
+        """Installed, with cards, and registered with a kubelet that runs."""
+        if not self._node:
+            self.plug(*CARDS)
+        if (self.container.root / CONFIG[1:]).read_text() != CONFIGURATION:
+            self.container.write(CONFIG, CONFIGURATION)
+            self.container("systemctl", "restart", UNIT)
+        self.container.shell(f"systemctl daemon-reload; systemctl start {UNIT} kubelet")
+        self.status_becomes("registered with kubelet")
+
+    def recover(self) -> None:
+        """After a test that has failed: undo what it may have left half done."""
+        self.install_kubelet(DIRECTORY)
+        self.container.shell(
+            f"rm -rf {Path(DROP_IN).parent} /var/snap; systemctl daemon-reload; systemctl reset-failed;"
+            f"systemctl --no-block restart {UNIT}",
+            check=False,
+        )
+
+    def left_behind(self) -> list[str]:
+        """Files that were not there before the first installation."""
+        return sorted(self.container.files() - self._files_before)
+
+    def last_words(self) -> str:
+        """What journal and kubelet say at the end."""
+        journal = self.container("journalctl", "--no-pager", "--lines=30", "--output=short-monotonic", check=False)
+        return journal + "\n".join(self._events.read_text().splitlines()[-12:])
 
     # The cards.
 
@@ -87,9 +183,6 @@ class Host:
     def event(self, since: float, kind: str, timeout: float = PATIENCE, **wanted: Any) -> dict[str, Any]:
         """The first such event, as soon as there is one."""
         return wait_until(lambda: self.events(since, kind, **wanted), f"the kubelet to see {kind} {wanted}", timeout)[0]
-
-    def last_events(self, number: int) -> str:
-        return "\n".join(self._events.read_text().splitlines()[-number:])
 
     # The service.
 
@@ -136,19 +229,3 @@ class Host:
         properties = self.properties()
         ready, begun = (int(properties[f"{name}TimestampMonotonic"]) for name in ("ActiveEnter", "ExecMainStart"))
         return (ready - begun) / 1e6
-
-    def recover(self) -> None:
-        """After a test that has failed: as the next one expects it."""
-        if self.container.exists("/etc/tt-device-plugin"):
-            self.container.write("/etc/tt-device-plugin/config.toml", CONFIGURATION)
-        self.install_kubelet("/var/lib/kubelet/device-plugins")
-        kubelet = "systemctl restart kubelet" if self._events.stat().st_size else "true"
-        self.container.shell(
-            f"rm -rf /etc/systemd/system/{UNIT}.service.d /var/snap; systemctl daemon-reload; systemctl reset-failed;"
-            f"systemctl --no-block restart {UNIT}; {kubelet}",
-            check=False,
-        )
-
-    def close(self) -> None:
-        self._heartbeats.close()
-        self.container.delete()
