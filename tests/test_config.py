@@ -18,6 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
+from tests.world.processes import finished
 from ttdp import OPTIONS, ConfigError, HealthSettings, Mount, Option, Settings, load_settings
 
 PROGRAM = Path(ttdp.__file__)
@@ -100,10 +101,7 @@ def refusal_of_file(tmp_path: Path, text: str | bytes) -> str:
 
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The program itself, with no configuration but this one."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("TTDP_")}
-    return subprocess.run(
-        [sys.executable, str(PROGRAM), *words], env=clean | environ, capture_output=True, text=True, timeout=20
-    )
+    return finished([sys.executable, PROGRAM, *words], environ)
 
 
 # -- where a value comes from ------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon, until
+from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
+from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 
 pytestmark = pytest.mark.usefixtures("ticking")
@@ -212,7 +213,7 @@ async def test_nothing_is_registered_without_devices_and_the_first_one_is_at_onc
 
 
 async def ready(daemon: RunningDaemon, seconds: float = 5) -> None:
-    await until(lambda: daemon.notified("READY=1"), seconds)
+    await until(lambda: daemon.notified("READY=1"), seconds=seconds)
 
 
 async def test_is_ready_when_the_driver_has_bound_to_everything_on_the_bus(
@@ -254,7 +255,7 @@ async def test_is_ready_in_the_end_without_a_function_that_the_driver_does_not_b
     await ready(daemon, 2)
     assert sum(chip.bdf in record.message for record in caplog.records) == 1
     chip.bind()
-    await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"), 1)
+    await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"), seconds=1)
 
 
 @pytest.mark.parametrize("why", ["no driver", "another driver", "kept for another", "not for the driver", "gone"])

@@ -18,9 +18,10 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import StartDaemon, until
+from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
+from tests.world.processes import until
 
 NAME = "tenstorrent.com/n150"
 pytestmark = pytest.mark.usefixtures("ticking")
@@ -81,7 +82,7 @@ async def test_random_bytes_and_half_open_connections_are_closed_and_forgotten(
         strangers.append(stranger)
     await kubelet.admit("pod", "main", {NAME: 1})
     # Ours are still open; the server's ends of them go, at the latest when its time for a handshake is over.
-    await until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(strangers) + 1, 10)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(strangers) + 1)
     for stranger in strangers:
         stranger.close()
     await kubelet.admit("other", "main", {NAME: 1})

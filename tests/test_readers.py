@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import until
+from tests.world.processes import until
 from ttdp import HostPaths, PciFunction, Reading, Request, Telemetry, TelemetryReaders
 
 
@@ -80,12 +80,12 @@ async def test_one_that_hangs_holds_up_nobody(chips: Chips) -> None:
     """The others are read by another thread; the one that hangs is known by how long it does."""
     chips.hold(ONE)
     chips.ask(ONE, TWO, THREE)
-    await until(lambda: len(chips.delivered) == 2, 1)
+    await until(lambda: len(chips.delivered) == 2, seconds=1)
     assert set(chips.answered()) == {TWO.bdf, THREE.bdf}
-    await until(chips.readers.is_settled, 1)
+    await until(chips.readers.is_settled, seconds=1)
     assert chips.readers.seconds_under_way(ONE.bdf) > 0 and not chips.readers.seconds_under_way(TWO.bdf)
     chips.release(ONE)
-    await until(lambda: ONE.bdf in chips.answered(), 1)
+    await until(lambda: ONE.bdf in chips.answered(), seconds=1)
     assert chips.readers.seconds_under_way(ONE.bdf) == 0
 
 
@@ -93,9 +93,9 @@ async def test_what_was_read_before_one_hangs_is_delivered(chips: Chips) -> None
     """The thread hangs at the second chip: the first one's answer does not hang with it."""
     chips.hold(TWO)
     chips.ask(ONE, TWO)
-    await until(lambda: chips.answered() == [ONE.bdf], 1)
+    await until(lambda: chips.answered() == [ONE.bdf], seconds=1)
     chips.release(TWO)
-    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf], 1)
+    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf], seconds=1)
 
 
 async def test_many_that_hang_have_a_thread_each_and_no_more(chips: Chips) -> None:
@@ -106,7 +106,7 @@ async def test_many_that_hang_have_a_thread_each_and_no_more(chips: Chips) -> No
     chips.ask(*stuck, function(32))
     for _ in range(5):
         chips.ask(*stuck, periodic=True)
-    await until(lambda: chips.answered() == ["0000:20:00.0"], 10)
+    await until(lambda: chips.answered() == ["0000:20:00.0"], seconds=10)
     assert threading.active_count() <= threads + len(stuck) + 1
     assert len(chips.reads) == 32
     chips.release(*stuck)
