@@ -27,4 +27,4 @@ reproducible: $(VENV)/ready  ## build everything twice, at different places and 
 	@$(PY) packaging/check_reproducible.py
 
 e2e-systemd: $(DEB)$(MACHINE).deb
-	@$(PY) -m tests.e2e --deb $<
+	@$(PYTEST) -vv tests/e2e/test_package.py

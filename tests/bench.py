@@ -35,13 +35,14 @@ import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
-from tests.soak import (
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
+from tests.world.processes import (
     ROOT,
     Broken,
-    Child,
     Installation,
     Kernel,
-    RestartedKubelet,
+    Service,
     cpu_seconds,
     footprint,
     percentile,
@@ -50,8 +51,6 @@ from tests.soak import (
     within,
     workspace,
 )
-from tests.world.kubelet import Kubelet
-from tests.world.node import SimulatedNode
 
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
@@ -155,28 +154,28 @@ class Bench:
             async with child:
                 await child.ready()
 
-    def daemon(self, *, interval: float = 5.0, events: bool = False) -> Child:
+    def daemon(self, *, interval: float = 5.0, events: bool = False) -> Service:
         return self.installation.daemon(
             self.node, self.directory, interval=interval, uevents=self.uevents if events else None
         )
 
-    def floor(self) -> Child:
+    def floor(self) -> Service:
         (self.home / "push").unlink(missing_ok=True)
         command = [sys.executable, "-c", "from bare_server import bare_server; bare_server()"]
         environment = self.installation.environment(ROOT, self.home)
-        return Child([*command, str(self.floor_socket), str(self.home)], environment, self.home / "floor.notify")
+        return Service([*command, str(self.floor_socket), str(self.home)], environment, self.home / "floor.notify")
 
     @property
     def floor_socket(self) -> Path:
         return self.home / "floor.sock"
 
     @contextlib.asynccontextmanager
-    async def both(self, *, interval: float, events: bool = False) -> AsyncIterator[tuple[Child, Child, Kubelet]]:
+    async def both(self, *, interval: float, events: bool = False) -> AsyncIterator[tuple[Service, Service, Kubelet]]:
         """Daemon and floor, up and running, the daemon registered with a kubelet."""
         async with self.daemon(interval=interval, events=events) as daemon, self.floor() as floor:
             await daemon.ready()
             await floor.ready()
-            async with RestartedKubelet(self.directory) as kubelet:
+            async with Kubelet(self.directory) as kubelet:
                 await kubelet.registered(RESOURCE)
                 yield daemon, floor, kubelet
                 if kubelet.violations:
@@ -347,7 +346,7 @@ async def calls(bench: Bench) -> list[Row]:
     """Unary calls over one connection each, in turns, with the same request and an answer of the same size."""
     number = 200 if bench.quick else 1000
     async with contextlib.AsyncExitStack() as stack:
-        daemon, kubelet = bench.daemon(interval=NEVER), RestartedKubelet(bench.directory)
+        daemon, kubelet = bench.daemon(interval=NEVER), Kubelet(bench.directory)
         await stack.enter_async_context(daemon)
         await daemon.ready()
         await stack.enter_async_context(kubelet)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import shutil
-import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +11,22 @@ import pytest
 
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import workspace
 from tests.world.simulation import RunningDaemon, settings_of
 
 StartDaemon = Callable[..., Any]
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Returns when the condition holds; it has to within these seconds. For what tells nobody that it happened."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.002)
+def plugin_sockets(directory: Path) -> list[str]:
+    """The names of the sockets in the device plugin directory, the kubelet's apart."""
+    return [path.name for path in directory.iterdir() if path.is_socket() and path.name != "kubelet.sock"]
 
 
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
     """A directory with a short path: a unix socket's address holds 107 bytes, pytest's own tmp_path takes most."""
-    path = Path(tempfile.mkdtemp(prefix="tt-"))
-    yield path
-    shutil.rmtree(path)
+    with workspace() as path:
+        yield path
 
 
 @pytest.fixture
@@ -68,7 +61,9 @@ async def start(node: SimulatedNode, directory: Path) -> AsyncIterator[StartDaem
     """Starts the daemon on the node with these settings; it is stopped at the end."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start_daemon(**settings: Any) -> RunningDaemon:
-            return await stack.enter_async_context(RunningDaemon(node, settings_of(node, directory, **settings)))
+        async def start_daemon(environ: Mapping[str, str] | None = None, **settings: Any) -> RunningDaemon:
+            return await stack.enter_async_context(
+                RunningDaemon(node, settings_of(node, directory, **settings), environ)
+            )
 
         yield start_daemon

@@ -15,15 +15,16 @@ import asyncio
 import contextlib
 import re
 import statistics
+import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.soak import Broken, Child, Installation, Kernel, RestartedKubelet, run, within, workspace
 from tests.world.kubelet import AdmissionError, Allocation, Event, Kubelet
 from tests.world.node import Chip, SimulatedNode, Ticker
+from tests.world.processes import Broken, Installation, Kernel, Service, run, within, workspace
 
 DOMAIN = "tenstorrent.com"
 N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
@@ -107,10 +108,10 @@ class Demo:
         self.uevents = home / "uevents"
         self.node = SimulatedNode(home / "node")
         self.kernel = Kernel(self.node, self.uevents)
-        self.kubelet: Kubelet = RestartedKubelet(self.directory, on_event=self._kubelet_event)
+        self.kubelet = Kubelet(self.directory, on_event=self._kubelet_event)
         self.daemon = self._new_daemon()
 
-    def _new_daemon(self) -> Child:
+    def _new_daemon(self) -> Service:
         daemon = self.installation.daemon(self.node, self.directory, interval=INTERVAL, uevents=self.uevents)
         daemon.on_line = lambda line: self.stage.noise("daemon", line)
         return daemon
@@ -149,20 +150,12 @@ class Demo:
         """The program's own table; its paths are shortened by the simulated node's root."""
         stage = self.stage
         stage.step("Two n300, two p300c with two chips each, and an n150, on two NUMA nodes")
-        command, environment = self.installation.command(
-            "list", f"--config-file={self._no_configuration()}", *self.node.flags, simulated=True
+        command, environ = self.installation.command(
+            "list", f"--config-file={self._no_configuration()}", *self.node.flags
         )
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, cwd="/", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        try:
-            output, errors = await asyncio.wait_for(process.communicate(), 30)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        text = output.decode()
-        check(process.returncode == 0, f"list ended with status {process.returncode}: {errors.decode()}")
+        listed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+        text = listed.stdout
+        check(listed.returncode == 0, f"list ended with status {listed.returncode}: {listed.stderr}")
         check(len(text.splitlines()) == 8, f"list shows something else than 7 chips:\n{text}")
         check("UNHEALTHY" not in text, f"list shows a chip that is not healthy:\n{text}")
         stage.say(f"      {stage.paint('2', '$ tt-device-plugin list')}")
@@ -182,17 +175,11 @@ class Demo:
         stage.step("The daemon starts; there is no kubelet yet")
         stage.fact("ready after", milliseconds(await self.daemon.ready()))
         stage.fact("log", *self._log("driver"))
-        await self._show_status(r"^(?!.*starting).*waiting for kubelet", 0.0)
+        await self._show_status("waiting for kubelet")
 
-    async def _show_status(self, pattern: str, since: float) -> None:
+    async def _show_status(self, words: str) -> None:
         """What `systemctl status` would show, as soon as it says this."""
-
-        def found() -> str | None:
-            told = (text.removeprefix("STATUS=") for at, text in list(self.daemon.notes) if at >= since)
-            return next((text for text in told if re.search(pattern, text)), None)
-
-        status = await self.daemon.wait_for(found, f"the status does not become {pattern!r}")
-        self.stage.fact("status", *status.split("; "))
+        self.stage.fact("status", *(await self.daemon.status(words)).split("; "))
 
     def _short(self, text: str) -> str:
         """Without the root of the simulated node, as it would be on a real one."""
@@ -214,7 +201,7 @@ class Demo:
         for resource in RESOURCES:
             seconds = self.kubelet.find("list", resource, appeared)[0].at - appeared
             stage.fact("registered", f"{resource}, {milliseconds(seconds)} after kubelet.sock appeared")
-        await self._show_status("; registered with kubelet", appeared)
+        await self._show_status("; registered with kubelet")
         stage.say()
         capacity, allocatable = self.kubelet.capacity(), self.kubelet.allocatable()
         check(capacity == allocatable == {N150: 1, N300: 2, P300: 4}, f"capacity is {capacity}, not 1, 2 and 4")

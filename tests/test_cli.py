@@ -12,9 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,9 @@ import pytest
 
 import ttdp
 from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import PATIENCE, ROOT, SIMULATION, environment, finished, wait_until, workspace
 
-REPOSITORY = Path(ttdp.__file__).parent
-PROGRAM = [sys.executable, str(REPOSITORY / "ttdp.py")]
-SIMULATION = [sys.executable, "-m", "tests.world.simulation"]  # where an attribute shall fail with an errno
+PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node", "firmware", "healthy",
         "reason", "resource"]  # fmt: skip
 
@@ -59,14 +57,8 @@ class Answer:
         return [(line[1], line[2], line[3]) for line in found if line]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("TTDP_")} | more
-
-
-def run(*words: str, program: Sequence[str] = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*program, *words], env=environment(**more), capture_output=True, text=True, timeout=30, cwd=REPOSITORY
-    )
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return finished([*PROGRAM, *words])
 
 
 # -- scenes: each is a node and a command; all of them run side by side, since each takes a second by design -----------
@@ -102,8 +94,7 @@ HELD = contextlib.ExitStack()  # what has to stay open while the program looks
 def answers() -> Iterator[dict[str, Answer]]:
     """What the program says of each scene."""
     with contextlib.ExitStack() as stack:
-        top = Path(tempfile.mkdtemp(prefix="tt-"))  # short: unix sockets lie below it
-        stack.callback(shutil.rmtree, top)
+        top = stack.enter_context(workspace())
         stack.callback(HELD.close)
         with ThreadPoolExecutor(12) as pool:
             runs = {name: pool.submit(_play, top / str(n), SCENES[name]) for n, name in enumerate(SCENES)}
@@ -115,11 +106,11 @@ def _play(root: Path, arrange: Scene) -> Answer:
     driver = {"old_driver": "2.5.0", "driver_of_yore": "1.34"}.get(arrange.__name__, "2.10.1-pre")
     node = SimulatedNode(root, driver=driver, nodes="link")
     words = arrange(node)
-    program = SIMULATION if arrange in (resetting, listed_resetting) else PROGRAM
-    program = [*AS_OTHERS, *program] if arrange is unwritable else program
+    program = SIMULATION if arrange in (resetting, listed_resetting) else PROGRAM  # attributes fail with an errno
+    program = [*AS_OTHERS, *program] if arrange in (unwritable, forbidden) else program
     began = time.monotonic()
     with Ticker(node, 0.2):
-        ended = run(*words, *node.flags, f"--device-plugin-dir={plugins(node)}", program=program)
+        ended = finished([*program, *words, *node.flags, f"--device-plugin-dir={plugins(node)}"])
     return Answer(node, ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began)
 
 
@@ -317,6 +308,46 @@ def test_check_names_what_is_not_in_order(
 
 
 @scene
+def unbound(node: SimulatedNode) -> list[str]:
+    words = sound(node)
+    node.add("p150a")[0].unbind()
+    return words
+
+
+@scene
+def forbidden(node: SimulatedNode) -> list[str]:
+    words = sound(node)
+    plugins(node).chmod(0)
+    return words
+
+
+def test_check_says_what_it_may_not_see_and_what_has_no_driver(answers: dict[str, Answer]) -> None:
+    """A function on the bus that nobody is bound to; a directory that an ordinary user may not look into."""
+    (finding,) = [found for found in answers["unbound"].findings if found[0] != "ok"]
+    assert finding[:2] == ("warn", "0000:02:00.0") and "no driver is bound" in finding[2]
+    (finding,) = [found for found in answers["forbidden"].findings if found[0] != "ok"]
+    assert finding[:2] == ("warn", "kubelet") and "you may not look there; run as root" in finding[2]
+
+
+@scene
+def config_only(node: SimulatedNode) -> list[str]:
+    return ["check", "--config-only"]
+
+
+@scene
+def bad_config_only(node: SimulatedNode) -> list[str]:
+    return ["check", "--config-only", "--log-level=loud"]
+
+
+def test_check_of_the_configuration_alone_looks_at_nothing_else(answers: dict[str, Answer]) -> None:
+    """One line, at once, for `systemctl reload` and the package: status 1 if it could not be used."""
+    good, bad = answers["config_only"], answers["bad_config_only"]
+    assert good.findings == [("ok", "configuration", "valid")] and good.status == 0
+    ((level, subject, text),) = bad.findings
+    assert (level, subject, bad.status) == ("FAIL", "configuration", 1) and "--log-level: 'loud'" in text
+
+
+@scene
 def enough_hugepages(node: SimulatedNode) -> list[str]:
     words = no_hugepages(node)
     mount_hugepages(node, 4)
@@ -507,11 +538,9 @@ def test_list_shows_a_device_that_goes_while_it_looks(short_tmp: Path) -> None:
     with subprocess.Popen(
         [*PROGRAM, "list", "--json", *node.flags], env=environment(), stdout=subprocess.PIPE
     ) as process:
-        deadline = time.monotonic() + 10
-        while not has_reader(fifo):
-            assert time.monotonic() < deadline
+        wait_until(lambda: has_reader(fifo), "a reader of the heartbeat")
         chip.vanish()
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=PATIENCE)
     (row,) = json.loads(out)
     assert (row["bdf"], row["path"], row["healthy"], row["card"]) == (chip.bdf, None, False, "n150")
     assert "gone" in row["reason"]
@@ -536,7 +565,7 @@ def test_a_reader_that_has_gone_is_no_error(short_tmp: Path) -> None:
         [*PROGRAM, "list", *node.flags], env=environment(), stdout=writer, stderr=subprocess.PIPE
     ) as process:
         os.close(writer)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=PATIENCE)
     assert err == b"" and process.returncode in (0, -signal.SIGPIPE)
 
 
@@ -562,7 +591,7 @@ def test_help_mentions_every_command_flag_variable_and_default() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("words", [["--json"], ["check", "--json"], ["list", "run"]])
+@pytest.mark.parametrize("words", [["--json"], ["check", "--json"], ["list", "run"], ["--config-only"]])
 def test_words_that_do_not_go_together_are_a_usage_error(words: list[str]) -> None:
     """Status 2 and the usage, before anything is looked at."""
     ended = run(*words)
@@ -586,9 +615,7 @@ def talk(err: Path, stream: Callable[[os.stat_result], str]) -> list[str]:
     """The lines of a process that logs at each level and has an error, with a JOURNAL_STREAM made of its stderr."""
     with err.open("w") as file:
         variable = {"JOURNAL_STREAM": stream(os.fstat(file.fileno()))}
-        subprocess.run(
-            [sys.executable, "-c", TALK], env=environment(**variable), stderr=file, cwd=REPOSITORY, check=True
-        )
+        finished([sys.executable, "-c", TALK], variable, stderr=file)
     return err.read_text().splitlines()
 
 

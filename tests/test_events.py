@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import os
+import select
 import shutil
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -15,16 +19,8 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.world.node import captured_uevents, wire
+from tests.world.processes import PATIENCE, finished
 from ttdp import Uevent
-
-SYNTHESIZED = Path("/sys/class/mem/null/uevent")
-NOT_ALLOWED = not os.access(SYNTHESIZED, os.W_OK)
-
-
-@pytest.fixture
-def kernel() -> Iterator[socket.socket]:
-    with ttdp.open_uevent_socket() as opened:
-        yield opened
 
 
 def captured(name: str, step: str) -> list[Uevent | None]:
@@ -58,64 +54,95 @@ def test_no_message_is_too_strange(message: bytes) -> None:
     assert isinstance(ttdp.parse_uevent(message), Uevent | None)
 
 
-def received(kernel: socket.socket) -> list[Uevent | None]:
-    """All that is there when a last message of our own, which comes after it, has arrived."""
-    return list(ttdp.receive_uevents(kernel, ttdp.sent_by_kernel))
+# -- what comes over netlink. Each of these runs in a network namespace of its own, where an ordinary user may send, and
+#    the kernel says nothing but what concerns that namespace: that its one interface, `lo`, has another name now.
 
 
-def test_what_a_process_sends_is_not_believed(kernel: socket.socket) -> None:
-    """Only the kernel has port id 0; a forged event in its own words is dropped, and nothing else is."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, ttdp.NETLINK_KOBJECT_UEVENT) as forger:
+def alone(function: Callable[[], list[str]]) -> list[str]:
+    """The outcome of a function of this module, in a network namespace (and, but for root, a user namespace)."""
+    unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+    if (tried := finished([*unshare, "true"])).returncode:
+        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+    call = f"import json; from tests import test_events; print(json.dumps(test_events.{function.__name__}()))"
+    ended = finished([*unshare, sys.executable, "-c", call])
+    assert ended.returncode == 0, ended.stderr
+    outcome: list[str] = json.loads(ended.stdout)
+    return outcome
+
+
+def rename_interface(old: bytes, new: bytes) -> None:
+    """Makes the kernel send an event, `move` of a net device."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8923, old.ljust(16, b"\0") + new.ljust(16, b"\0"))  # SIOCSIFNAME
+
+
+def received(kernel: socket.socket) -> list[str]:
+    """All that waits in the socket, by action; "lost" where something was."""
+    assert select.select([kernel], [], [], PATIENCE)[0], "nothing has arrived"
+    return [event.action if event else "lost" for event in ttdp.receive_uevents(kernel, ttdp.sent_by_kernel)]
+
+
+def take_events_of_net_devices_for_ours() -> None:
+    ttdp.parse_uevent = lambda message: Uevent("move", None) if b"SUBSYSTEM=net\0" in message else None
+
+
+def forged() -> list[str]:
+    with (
+        ttdp.open_uevent_socket() as kernel,
+        socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, ttdp.NETLINK_KOBJECT_UEVENT) as forger,
+    ):
         forger.bind((0, 0))
-        forged = wire("add", "/devices/x/tenstorrent!0", {"SUBSYSTEM": "tenstorrent", "DEVNAME": "tenstorrent/0"}, 1)
-        forger.sendto(forged, (kernel.getsockname()[0], 0))
-    kernel.settimeout(5)
-    assert kernel.recv(8192, socket.MSG_PEEK)  # it has arrived
-    kernel.setblocking(False)
-    assert received(kernel) == []
+        event = wire("add", "/devices/x/tenstorrent!0", {"SUBSYSTEM": "tenstorrent", "DEVNAME": "tenstorrent/0"}, 1)
+        forger.sendto(event, (kernel.getsockname()[0], 0))
+        return received(kernel)
 
 
-@pytest.mark.skipif(NOT_ALLOWED, reason="only root can make the kernel send an event")
-def test_what_the_kernel_sends_is_believed(kernel: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def genuine() -> list[str]:
+    take_events_of_net_devices_for_ours()
+    with ttdp.open_uevent_socket() as kernel:
+        rename_interface(b"lo", b"other")
+        return received(kernel)
+
+
+def overrun() -> list[str]:
+    take_events_of_net_devices_for_ours()
+    with ttdp.open_uevent_socket() as kernel:
+        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        for number in range(100):
+            rename_interface(b"lo" if number % 2 == 0 else b"other", b"other" if number % 2 == 0 else b"lo")
+        return received(kernel)
+
+
+def test_what_a_process_sends_is_not_believed() -> None:
+    """Only the kernel has port id 0; a forged event in its own words is dropped."""
+    assert alone(forged) == []
+
+
+def test_what_the_kernel_sends_is_believed() -> None:
     """A real event of the real kernel passes the check of the sender."""
-    monkeypatch.setattr(
-        ttdp, "parse_uevent", lambda message: Uevent("change", None) if b"/mem/null" in message else None
-    )
-    SYNTHESIZED.write_text("change")
-    kernel.settimeout(5)
-    while b"/mem/null" not in kernel.recv(8192, socket.MSG_PEEK):
-        kernel.recv(8192)
-    kernel.setblocking(False)
-    assert received(kernel)[0] == Uevent("change", None)
+    assert alone(genuine) == ["move"]
 
 
-@pytest.mark.skipif(NOT_ALLOWED, reason="only root can make the kernel send an event")
-def test_events_that_were_lost_are_reported_as_such(kernel: socket.socket) -> None:
+def test_events_that_were_lost_are_reported_as_such() -> None:
     """A socket whose buffer ran over says so once; the daemon then looks at everything."""
-    kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    for _ in range(200):
-        SYNTHESIZED.write_text("change")
-    assert None in received(kernel)
+    actions = alone(overrun)
+    assert actions.count("lost") == 1 and 1 < len(actions) < 100
 
 
 class Happenings:
     """Collects what a DirectoryWatch tells."""
 
     def __init__(self, path: Path) -> None:
-        self.names: list[set[str]] = []
+        self.names: asyncio.Queue[set[str]] = asyncio.Queue()
         self.new: set[str] = set()
-        self.came = asyncio.Event()
         self.watch = ttdp.DirectoryWatch(str(path), self._happened)
 
-    def _happened(self, names: object, new: object) -> None:
-        self.names.append(set(names))  # type: ignore[call-overload]
-        self.new |= set(new)  # type: ignore[call-overload]
-        self.came.set()
+    def _happened(self, names: Collection[str], new: Collection[str]) -> None:
+        self.names.put_nowait(set(names))
+        self.new |= set(new)
 
     async def next(self) -> set[str]:
-        await asyncio.wait_for(self.came.wait(), 5)
-        self.came.clear()
-        return self.names[-1]
+        return await asyncio.wait_for(self.names.get(), PATIENCE)
 
     async def __aenter__(self) -> Happenings:
         self.watch.open(asyncio.get_running_loop())
@@ -144,18 +171,14 @@ async def test_the_watch_follows_a_path_into_being_and_out_of_it(tmp_path: Path)
     async with Happenings(deep) as happenings:
         for _ in range(3):
             deep.mkdir(parents=True)
-            await asyncio.wait_for(_watching(happenings, deep), 5)
+            while happenings.watch._watched[0] != str(deep):
+                await happenings.next()
             (deep / "kubelet.sock").touch()
             while "kubelet.sock" not in await happenings.next():
                 pass
             shutil.rmtree(tmp_path / "a")
             while happenings.watch._watched[0] == str(deep):
                 await happenings.next()
-
-
-async def _watching(happenings: Happenings, path: Path) -> None:
-    while happenings.watch._watched[0] != str(path):
-        await happenings.next()
 
 
 async def test_a_check_finds_that_the_path_leads_elsewhere(tmp_path: Path) -> None:
@@ -165,9 +188,8 @@ async def test_a_check_finds_that_the_path_leads_elsewhere(tmp_path: Path) -> No
     async with Happenings(directory) as happenings:
         (tmp_path / "a").rename(tmp_path / "old")
         directory.mkdir(parents=True)
-        assert happenings.names == []
         happenings.watch.check()
         happenings.watch.check()
-        assert happenings.names == [{""}]
+        assert await happenings.next() == {""}
         (directory / "x").touch()
         assert await happenings.next() == {"x"}

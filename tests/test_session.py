@@ -16,9 +16,12 @@ import grpc
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon, until
+from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc as rpc
+from tests.conftest import StartDaemon, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
+from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
 
 NAME = "tenstorrent.com/n150"
@@ -33,10 +36,6 @@ def node(node: SimulatedNode) -> SimulatedNode:
 def state(daemon: RunningDaemon) -> str:
     session = daemon.daemon.sessions.get(NAME)
     return session.state if session else ""
-
-
-def sockets(directory: Path) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name.startswith("tt-"))
 
 
 def registered_anew(kubelet: Kubelet, former_endpoint: str) -> bool:
@@ -77,7 +76,7 @@ async def test_a_directory_that_is_put_in_the_place_of_another_is_found_by_the_n
     deep = directory / "device-plugins"
     deep.mkdir(parents=True)
     async with RunningDaemon(node, settings_of(node, deep, interval=0.1)):
-        await until(lambda: sockets(deep))
+        await until(lambda: plugin_sockets(deep))
         directory.rename(short_tmp / "old")
         deep.mkdir(parents=True)
         async with Kubelet(deep) as kubelet:
@@ -106,7 +105,7 @@ async def test_fifty_restarts_leave_nothing_behind(
             before = in_use()
     assert statistics.median(delays) < 0.05
     await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
-    assert len(sockets(directory)) == 1 and kubelet.violations == []
+    assert len(plugin_sockets(directory)) == 1 and kubelet.violations == []
     await kubelet.stop()
 
 
@@ -119,7 +118,7 @@ async def test_a_deleted_socket_is_bound_anew_and_registered_within_a_second(
     async with Kubelet(directory, version=version) as kubelet:
         await kubelet.registered(NAME)
         for _ in range(5):
-            (old,) = sockets(directory)
+            (old,) = plugin_sockets(directory)
             (directory / old).unlink()
             await kubelet.wait_for(functools.partial(registered_anew, kubelet, old), 1)
             await kubelet.wait_for(lambda: kubelet.healthy(NAME), 1)
@@ -146,10 +145,11 @@ async def test_a_kubelet_that_refuses_is_asked_again_ever_more_slowly_and_says_w
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
     daemon = await start(interval=3600)
     await until(lambda: "not welcome" in state(daemon))
-    await kubelet.registered(NAME, 4)
+    await kubelet.registered(NAME, PATIENCE)
     attempts = [event.at for event in kubelet.find("register")]
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
-    assert [round(pause, 1) for pause in pauses] == [0.1, 0.2, 0.4, 0.8]
+    # What an attempt itself takes comes on top: milliseconds, on a busy machine some hundreds.
+    assert all(least <= pause < least + 0.6 for least, pause in zip([0.1, 0.2, 0.4, 0.8], pauses, strict=True))
     assert sum("not welcome" in record.message for record in caplog.records) == 1
 
 
@@ -232,7 +232,7 @@ async def test_the_end_leaves_no_socket_and_takes_less_than_a_second(
     daemon = await start(interval=3600)
     await kubelet.registered(NAME)
     assert await asyncio.wait_for(daemon.stop(), 1) == 0
-    assert sockets(directory) == []
+    assert plugin_sockets(directory) == []
 
 
 async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_streams_alone(
@@ -259,11 +259,11 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
         await kubelet.registered(NAME)
         session = daemon.daemon.sessions[NAME]
         for number in range(400):
-            session.begin()
+            session.start()
             for _ in range(number % 40):
                 await asyncio.sleep(0)
         await kubelet.wait_for(lambda: state(daemon) == "registered with kubelet" and kubelet.healthy(NAME))
-        (path,) = sockets(directory)
+        (path,) = plugin_sockets(directory)
         (directory / path).unlink()
         await kubelet.wait_for(functools.partial(registered_anew, kubelet, path), 1)
     # The kubelet's own gRPC may log of calls that were dropped under its hands.
@@ -283,3 +283,26 @@ async def test_a_cancellation_that_comes_with_the_event_is_obeyed(steps: int) ->
     if waiting.cancel():
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+@pytest.mark.parametrize("since", ["before the registration", "after it"])
+async def test_a_stream_of_somebody_else_does_not_hide_that_the_kubelet_is_gone(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path, since: str
+) -> None:
+    """Whoever else watches the devices: a kubelet that drops its stream is registered with again."""
+    if since == "before the registration":
+        await kubelet.kill()
+    await start(interval=3600)
+    if since == "after it":
+        await kubelet.registered(NAME)
+    await until(lambda: plugin_sockets(directory))
+    async with grpc.aio.insecure_channel(f"unix:{directory}/{plugin_sockets(directory)[0]}") as channel:
+        stream = rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty())  # type: ignore[no-untyped-call]
+        assert (await stream.read()).devices
+        if since == "before the registration":
+            await kubelet.start()
+            await kubelet.registered(NAME)
+        before = len(kubelet.find("registered"))
+        await kubelet.drop_streams()
+        await kubelet.wait_for(lambda: len(kubelet.find("registered")) > before and kubelet.healthy(NAME), 2)
+        stream.cancel()

@@ -11,14 +11,14 @@ from typing import get_args
 import pytest
 
 import ttdp
+from tests.world.processes import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-TOP = Path(__file__).resolve().parents[1]
-DEB = TOP / "packaging/deb"
+DEB = ROOT / "packaging/deb"
 KUBELETS = (
     "kubelet",
     "k3s",
@@ -87,7 +87,7 @@ def test_completion_knows_every_word() -> None:
 @pytest.mark.parametrize("kubelet", KUBELETS)
 def test_unit_is_ordered_before_every_kubelet_and_requires_none(kubelet: str) -> None:
     """The unit is up before the kubelet, whatever its name."""
-    unit = (TOP / "packaging/systemd/tt-device-plugin.service").read_text()
+    unit = (ROOT / "packaging/systemd/tt-device-plugin.service").read_text()
     before = " ".join(re.findall(r"(?m)^Before=(.*)$", unit)).split()
     assert f"{kubelet}.service" in before
     assert not re.search(r"(?m)^(Requires|BindsTo|Requisite|PartOf)=", unit)
@@ -95,8 +95,8 @@ def test_unit_is_ordered_before_every_kubelet_and_requires_none(kubelet: str) ->
 
 def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
     """shiv.toml pins what pyproject.toml's development group pins, each with hashes, for every ABI and architecture."""
-    bundled = tomllib.loads((TOP / "shiv.toml").read_text())
-    tested = tomllib.loads((TOP / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    bundled = tomllib.loads((ROOT / "shiv.toml").read_text())
+    tested = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     for name, version in bundled["requirements"].items():
         if name != "typing_extensions":  # grpcio's own; the development group leaves it to pip
             assert f"{name}=={version}" in tested

@@ -1,4 +1,4 @@
-"""Fixtures: nodes with the real kubelet and the daemon, and the table of what was measured on them.
+"""Fixtures: nodes with the real kubelet and the daemon; and what tests tell at the end of the run.
 
 These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`, as root.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
+from tests.e2e.host import Host
 from tests.e2e.machine import VERSIONS, build_kubelet, missing_tools
-from tests.e2e.node import TOP, Node, Program, stale_zipapp
+from tests.e2e.node import Node, Program, stale_zipapp
+from tests.world.processes import ROOT
 
-RESULTS = TOP / "dist/realkubelet.json"
+RESULTS = ROOT / "dist/realkubelet.json"
 
 Row = dict[str, str]
 
@@ -44,7 +46,35 @@ class Results:
 _results = pytest.StashKey[Results]()
 
 
+Told = Callable[[str], None]
+_told = pytest.StashKey[list[tuple[str, str]]]()
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest) -> Told:
+    """To be called with what was checked and measured, in a sentence, which stands at the end of the run."""
+    sentences = request.config.stash.setdefault(_told, [])
+    return lambda sentence: sentences.append((request.node.name, sentence))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where a test on a host has failed, what that host said last is shown, and the next test finds it in order."""
+    report = yield
+    host = getattr(item, "funcargs", {}).get("host")
+    if call.when == "call" and report.failed and isinstance(host, Host):
+        report.sections.append(("last words of the host", host.last_words()))
+        host.recover()
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if sentences := config.stash.get(_told, []):
+        terminalreporter.section("checked and measured")
+        for name, sentence in sentences:
+            terminalreporter.write_line(f"{name}\n    {sentence}")
     results = config.stash.get(_results, None)
     if results is None or not results.tables:
         return
@@ -53,10 +83,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False) + "\n")
-    terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(TOP)}")
+    terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(ROOT)}")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def tools(pytestconfig: pytest.Config) -> None:
     """Without what it takes there is no run: one line says what to install. Nothing is skipped."""
     if missing := missing_tools():

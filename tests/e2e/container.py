@@ -12,12 +12,12 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
+from tests.world.processes import wait_until
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
 PACKAGES = "systemd,systemd-sysv,dbus,python3"
@@ -45,15 +45,6 @@ class Missing(Exception):
     """What cannot be had here, in words."""
 
 
-def eventually(condition: Callable[[], T], what: str, timeout: float = 10.0) -> T:
-    """The condition's first true value; AssertionError with `what` if there is none in time."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(0.01)
-    return value
-
-
 def root_tree(suite: str) -> Path:
     """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
     arguments = ["--variant=minbase", f"--include={PACKAGES}", "--aptopt=Acquire::Check-Valid-Until false"]
@@ -75,8 +66,10 @@ def root_tree(suite: str) -> Path:
 class Container:
     """One system; can be booted several times."""
 
-    def __init__(self, suite: str, work: Path, binds: Mapping[Path, str]) -> None:
-        """binds: directories of the host and where they are in the container, read-only."""
+    def __init__(self, suite: str, binds: Mapping[Path, str]) -> None:
+        """binds: directories of the host and where they are in the container, read-only. Raises Missing."""
+        tree = root_tree(suite)
+        work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
         self.root = work / "root"
         self.shared = work / "shared"  # /srv/shared, read-write
         self.console = work / "console.log"
@@ -84,9 +77,9 @@ class Container:
         self._binds = binds
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._leader = 0
-        self.root.mkdir(parents=True)
+        self.root.mkdir()
         self.shared.mkdir()
-        subprocess.run(["tar", "-C", str(self.root), "-xf", str(root_tree(suite))], check=True)
+        subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
 
     def boot(self) -> float:
         """Boot, and wait until everything is started; returns the seconds that took."""
@@ -101,7 +94,7 @@ class Container:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "NAME": self.name},
             )
-        eventually(self._up, f"{self.name} is up; its console says:\n{self._last_words()}", 60)
+        wait_until(self._up, lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n", 60)
         return time.monotonic() - since
 
     def _up(self) -> bool:
@@ -146,17 +139,8 @@ class Container:
 
     def files(self) -> set[str]:
         """Everything in the root tree but what logs and package management keep."""
-        kept = (
-            "var/lib/apt",
-            "var/lib/dpkg",
-            "var/log",
-            "var/cache/apt",
-            "var/cache/debconf",
-            "var/cache/ldconfig",
-            "tmp",
-            "var/tmp",
-            "run",
-        )
+        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt", "var/cache/debconf",
+                "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc", "sys")  # fmt: skip
         found: set[str] = set()
         for directory, names, files in os.walk(self.root):
             place = os.path.relpath(directory, self.root)
@@ -186,7 +170,7 @@ class Container:
             self._nspawn = None
         for hierarchy in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
             group = hierarchy / self.name
-            eventually(functools.partial(self._removed, group), f"{group} is empty")
+            wait_until(functools.partial(self._removed, group), f"{group} to empty")
 
     def _removed(self, group: Path) -> bool:
         for directory, _, _ in os.walk(group, topdown=False):

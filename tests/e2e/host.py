@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
-import threading
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.container import Container, eventually
-from tests.world.node import Chip, SimulatedNode
+from tests.e2e.container import Container
+from tests.world.node import Chip, SimulatedNode, Ticker
+from tests.world.processes import PATIENCE, ROOT, wait_until
 
-TOP = Path(__file__).resolve().parents[2]
 UNIT = "tt-device-plugin"
+RESOURCE = "tenstorrent.com/n300"
+CARDS = ("n300", "n300", "n300", "n300", "p300c")
+DIRECTORY = "/var/lib/kubelet/device-plugins"
+CONFIG = "/etc/tt-device-plugin/config.toml"
+DROP_IN = f"/etc/systemd/system/{UNIT}.service.d/test.conf"
+NEXT = "9.9.9"  # the version that is upgraded to
 KUBELET = """
 [Unit]
 Description=Reference kubelet
@@ -35,23 +46,107 @@ interval = 0.5
 """
 
 
+@dataclass(frozen=True)
+class Packages:
+    """The package under test and one of a next version, as paths in the container."""
+
+    directory: Path
+    current: str
+    following: str
+    modules: Path
+    """What the program is bundled with, for every Python: the reference kubelet runs on it in the container."""
+
+    @classmethod
+    def of(cls, deb: Path, work: Path) -> Packages:
+        """Copies the package and builds the next one in `work`."""
+        directory = work / "packages"
+        directory.mkdir()
+        shutil.copy2(deb, directory)
+        _build_next(deb, directory, work / "next")
+        following = next(path.name for path in directory.iterdir() if f"_{NEXT}_" in path.name)
+        subprocess.run(["dpkg-deb", "--extract", str(deb), str(work / "deb")], check=True)
+        with zipfile.ZipFile(work / "deb/usr/lib/tt-device-plugin/tt-device-plugin.pyz") as packed:
+            packed.extractall(work, [name for name in packed.namelist() if name.startswith("site-packages/")])
+        return cls(directory, f"/srv/packages/{deb.name}", f"/srv/packages/{following}", work / "site-packages")
+
+
+def _build_next(deb: Path, output: Path, source: Path) -> None:
+    """A package of another version and another program, made of the same sources, to upgrade to."""
+    for name in ("generated", "packaging", "build/wheels"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in (
+        ("ttdp.py", r'(?m)^__version__ = ".*"$', f'__version__ = "{NEXT}"'),
+        ("packaging/deb/changelog", r"\A\S+ \(\S+\)", f"{UNIT} ({NEXT})"),
+        ("shiv.toml", "", ""),
+    ):
+        (source / name).write_text(re.sub(old, new, (ROOT / name).read_text(), count=1))
+    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian"]
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
+    subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
+
+
 class Host:
     """What the tests see of it. Times are seconds of CLOCK_MONOTONIC, which the host and the container share."""
 
-    def __init__(self, suite: str, work: Path, packages: Path, python: Path) -> None:
-        """packages: the directory of the .debs; python: site-packages for the kubelet, of all ABIs."""
-        self.suite = suite
-        self.container = Container(suite, work, {TOP: "/srv/project", packages: "/srv/packages"})
+    def __init__(self, suite: str, packages: Packages) -> None:
+        self.packages = packages
+        self.container = Container(suite, {ROOT: "/srv/project", packages.directory: "/srv/packages"})
         self.shared = self.container.shared
-        shutil.copytree(python, self.shared / "python")
+        shutil.copytree(packages.modules, self.shared / "python")
         os.mkfifo(self.shared / "input")
         self._events = self.shared / "events"
         self._events.touch()
         self._node: SimulatedNode | None = None
-        self._heartbeats: threading.Thread | None = None
-        self._ending = threading.Event()
-        self.files_before: set[str] = set()  # the runner's: the system as it was before the installation
-        self.install_kubelet("/var/lib/kubelet/device-plugins")
+        self._heartbeats = contextlib.ExitStack()
+        self.install_kubelet(DIRECTORY)
+
+    def __enter__(self) -> Host:
+        try:
+            self.container.boot()
+        except BaseException:
+            self.__exit__()
+            raise
+        self._files_before = self.container.files()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._heartbeats.close()
+        self.container.delete()
+
+    # The state that a test begins with.
+
+    def be_installed(self) -> None:
+        if not self.container.exists("/usr/bin/tt-device-plugin"):
+            self.container("apt-get", "install", "--yes", self.packages.current)
+
+    def be_running(self) -> None:
+        """Installed, with cards, and registered with a kubelet that runs."""
+        if not self._node:
+            self.plug(*CARDS)
+        if (self.container.root / CONFIG[1:]).read_text() != CONFIGURATION:
+            self.container.write(CONFIG, CONFIGURATION)
+            self.container("systemctl", "restart", UNIT)
+        self.container.shell(f"systemctl daemon-reload; systemctl start {UNIT} kubelet")
+        self.status_becomes("registered with kubelet")
+
+    def recover(self) -> None:
+        """After a test that has failed: undo what it may have left half done."""
+        self.install_kubelet(DIRECTORY)
+        self.container.shell(
+            f"rm -rf {Path(DROP_IN).parent} /var/snap; systemctl daemon-reload; systemctl reset-failed;"
+            f"systemctl --no-block restart {UNIT}",
+            check=False,
+        )
+
+    def left_behind(self) -> list[str]:
+        """Files that were not there before the first installation."""
+        return sorted(self.container.files() - self._files_before)
+
+    def last_words(self) -> str:
+        """What journal and kubelet say at the end."""
+        journal = self.container("journalctl", "--no-pager", "--lines=30", "--output=short-monotonic", check=False)
+        return journal + "\n".join(self._events.read_text().splitlines()[-12:])
 
     # The cards.
 
@@ -60,17 +155,11 @@ class Host:
         self._node = SimulatedNode(self.shared / "node")
         for card in cards:
             self._node.add(card)
-        self._heartbeats = threading.Thread(target=self._beat)
-        self._heartbeats.start()
+        self._heartbeats.enter_context(Ticker(self._node))
 
     def chip(self, name: str) -> Chip:
         assert self._node
         return self._node.chip(name)
-
-    def _beat(self) -> None:
-        assert self._node
-        while not self._ending.wait(0.1):
-            self._node.tick()
 
     # The kubelet.
 
@@ -91,12 +180,9 @@ class Host:
             if event["event"] == kind and event["at"] >= since and wanted.items() <= event.items()
         ]
 
-    def event(self, since: float, kind: str, timeout: float = 10.0, **wanted: Any) -> dict[str, Any]:
+    def event(self, since: float, kind: str, timeout: float = PATIENCE, **wanted: Any) -> dict[str, Any]:
         """The first such event, as soon as there is one."""
-        return eventually(lambda: self.events(since, kind, **wanted), f"kubelet sees {kind} {wanted}", timeout)[0]
-
-    def last_events(self, number: int) -> str:
-        return "\n".join(self._events.read_text().splitlines()[-number:])
+        return wait_until(lambda: self.events(since, kind, **wanted), f"the kubelet to see {kind} {wanted}", timeout)[0]
 
     # The service.
 
@@ -111,14 +197,14 @@ class Host:
     def status(self) -> str:
         return self.property("StatusText")
 
-    def status_becomes(self, *parts: str, timeout: float = 10.0) -> str:
+    def status_becomes(self, *parts: str, timeout: float = PATIENCE) -> str:
         """The status text, once it holds all these parts."""
 
         def text() -> str:
             status = self.status()
             return status if all(part in status for part in parts) else ""
 
-        return eventually(text, f"STATUS says {parts}; it says {self.status()!r}", timeout)
+        return wait_until(text, lambda: f"STATUS to say {parts}; it says {self.status()!r}", timeout)
 
     def journal(self, since: float = 0.0) -> list[tuple[int, str]]:
         """Priorities and messages of the daemon's own lines."""
@@ -130,34 +216,16 @@ class Host:
             if entry.get("SYSLOG_IDENTIFIER") == UNIT and int(entry["__MONOTONIC_TIMESTAMP"]) >= since * 1e6
         ]
 
-    def line(self, since: float, part: str, timeout: float = 10.0) -> tuple[int, str]:
+    def line(self, since: float, part: str, timeout: float = PATIENCE) -> tuple[int, str]:
         """The daemon's first line that holds a text, as soon as there is one."""
 
         def found() -> list[tuple[int, str]]:
             return [entry for entry in self.journal(since) if part in entry[1]]
 
-        return eventually(found, f"the journal has a line with {part!r}", timeout)[0]
+        return wait_until(found, f"a line with {part!r} in the journal", timeout)[0]
 
     def seconds_to_ready(self) -> float:
         """From the program's start to READY=1, by systemd's clock."""
         properties = self.properties()
         ready, begun = (int(properties[f"{name}TimestampMonotonic"]) for name in ("ActiveEnter", "ExecMainStart"))
         return (ready - begun) / 1e6
-
-    def recover(self) -> None:
-        """After a test that has failed: as the next one expects it."""
-        if self.container.exists("/etc/tt-device-plugin"):
-            self.container.write("/etc/tt-device-plugin/config.toml", CONFIGURATION)
-        self.install_kubelet("/var/lib/kubelet/device-plugins")
-        kubelet = "systemctl restart kubelet" if self._events.stat().st_size else "true"
-        self.container.shell(
-            f"rm -rf /etc/systemd/system/{UNIT}.service.d /var/snap; systemctl daemon-reload; systemctl reset-failed;"
-            f"systemctl --no-block restart {UNIT}; {kubelet}",
-            check=False,
-        )
-
-    def close(self) -> None:
-        self._ending.set()
-        if self._heartbeats:
-            self._heartbeats.join()
-        self.container.delete()

@@ -48,10 +48,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from tests.world.processes import wait_until
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin"
@@ -65,7 +67,6 @@ NODE_ADDRESS = (
 IMAGE = "localhost/realkubelet/busybox:1"
 """The one image there is: a static busybox. It does for the pods and for the pause container."""
 
-T = TypeVar("T")
 JSON = dict[str, Any]
 
 
@@ -139,17 +140,6 @@ def build_kubelet(version: str) -> Path:
     return target
 
 
-def wait_for(what: str, probe: Callable[[], T | None], timeout: float) -> T:
-    """Ask until the answer is neither None nor False. The kubelet notifies nobody, so this has to poll."""
-    deadline = time.monotonic() + timeout
-    while True:
-        if answer := probe():
-            return answer
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{what}: not within {timeout:g} s")
-        time.sleep(0.05)
-
-
 # --- A machine that can be switched off -------------------------------------------------------------------------------
 
 _CLONE_NEWNET = 0x40000000
@@ -170,7 +160,7 @@ class Process:
     def __init__(self, entered: subprocess.Popen[bytes], log: Path) -> None:
         self._entered = entered  # nsenter: it waits for the process itself, and passes no signals on
         self.log = log
-        self.pid = wait_for("the process behind nsenter", self._behind, 10)
+        self.pid = wait_until(self._behind, "the process behind nsenter", 10)
 
     def _behind(self) -> int | None:
         if self._entered.poll() is not None:
@@ -302,7 +292,7 @@ class Machine:
             self._init.wait()
             raise RuntimeError(f"no namespaces:\n{tail(self.logs / 'machine.log')}")
         unshare = self._init.pid
-        self._init_pid = wait_for("the first process", lambda: _child_of(unshare), 5)
+        self._init_pid = wait_until(lambda: _child_of(unshare), "the first process", 5)
 
     def power_off(self) -> None:
         """Cut the power: every process dies in one instant, every mount is gone, and of the files only /run's."""
@@ -427,7 +417,7 @@ def _cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
 def _remove_cgroups(cgroup: str) -> None:
     for root, _ in _cgroup_hierarchies():
         for path, _, _ in os.walk(root / cgroup[1:], topdown=False):
-            wait_for(f"the cgroup {path} to empty", functools.partial(_removed, Path(path)), 10)
+            wait_until(functools.partial(_removed, Path(path)), f"the cgroup {path} to empty", 10)
 
 
 def _removed(cgroup: Path) -> bool:
@@ -463,7 +453,7 @@ class Containerd:
         self.process = self.machine.spawn(
             [self._binary, "--config", str(config)], self.machine.logs / "containerd.log", env=self._env
         )
-        wait_for("containerd's socket", self._answers, timeout)
+        wait_until(self._answers, "containerd's socket", timeout)
         archive = self.machine.scratch / "image.tar"
         if not archive.exists():
             archive.write_bytes(image_archive(IMAGE, busybox_layer()))
@@ -788,7 +778,7 @@ class Kubelet:
 
     def wait_ready(self, timeout: float = 60) -> None:
         """Until it answers on its port and takes registrations."""
-        wait_for(f"kubelet {self.version} to answer", self._ready, timeout)
+        wait_until(self._ready, f"kubelet {self.version} to answer", timeout)
 
     def _ready(self) -> bool:
         assert self.process is not None
@@ -864,7 +854,7 @@ class Kubelet:
         Path(self._config["staticPodPath"], f"{name}.json").unlink()
 
     def wait_gone(self, name: str, timeout: float = 30) -> None:
-        wait_for(f"pod {name} to go", lambda: self.get_pod(name) is None and not self._has_containers(name), timeout)
+        wait_until(lambda: self.get_pod(name) is None and not self._has_containers(name), f"pod {name} to go", timeout)
 
     def get_pod(self, name: str) -> JSON | None:
         """The pod as the kubelet's /pods shows it, None while it knows none of that name."""
@@ -898,11 +888,11 @@ class Kubelet:
                 raise AssertionError(f"pod {name} was refused: {refused}")
             return self.running(name)
 
-        wait_for(f"pod {name} to run", probe, timeout)
+        wait_until(probe, f"pod {name} to run", timeout)
 
     def wait_rejected(self, name: str, timeout: float = 30) -> str:
         """Until the pod is refused; the reason."""
-        return wait_for(f"pod {name} to be refused", lambda: self.rejection(name), timeout)
+        return wait_until(lambda: self.rejection(name), f"pod {name} to be refused", timeout)
 
     def container_id(self, name: str, container: str = "main") -> str:
         for state in self.pod_status(name).get("containerStatuses", ()):
@@ -965,7 +955,7 @@ class Kubelet:
         return int(said[-1][0] or said[-1][1]) if said else 0
 
     def wait_allocatable(self, resource: str, devices: set[str], timeout: float = 30) -> None:
-        wait_for(f"{resource} to be {sorted(devices)}", lambda: self.allocatable(resource) == devices, timeout)
+        wait_until(lambda: self.allocatable(resource) == devices, f"{resource} to be {sorted(devices)}", timeout)
 
     def socket_appeared(self) -> float:
         """When the registration socket was made: Unix time, in the kernel's steps of a few ms."""
@@ -978,7 +968,7 @@ class Kubelet:
 
     def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
         """Until this start's log has a line that matches; the first of them, with its Unix time."""
-        return wait_for(f"the kubelet to log {pattern!r}", lambda: self.logged(pattern), timeout)[0]
+        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[0]
 
 
 def _klog_time(line: str) -> float:

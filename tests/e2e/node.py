@@ -13,7 +13,6 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,12 +35,11 @@ from tests.e2e.machine import (
     pod,
     refusal,
     tail,
-    wait_for,
 )
 from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import ROOT, NotifySocket, wait_until
 
-TOP = Path(__file__).resolve().parents[2]
-ZIPAPP = TOP / "dist/tt-device-plugin.pyz"
+ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 RUNTIME_DIRECTORY = "/run/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
@@ -57,10 +55,10 @@ OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235))
 def stale_zipapp() -> str | None:
     """Why dist/ has no zipapp of this very program, in one line, or None if it has."""
     if not ZIPAPP.exists():
-        return f"there is no {ZIPAPP.relative_to(TOP)}; run: make pyz"
+        return f"there is no {ZIPAPP.relative_to(ROOT)}; run: make pyz"
     with zipfile.ZipFile(ZIPAPP) as packed:
-        if packed.read("site-packages/ttdp.py") != (TOP / "ttdp.py").read_bytes():
-            return f"{ZIPAPP.relative_to(TOP)} is of another ttdp.py than the one here; run: make pyz"
+        if packed.read("site-packages/ttdp.py") != (ROOT / "ttdp.py").read_bytes():
+            return f"{ZIPAPP.relative_to(ROOT)} is of another ttdp.py than the one here; run: make pyz"
     return None
 
 
@@ -72,19 +70,22 @@ class Program:
 
     @property
     def name(self) -> str:
-        file = ZIPAPP if self.zipapp else TOP / "ttdp.py"
-        return f"{file.relative_to(TOP)} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
+        file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
+        return f"{file.relative_to(ROOT)} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
 
     def install(self, directory: Path) -> list[str]:
         """Put it there, as dpkg does: over the old one, in one step; returns the command."""
         directory.mkdir(parents=True, exist_ok=True)
-        file = ZIPAPP if self.zipapp else TOP / "ttdp.py"
+        file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
         shutil.copy2(file, directory / ".new")
         (directory / ".new").rename(directory / file.name)
         if self.zipapp:
             return [str(directory / file.name)]
         shutil.copytree(
-            TOP / "generated", directory / "generated", dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / "generated",
+            directory / "generated",
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
         return [sys.executable, str(directory / file.name)]
 
@@ -131,10 +132,8 @@ class Daemon:
         assert self.process is None, "it runs already"
         for directory in (RUNTIME_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self.machine.path(directory).mkdir(exist_ok=True)
-        path = self.machine.scratch / "notify"
-        path.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
-            notified.bind(str(path))
+        manager = NotifySocket(self.machine.scratch / "notify")
+        with contextlib.closing(manager):
             self.process = self.machine.spawn(
                 # Nice as in the unit: while a kubelet starts it takes all the processors that it can get.
                 ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}", *self._flags],
@@ -143,20 +142,16 @@ class Daemon:
                     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
                     "LANG": "C.UTF-8",
                     "RUNTIME_DIRECTORY": RUNTIME_DIRECTORY,
-                    "NOTIFY_SOCKET": str(path),
+                    "NOTIFY_SOCKET": manager.address,
                     "SHIV_ROOT": str(self._cache),
                     "PYTHONPYCACHEPREFIX": str(self._cache),
                 },
             )
-            deadline = time.monotonic() + timeout
-            while True:
-                notified.settimeout(max(0.01, deadline - time.monotonic()))
-                try:
-                    said = notified.recv(4096)
-                except TimeoutError:
-                    raise TimeoutError(f"the daemon is not ready within {timeout:g} s:\n{tail(self.log)}") from None
-                if b"READY=1" in said.split(b"\n"):
-                    return
+            wait_until(
+                lambda: any("READY=1" in note.text.splitlines() for note in manager.receive()),
+                lambda: f"READY=1 of the daemon, whose log ends\n{tail(self.log)}\n",
+                timeout,
+            )
 
     def stop(self) -> None:
         """systemctl stop; its exit status has to be 0."""
@@ -291,7 +286,7 @@ class Node:
                 for resource, (capacity, allocatable) in expected.items()
             )
 
-        wait_for(f"the node's status to be {expected}", probe, 30)
+        wait_until(probe, f"the node's status to be {expected}", 30)
 
     def label(self, labels: Mapping[str, str]) -> None:
         """Give the node these labels, as nfd-master does."""
@@ -365,7 +360,7 @@ class Node:
                 return RUNNING
             return refusal(found["status"]) if found else None
 
-        return wait_for(f"pod {name} to run or be refused", probe, timeout)
+        return wait_until(probe, f"pod {name} to run or be refused", timeout)
 
     def devices(self, resource: str, name: str, container: str = "main") -> set[str]:
         """The IDs that a container of the pod has."""
@@ -446,8 +441,3 @@ def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
     admission, _ = kubelet.wait_logged(r'"SyncLoop ADD" source="\w+" pods=\["')
     appeared = kubelet.socket_appeared()
     return Race(allocatable - appeared, admission - appeared)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """By nearest rank: of 50 values the 99th percentile is the largest."""
-    return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.machine import JSON, VERSIONS, Machine, wait_for
+from tests.e2e.machine import JSON, VERSIONS, Machine
 from tests.e2e.node import CDI_DIRECTORY, OPENABLE, RUNNING, Node, Program
 from tests.e2e.readers import Alone, Podman, containerd_of, device_numbers, judge
 from tests.world.node import Chip
+from tests.world.processes import wait_until
 
 N300 = "tenstorrent.com/n300"
 DEVICE = "tenstorrent.com/device"
 FILE = f"{CDI_DIRECTORY}/tenstorrent.com-device.json"
 
 
-class Host(Alone):
+class CdiHost(Alone):
     """With an n300, a p300c (two chips) and hugepages."""
 
     def __init__(self, machine: Machine, program: Program, podman: Podman) -> None:
@@ -39,7 +40,7 @@ class Host(Alone):
         return {device["name"] for device in json.loads(self.file.read_text())["devices"]}
 
     def wait_names(self, names: set[str]) -> None:
-        wait_for(f"the file to name {sorted(names)}", lambda: self.names() == names, 10)
+        wait_until(lambda: self.names() == names, f"the file to name {sorted(names)}", 10)
 
     def judged(self, *devices: str) -> JSON:
         """What a container with these devices gets, by the specification's library; the file has to be valid."""
@@ -55,9 +56,9 @@ def machine() -> Iterator[tuple[Machine, Podman]]:
 
 
 @pytest.fixture
-def host(machine: tuple[Machine, Podman], program: Program) -> Iterator[Host]:
+def host(machine: tuple[Machine, Podman], program: Program) -> Iterator[CdiHost]:
     where, podman = machine
-    with Host(where, program, podman) as host:
+    with CdiHost(where, program, podman) as host:
         host.start()
         yield host
     host.file.unlink()
@@ -75,13 +76,13 @@ def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
 # --- The specification's own library ----------------------------------------------------------------------------------
 
 
-def test_the_file_is_valid(host: Host) -> None:
+def test_the_file_is_valid(host: CdiHost) -> None:
     """The specification's library and its JSON schema accept the file, which has every chip and all of them."""
     names = [chip.bdf for chip in host.cards.chips]
     assert host.judged()["devices"] == [f"{DEVICE}={name}" for name in sorted([*names, "all"])]
 
 
-def test_the_judge_objects(host: Host, tmp_path: Path) -> None:
+def test_the_judge_objects(host: CdiHost, tmp_path: Path) -> None:
     """What the specification forbids is found: a link in place of a node, a key that it does not know."""
     described = json.loads(host.file.read_text())
     edits = described["devices"][0]["containerEdits"]
@@ -96,7 +97,7 @@ def test_the_judge_objects(host: Host, tmp_path: Path) -> None:
     assert judge("cdi", str(tmp_path)).returncode == 1
 
 
-def test_a_device_is_its_node(host: Host) -> None:
+def test_a_device_is_its_node(host: CdiHost) -> None:
     """A chip's device is its node under the host's number, to read and write, and what all devices need is mounted."""
     for chip in host.cards.chips:
         container = host.judged(chip.bdf)["container"]
@@ -121,7 +122,7 @@ MAKE = """
 """
 
 
-def seen(host: Host, device: str) -> dict[str, tuple[int, int]]:
+def seen(host: CdiHost, device: str) -> dict[str, tuple[int, int]]:
     """The device nodes in a container of podman's, each of which can be opened."""
     done = host.podman.run(f"{DEVICE}={device}", SHOW)
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -129,7 +130,7 @@ def seen(host: Host, device: str) -> dict[str, tuple[int, int]]:
     return {path: (int(major), int(minor)) for path, major, minor in lines}
 
 
-def test_podman_gives_one_chip(host: Host) -> None:
+def test_podman_gives_one_chip(host: CdiHost) -> None:
     """`podman run --device` with a PCI address: this node can be opened and no other, not even one that is made."""
     for chip in host.cards.chips[:2]:
         own = numbers([chip])
@@ -140,12 +141,12 @@ def test_podman_gives_one_chip(host: Host) -> None:
             assert done.stdout.strip().rpartition(": ")[2] == expected
 
 
-def test_podman_gives_all_chips(host: Host) -> None:
+def test_podman_gives_all_chips(host: CdiHost) -> None:
     """`podman run --device tenstorrent.com/device=all`: every node, each of which can be opened."""
     assert seen(host, "all") == numbers(host.cards.chips)
 
 
-def test_podman_mounts_hugepages(host: Host) -> None:
+def test_podman_mounts_hugepages(host: CdiHost) -> None:
     """What is written to the container's hugepages arrives in the host's."""
     written = ["/dev/hugepages/written", "/dev/hugepages-1G/written"]
     done = host.podman.run(f"{DEVICE}={host.cards.chips[0].bdf}", f"busybox touch {' '.join(written)}")
@@ -153,18 +154,18 @@ def test_podman_mounts_hugepages(host: Host) -> None:
     assert all((host.cards.root / path[1:]).exists() for path in written)
 
 
-def test_podman_after_a_renumbering(host: Host) -> None:
+def test_podman_after_a_renumbering(host: CdiHost) -> None:
     """After the chips were renumbered a name still means the same chip, under its new number."""
     first, second = host.cards.chips[:2]
     before = numbers([first])
     host.cards.swap_ordinals(first.bdf, second.bdf)
     assert numbers([first]) != before
     expected = set(numbers([first]))
-    wait_for("the file to follow", lambda: set(device_numbers(host.judged(first.bdf)["container"])) == expected, 10)
+    wait_until(lambda: set(device_numbers(host.judged(first.bdf)["container"])) == expected, "the file to follow", 10)
     assert seen(host, first.bdf) == numbers([first])
 
 
-def test_the_file_follows_the_chips(host: Host) -> None:
+def test_the_file_follows_the_chips(host: CdiHost) -> None:
     """A chip that goes leaves the file and comes back to it; one that is only ill stays in it."""
     first, *others = host.cards.chips
     first.vanish()
@@ -174,11 +175,11 @@ def test_the_file_follows_the_chips(host: Host) -> None:
     first.come_back()
     host.wait_names({*(chip.bdf for chip in host.cards.chips), "all"})
     first.die()
-    wait_for("the daemon to notice", lambda: "does not respond" in host.daemon.log.read_text(), 10)
+    wait_until(lambda: "does not respond" in host.daemon.log.read_text(), "the daemon to notice", 10)
     assert seen(host, first.bdf) == numbers([first])
 
 
-def test_the_file_outlives_the_daemon(host: Host) -> None:
+def test_the_file_outlives_the_daemon(host: CdiHost) -> None:
     """While the daemon is stopped, or was killed, containers still start."""
     host.daemon.stop()
     assert seen(host, "all") == numbers(host.cards.chips)
@@ -187,7 +188,7 @@ def test_the_file_outlives_the_daemon(host: Host) -> None:
     assert seen(host, "all") == numbers(host.cards.chips)
 
 
-def test_the_file_is_never_half_written(host: Host) -> None:
+def test_the_file_is_never_half_written(host: CdiHost) -> None:
     """Whoever reads it at any moment while chips come and go reads a whole one."""
     over, broken, reads = threading.Event(), [], itertools.count()
 
@@ -285,10 +286,10 @@ def test_swapped_ordinals_by_cdi(node: Node) -> None:
     file = node.machine.path(FILE)
     described = file.read_text()
     node.cards.swap_ordinals(*bdfs)
-    wait_for("the file to follow", lambda: file.read_text() != described, 10)
+    wait_until(lambda: file.read_text() != described, "the file to follow", 10)
     for name in names:
         node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
-    wait_for("other containers", lambda: all(node.containers(name) != before[name] for name in names), 40)
+    wait_until(lambda: all(node.containers(name) != before[name] for name in names), "other containers", 40)
     for name in names:
         node.kubelet.wait_running(name)
         own_chip(node, name)

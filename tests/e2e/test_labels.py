@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.machine import VERSIONS, Machine, wait_for
+from tests.e2e.machine import VERSIONS, Machine
 from tests.e2e.node import RUNNING, Node, Program
 from tests.e2e.readers import Alone, judge, read_features
+from tests.world.processes import wait_until
 
 DOMAIN = "tenstorrent.com"
 DIRECTORY = "/run/features.d"
 
 
-class Host(Alone):
+class LabelsHost(Alone):
     """With the directory of feature files; the cards are the test's, which starts the daemon."""
 
     @property
@@ -46,10 +47,10 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def host(machine: Machine, program: Program) -> Iterator[Host]:
+def host(machine: Machine, program: Program) -> Iterator[LabelsHost]:
     for file in machine.path(DIRECTORY).iterdir():
         file.unlink()
-    with Host(machine, program) as host:
+    with LabelsHost(machine, program) as host:
         yield host
 
 
@@ -58,7 +59,7 @@ def judged(labels: dict[str, str]) -> str:
     return judge("labels", text="".join(f"{key}={value}\n" for key, value in labels.items())).stderr
 
 
-def test_labels_of_a_node(host: Host) -> None:
+def test_labels_of_a_node(host: LabelsHost) -> None:
     """The labels name what is there: architectures, each resource, versions; all of them are ours, and valid."""
     for card in ("n300", "n300", "p300c"):
         host.cards.add(card)
@@ -77,7 +78,7 @@ def test_labels_of_a_node(host: Host) -> None:
 @pytest.mark.parametrize(
     ("rename", "name", "product"), [("", "n300", "n300-SHARED"), ('rename = "n300-third"', "n300-third", "n300")]
 )
-def test_labels_of_a_shared_resource(host: Host, rename: str, name: str, product: str) -> None:
+def test_labels_of_a_shared_resource(host: LabelsHost, rename: str, name: str, product: str) -> None:
     """A shared resource says how many replicas a device has; its product says so too where its name does not."""
     host.cards.add("n300")
     host.cards.add("n300")
@@ -87,17 +88,17 @@ def test_labels_of_a_shared_resource(host: Host, rename: str, name: str, product
     assert judged(host.labels()) == ""
 
 
-def test_labels_follow_the_devices(host: Host) -> None:
+def test_labels_follow_the_devices(host: LabelsHost) -> None:
     """A card that comes is counted; one that is ill still is; the file is written only when a label changes."""
     host.cards.add("n300")
     host.start()
     file = host.directory / "tt-device-plugin"
     assert host.ours("n300.count") == {"n300.count": "1"}
     added = host.cards.add("n300")
-    wait_for("the second", lambda: host.ours("n300.count") == {"n300.count": "2"}, 10)
+    wait_until(lambda: host.ours("n300.count") == {"n300.count": "2"}, "the second", 10)
     before = file.stat()
     added[0].die()
-    wait_for("the daemon to notice", lambda: "does not respond" in host.daemon.log.read_text(), 10)
+    wait_until(lambda: "does not respond" in host.daemon.log.read_text(), "the daemon to notice", 10)
     assert host.ours("n300.count") == {"n300.count": "2"}
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -106,7 +107,7 @@ GARBAGE = ["a" * 300, "1.2.3 (beta)\nevil=true", "-1.2-", "½.0.0.0", "#1.0", ".
 
 
 @pytest.mark.parametrize("text", GARBAGE)
-def test_labels_are_valid_whatever_firmware_and_driver_say(host: Host, text: str) -> None:
+def test_labels_are_valid_whatever_firmware_and_driver_say(host: LabelsHost, text: str) -> None:
     """Neither a firmware's version nor the driver's can make a label that is refused, or one that is not ours."""
     (chip,) = host.cards.add("n300")
     chip.write("tt_fw_bundle_ver", f"{text}\n".encode())

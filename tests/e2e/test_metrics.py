@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.e2e.machine import JSON, Machine, wait_for
-from tests.e2e.node import TOP, Program
+from tests.e2e.machine import JSON, Machine
+from tests.e2e.node import Program
 from tests.e2e.readers import Alone, promtool
+from tests.world.processes import ROOT, wait_until
 
-RULES = TOP / "packaging/deb/tt-device-plugin.rules.yml"
+RULES = ROOT / "packaging/deb/tt-device-plugin.rules.yml"
 TEXTFILES = "/var/lib/prometheus/node-exporter"
 FILE = f"{TEXTFILES}/tt-device-plugin.prom"
 PORT = 9100
@@ -23,7 +24,7 @@ PORT = 9100
 # --- The text ---------------------------------------------------------------------------------------------------------
 
 
-class Host(Alone):
+class MetricsHost(Alone):
     """With an n300, a p300c (two chips), and Debian's node_exporter."""
 
     def scrape(self) -> str:
@@ -36,7 +37,7 @@ class Host(Alone):
         return body
 
     def wait_scraped(self, *lines: str) -> None:
-        wait_for(f"a scrape with {lines}", lambda: {*lines} <= {*self.scrape().splitlines()}, 30)
+        wait_until(lambda: {*lines} <= {*self.scrape().splitlines()}, f"a scrape with {lines}", 30)
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +53,31 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def host(machine: Machine, program: Program) -> Iterator[Host]:
+def host(machine: Machine, program: Program) -> Iterator[MetricsHost]:
     machine.path(FILE).unlink(missing_ok=True)
-    with Host(machine, program) as host:
+    with MetricsHost(machine, program) as host:
         host.cards.add("n300")
         host.cards.add("p300c")
         host.start()
         yield host
 
 
-def test_promtool_has_no_objection(host: Host) -> None:
+def test_promtool_has_no_objection(host: MetricsHost) -> None:
     """`promtool check metrics` accepts the text and has no remark on a name, a unit or a help text."""
     file = host.machine.path(FILE)
-    wait_for("the file", file.exists, 20)
+    wait_until(file.exists, "the file", 20)
     done = promtool("check", "metrics", text=file.read_text())
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_promtool_objects(host: Host) -> None:
+def test_promtool_objects(host: MetricsHost) -> None:
     """It would: a counter that is not called so, and a metric without help."""
     assert "no help text" in promtool("check", "metrics", text="# TYPE a gauge\na 1\n").stderr
     wrong = "# HELP a_total What.\n# TYPE a_total gauge\na_total 1\n"
     assert "should not" in promtool("check", "metrics", text=wrong).stderr
 
 
-def test_node_exporter_shows_them(host: Host) -> None:
+def test_node_exporter_shows_them(host: MetricsHost) -> None:
     """Debian's node_exporter shows the whole file as it is, beside the time at which it was written."""
     healthy = [f'tt_device_healthy{{device="{chip.bdf}"}} 1' for chip in host.cards.chips]
     host.wait_scraped(*healthy, "node_textfile_scrape_error 0")
@@ -86,7 +87,7 @@ def test_node_exporter_shows_them(host: Host) -> None:
     assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
 
 
-def test_a_fault_is_shown(host: Host) -> None:
+def test_a_fault_is_shown(host: MetricsHost) -> None:
     """A chip that dies is shown with the kind of its fault, and no longer when it lives again."""
     chip = host.cards.chips[0]
     fault = f'tt_device_fault{{device="{chip.bdf}",kind="no_response"}} 1'

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.e2e.conftest import Results, Row
-from tests.e2e.machine import VERSIONS, wait_for
+from tests.e2e.machine import VERSIONS
 from tests.e2e.node import (
     OPENABLE,
     RUNNING,
@@ -25,10 +25,10 @@ from tests.e2e.node import (
     Outcome,
     Program,
     Race,
-    percentile,
     race,
 )
 from tests.world.node import Chip
+from tests.world.processes import percentile, wait_until
 
 N300, P300, GALAXY = "tenstorrent.com/n300", "tenstorrent.com/p300", "tenstorrent.com/galaxy-blackhole"
 
@@ -343,10 +343,10 @@ def test_restarted_container_keeps_its_chip(node: Node) -> None:
     node.cards.swap_ordinals(*bdfs)
     link = node.machine.path(f"{RUNTIME_DIRECTORY}/by-pci/{mine}")
     there = node.cards.chip(mine).device_node
-    wait_for("the link to follow", lambda: link.is_symlink() and link.readlink() == there, 5)
+    wait_until(lambda: link.is_symlink() and link.readlink() == there, "the link to follow", 5)
     node.kubelet.wait_allocatable(N300, set(bdfs))
     node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
-    wait_for("another container", lambda: node.kubelet.running(name) and node.containers(name) != before, 30)
+    wait_until(lambda: node.kubelet.running(name) and node.containers(name) != before, "another container", 30)
     assert node.number_inside(name, path) == node.host_number(mine) != number
     assert node.open_inside(name, path) == "opened"
 
@@ -520,8 +520,8 @@ def test_allocatable_soon_after_a_kubelet_restart(program: Program, results: Res
         {
             "kubelet": version,
             "median": f"{statistics.median(allocatable) * 1000:.1f}",
-            "p99": f"{percentile(allocatable, 0.99) * 1000:.1f}",
+            "p99": f"{percentile(allocatable, 99) * 1000:.1f}",
             "of that, until the daemon calls Register: median": f"{statistics.median(registered) * 1000:.1f}",
         },
     )
-    assert percentile(allocatable, 0.99) < 1
+    assert percentile(allocatable, 99) < 1

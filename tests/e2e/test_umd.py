@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.e2e import umd
-from tests.e2e.machine import VERSIONS, wait_for
+from tests.e2e.machine import VERSIONS
 from tests.e2e.node import Node, Program
+from tests.world.processes import wait_until
 
 N300 = "tenstorrent.com/n300"
 
@@ -100,7 +101,7 @@ class Holder:
         return [word for word in words if word in ("waits", "holds")]
 
     def wait_said(self, *words: str) -> None:
-        wait_for(f"{self.name} to say {words}", lambda: self.said() == [*words], 20)
+        wait_until(lambda: self.said() == [*words], f"{self.name} to say {words}", 20)
 
     def kill(self) -> None:
         """As the kernel's OOM killer does."""
@@ -140,7 +141,7 @@ def test_containers_take_turns(node: Node, lock_dir: Path) -> None:
         other.wait_said("waits")
     assert first.said() == ["holds"]
     first.kill()
-    (second,) = wait_for("the next", lambda: [other for other in others if other.said() == ["waits", "holds"]], 20)
+    (second,) = wait_until(lambda: [other for other in others if other.said() == ["waits", "holds"]], "the next", 20)
     (third,) = [other for other in others if other is not second]
     assert third.said() == ["waits"]
     second.kill()
@@ -150,8 +151,8 @@ def test_containers_take_turns(node: Node, lock_dir: Path) -> None:
 def test_a_killed_waiter_opens_the_lock(node: Node, lock_dir: Path) -> None:
     """The limit of these locks: a waiter that is killed lets the next in, although the first still holds the chip.
 
-    A lock in /dev/shm holds its owner's thread ID, and the kernel takes whoever dies with that ID while it waits for the
-    owner. Containers have PID namespaces of their own, in which most owners and waiters are 1.
+    A lock in /dev/shm names its owner by thread ID, and the kernel takes whoever dies with that ID for the owner, one who
+    only waits as well. Containers have PID namespaces of their own, in which most owners and waiters are 1.
     """
     start_shared(node, lock_dir)
     first, second, third = Holder(node, N300), Holder(node, N300), Holder(node, N300)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from tests.world.node import (
     observe,
     wire,
 )
+from tests.world.processes import finished
 
 DRIVER_RELEASES = ("1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0")
 
@@ -473,8 +473,7 @@ def test_hugepages_and_iommu(build: Callable[..., SimulatedNode]) -> None:
 
 
 def run(*arguments: str | Path) -> str:
-    command = [sys.executable, "-m", "tests.world.node", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
+    return finished([sys.executable, "-m", "tests.world.node", *arguments]).stdout
 
 
 def test_another_process_can_work_on_the_tree(tmp_path: Path) -> None:

@@ -1,0 +1,434 @@
+"""Programs as processes of their own: to start them, to wait for what they do, and to see what they cost.
+
+Times are of `time.monotonic()`, which is one clock for all processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+from tests.world.node import SimulatedNode
+
+ROOT = Path(__file__).resolve().parents[2]
+SIMULATION = [sys.executable, "-m", "tests.world.simulation"]
+PATIENCE = 15.0  # seconds for what takes milliseconds, on a machine that has much else to do
+T = TypeVar("T")
+
+
+class Broken(AssertionError):
+    """Something that has to happen did not; its text says what, and what was seen instead."""
+
+
+# ------------------------------------------------------------------------------------------------------------- waiting
+
+
+async def until(condition: Callable[[], T | None], what: str = "what was waited for", seconds: float = PATIENCE) -> T:
+    """The condition's first true value, for what tells nobody that it happened; Broken with `what` if there is none."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise Broken(f"{what}: not within {seconds:g} s")
+        await asyncio.sleep(0.002)
+    return value
+
+
+def wait_until(
+    condition: Callable[[], T | None], what: str | Callable[[], str] = "what was waited for", seconds: float = PATIENCE
+) -> T:
+    """The same where there is no loop. `what` can be a function, for what is known only at the end."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise Broken(f"{what() if callable(what) else what}: not within {seconds:g} s")
+        time.sleep(0.05)
+    return value
+
+
+async def within(seconds: float, otherwise: str, doing: Coroutine[Any, Any, T]) -> T:
+    """What `doing` returns, or Broken if it has not by then."""
+    task = asyncio.ensure_future(doing)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if not done:
+        raise Broken(f"{otherwise}: not within {seconds:g} s")
+    return task.result()
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """The exit status of `main`; 130 if a signal ended it, which cancels it, so that what it started is cleaned up."""
+
+    async def guarded() -> int:
+        task = asyncio.ensure_future(main)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 130
+        except BrokenPipeError:  # nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 1
+
+    return asyncio.run(guarded())
+
+
+# --------------------------------------------------------------------------------------------- place and environment
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """A directory that is gone afterwards, with a short path: a unix socket's address holds 107 bytes."""
+    long = len(os.fsencode(tempfile.gettempdir())) > 24
+    path = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp" if long else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def environment(*python_path: Path, **more: str) -> dict[str, str]:
+    """The present one without what would configure the program, Python or a service, and with what is given."""
+    foreign = re.compile("TTDP_|TT_|PYTHON|SHIV_|NOTIFY_|WATCHDOG_|LISTEN_|JOURNAL_|[A-Z]+_DIRECTORY$")
+    kept = {key: value for key, value in os.environ.items() if not foreign.match(key)}
+    if python_path:
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
+        kept["PYTHONPATH"] = os.pathsep.join([*map(str, python_path), *inherited])
+    return kept | more
+
+
+def finished(
+    command: Sequence[str | Path], environ: Mapping[str, str] | None = None, *, stderr: int | IO[str] = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    """A program that has ended by itself, with what it said; `environ` is added to its environment."""
+    return subprocess.run(
+        [*map(str, command)], env=environment(ROOT) | dict(environ or {}), stdout=subprocess.PIPE, stderr=stderr,
+        text=True, timeout=60,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ services
+
+
+class Note(NamedTuple):
+    """A notification of a service to its manager, one datagram; it can have several lines."""
+
+    at: float
+    text: str
+
+
+class NotifySocket:
+    """A service manager's end of $NOTIFY_SOCKET."""
+
+    def __init__(self, address: str | Path) -> None:
+        """address: a path, or the name of an abstract socket behind "@"."""
+        self.address = str(address)
+        if not self.address.startswith("@"):
+            Path(address).unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(self.address.replace("@", "\0", 1))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> list[Note]:
+        """All that waits."""
+        notes = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                notes.append(Note(time.monotonic(), self._socket.recv(65536).decode(errors="replace")))
+        return notes
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Service:
+    """A program under a service manager that hears what it notifies of. It ends with the context.
+
+    The lines that it writes on stderr, and its notifications, are kept with their times, the latest thousand of each.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], notify: str | Path) -> None:
+        """notify: the address of its NOTIFY_SOCKET, unless its environment has another."""
+        self.lines: deque[tuple[float, str]] = deque(maxlen=1000)
+        self.notes: deque[Note] = deque(maxlen=1000)
+        self.on_line: Callable[[str], None] | None = None
+        self.started = 0.0
+        self._command = command
+        self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
+        self._notify = notify
+        self._news: deque[Note] = deque(maxlen=1000)  # those that nobody has waited for yet
+        self._happened = asyncio.Event()
+
+    async def __aenter__(self) -> Service:
+        self._manager = NotifySocket(self._notify)
+        asyncio.get_running_loop().add_reader(self._manager, self._notified)
+        self.started = time.monotonic()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, env=self._environment, cwd="/", stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self._reader = asyncio.ensure_future(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            if self._process.returncode is None:
+                await self.stop(seconds=3)
+        except Broken:
+            self._process.kill()
+        await self._reader
+        asyncio.get_running_loop().remove_reader(self._manager)
+        self._manager.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _notified(self) -> None:
+        notes = self._manager.receive()
+        self.notes.extend(notes)
+        self._news.extend(notes)
+        self._happened.set()
+
+    async def _read(self) -> None:
+        assert self._process.stderr
+        while line := await self._process.stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            self.lines.append((time.monotonic(), text))
+            if self.on_line:
+                self.on_line(text)
+            self._happened.set()
+        await self._process.wait()
+        self._notified()
+
+    async def wait_for(self, found: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
+        """The first true value of `found`, asked whenever the process says something; else Broken with `what`."""
+
+        async def wait() -> T:
+            while not (value := found()):
+                if self._reader.done():
+                    raise Broken(f"{what}: the process ended with status {self._process.returncode}{self.latest()}")
+                self._happened.clear()
+                await self._happened.wait()
+            return value
+
+        try:
+            return await asyncio.wait_for(wait(), seconds)
+        except asyncio.TimeoutError:
+            raise Broken(f"{what}: not within {seconds:g} s{self.latest()}") from None
+
+    def latest(self) -> str:
+        """Its last words, to be appended to what went wrong."""
+        words = sorted([*self.lines, *((at, text.replace("\n", " ")) for at, text in self.notes)])
+        return "".join(f"\n    {text}" for _, text in words[-12:])
+
+    async def note(self, wanted: str, seconds: float = PATIENCE) -> Note:
+        """The next notification with a line that begins like this; those before it are over."""
+
+        def found() -> Note | None:
+            while self._news:
+                note = self._news.popleft()
+                if any(line.startswith(wanted) for line in note.text.splitlines()):
+                    return note
+            return None
+
+        return await self.wait_for(found, f"no {wanted}", seconds)
+
+    async def status(self, *words: str) -> str:
+        """What `systemctl status` shows, now or soon, that holds all of these words."""
+        present = max((at for at, _ in self._statuses()), default=0.0)
+
+        def found() -> str | None:
+            return next((s for at, s in self._statuses() if at >= present and all(word in s for word in words)), None)
+
+        return await self.wait_for(found, f"no status with {words}")
+
+    def _statuses(self) -> Iterator[tuple[float, str]]:
+        for at, text in self.notes:
+            yield from ((at, line[7:]) for line in text.splitlines() if line.startswith("STATUS="))
+
+    @property
+    def said(self) -> list[str]:
+        """The lines that it has logged."""
+        return [line for _, line in self.lines]
+
+    @property
+    def heard(self) -> list[str]:
+        """Its notifications so far."""
+        return [text for _, text in self.notes]
+
+    async def ready(self) -> float:
+        """Seconds from before the exec until READY=1."""
+        return (await self.note("READY=1")).at - self.started
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    async def ended(self, seconds: float = PATIENCE) -> int:
+        """The exit status, once the process is gone and all that it said is here."""
+        await asyncio.wait({self._reader}, timeout=seconds)
+        if not self._reader.done() or self._process.returncode is None:
+            raise Broken(f"no end within {seconds:g} s{self.latest()}")
+        return self._process.returncode
+
+    async def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> tuple[int, float]:
+        """End it by a signal: its exit status, and the seconds until then."""
+        begin = time.monotonic()
+        self.send(number)
+        return await self.ended(seconds), time.monotonic() - begin
+
+
+# ----------------------------------------------------------------------------------------------------------- the daemon
+
+
+def stand_in_for_netlink() -> None:
+    """Lets an unchanged program take its kernel events from the unix socket $TT_UEVENTS; goes into a sitecustomize.
+
+    For the zipapp, which cannot be run by way of tests.world.simulation.
+    """
+    import os
+    import socket
+
+    class Socket(socket.socket):
+        def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
+            self.is_uevents = family == socket.AF_NETLINK
+            super().__init__(*((socket.AF_UNIX, type, 0) if self.is_uevents else (family, type, proto)), fileno)
+
+        def bind(self, address: Any) -> None:
+            super().bind(os.environ["TT_UEVENTS"] if self.is_uevents else address)
+
+        def recvfrom(self, size: int, flags: int = 0) -> tuple[bytes, Any]:
+            message, sender = super().recvfrom(size, flags)
+            return message, (0, 1) if self.is_uevents else sender
+
+    socket.socket = Socket  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The program as it is to be run: from source, or the zipapp `pyz`. Whatever it writes goes below `home`.
+
+    From source it is imported, not run as a script, so that it comes from bytecode as it does when it is installed.
+    """
+
+    home: Path
+    pyz: Path | None = None
+
+    def environment(self, *python_path: Path, **more: str) -> dict[str, str]:
+        """For a child of ours, with bytecode in a place of its own."""
+        own = {"PYTHONPYCACHEPREFIX": f"{self.home}/pyc", "SHIV_ROOT": f"{self.home}/shiv"}
+        return environment(*python_path, **own, **more)
+
+    def command(self, *arguments: str, uevents: Path | None = None) -> tuple[list[str], dict[str, str]]:
+        """Command line and environment for the program with these arguments.
+
+        uevents: the unix socket that it makes for kernel events, instead of listening to the real kernel.
+        """
+        if self.pyz:
+            command, environ = [sys.executable, str(self.pyz)], self.environment()
+            if uevents:
+                source = f"from typing import Any\n{inspect.getsource(stand_in_for_netlink)}\nstand_in_for_netlink()\n"
+                customize = self.home / "site" / "sitecustomize.py"
+                customize.parent.mkdir(exist_ok=True)
+                customize.write_text(source)
+                environ = self.environment(customize.parent, TT_UEVENTS=str(uevents))
+        elif uevents:
+            command, environ = [*SIMULATION, "--uevents", str(uevents)], self.environment(ROOT)
+        else:
+            command = [sys.executable, "-c", "import sys, ttdp; sys.exit(ttdp.main())"]
+            environ = self.environment(ROOT)
+        return [*command, *arguments], environ
+
+    def daemon(
+        self, node: SimulatedNode, directory: Path, *, interval: float = 5.0, uevents: Path | None = None
+    ) -> Service:
+        """The daemon on this node, to be started by `async with`; `interval` is that of [health], in seconds."""
+        configuration = self.home / "daemon.toml"
+        configuration.write_text(f"[health]\ninterval = {interval}\n")
+        command, environ = self.command(
+            "run", f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags, uevents=uevents
+        )
+        if uevents:
+            uevents.unlink(missing_ok=True)
+        return Service(command, environ, self.home / "daemon.notify")
+
+
+class Kernel:
+    """Keeps the uevents of a simulated node until they are delivered to the daemon's socket."""
+
+    def __init__(self, node: SimulatedNode, path: Path) -> None:
+        self._path = path
+        self._waiting: list[bytes] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        node.on_uevent = self._waiting.append
+
+    def deliver(self) -> float:
+        """Send what waits; returns the time just before."""
+        messages = [*self._waiting]
+        self._waiting.clear()
+        begin = time.monotonic()
+        for message in messages:
+            self._socket.sendto(message, str(self._path))
+        return begin
+
+
+# ------------------------------------------------------------------------------------------- what a process costs
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process holds at one moment. Sizes in kB, as the kernel counts them."""
+
+    rss: int
+    anonymous: int
+    descriptors: int
+    threads: int
+
+
+def footprint(pid: int) -> Footprint:
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    rss, anonymous = (int(lines[key].split()[0]) for key in ("VmRSS", "RssAnon"))
+    return Footprint(rss, anonymous, descriptors, int(lines["Threads"]))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads, ended ones too, in seconds to the nanosecond: clock_getcpuclockid(3)."""
+    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
+
+
+def wake_ups(pid: int) -> int:
+    """How often the threads that there are have waited for something, and were woken."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            text = (task / "status").read_text()
+            total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("voluntary_ctxt"))
+    return total
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` % of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100).__trunc__() - 1)]
