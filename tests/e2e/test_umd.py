@@ -151,8 +151,8 @@ def test_containers_take_turns(node: Node, lock_dir: Path) -> None:
 def test_a_killed_waiter_opens_the_lock(node: Node, lock_dir: Path) -> None:
     """The limit of these locks: a waiter that is killed lets the next in, although the first still holds the chip.
 
-    A lock in /dev/shm names its owner by thread ID, and the kernel takes whoever dies with that ID for the owner, one who
-    only waits as well. Containers have PID namespaces of their own, in which most owners and waiters are 1.
+    Such a lock names its owner by thread ID, and the kernel takes whoever dies with that ID for the owner, even one who
+    only waits. Containers have PID namespaces of their own, in which most owners and waiters are 1.
     """
     start_shared(node, lock_dir)
     first, second, third = Holder(node, N300), Holder(node, N300), Holder(node, N300)
