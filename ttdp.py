@@ -5,11 +5,11 @@ from top to bottom; a chapter uses only what stands above it.
 
     what the world looks like    CONFIGURATION, INVENTORY
     what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS
-    how we talk                  DEVICE PLUGIN SERVICE, KUBELET SESSION, KERNEL EVENTS, TELEMETRY READERS, SYSTEMD
+    how we talk                  DEVICE PLUGIN SERVICE, KUBELET SESSION, KERNEL EVENTS, OFF THE LOOP, SYSTEMD
     what ties it together        DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop drives the rest; only
-reads of telemetry, which the driver can block for ten seconds, happen on threads of their own.
+what can block for seconds, a chip's telemetry above all, is read on threads, which get and give back plain data.
 """
 
 from __future__ import annotations
@@ -31,21 +31,26 @@ import enum
 import errno
 import functools
 import itertools
+import json
 import logging
 import math
+import operator
+import queue
 import re
 import signal
 import socket
 import stat
 import struct
+import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import grpc
 import sdnotify
+from google.protobuf.message import DecodeError
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
@@ -116,31 +121,48 @@ class Settings:
     log_level: LogLevel = "info"
     health: HealthSettings = field(default_factory=HealthSettings)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
-    runtime_dir: str | None = None  # systemd's RuntimeDirectory=, for links to the nodes; None: there are none
+    state_dir: str | None = None  # systemd's StateDirectory=, for what a restart must not forget; None: it forgets
 
 
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "runtime_dir")  # not taken over on SIGHUP
+NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")  # not taken over on SIGHUP
+
+# A parser takes what stands in the file, or the text of a variable or flag; it raises ValueError with what is valid.
+Parser = Callable[[Any], Any]
 
 
-def _directory(text: str) -> str:
-    if not text or "\0" in text:
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a string")
+    return value
+
+
+def _directory(value: object) -> str:
+    path = _text(value)
+    if not path or "\0" in path:
         raise ValueError("the path of a directory")
-    return os.path.abspath(text)
+    return os.path.abspath(path)
 
 
-def _device_plugin_dir(text: str) -> str:
-    path = _directory(text)
+def _device_plugin_dir(value: object) -> str:
+    path = _directory(value)
     most = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
     if len(os.fsencode(path)) > most:
         raise ValueError(f"a path of at most {most} bytes: the sockets in it have to fit into a unix socket address")
     return path
 
 
-def _domain(text: str) -> str:
+def _absolute(value: object) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        raise ValueError("an absolute path")
+    return value
+
+
+def _domain(value: object) -> str:
     """A DNS subdomain that the API server takes as the prefix of an extended resource.
 
     Kubernetes reserves *.kubernetes.io and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
     """
+    text = _text(value)
     label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
     ours = re.fullmatch(rf"{label}(\.{label})*", text) and len(text) <= 244
     if not ours or "kubernetes.io" in text or text.startswith("requests."):
@@ -148,18 +170,33 @@ def _domain(text: str) -> str:
     return text
 
 
-def _boolean(text: str) -> bool:
-    word = text.lower()
-    if word not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _switch_in_words(text: str) -> bool:
+    """A boolean as flags and variables have it."""
+    if text.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         raise ValueError("true, yes, on, 1, false, no, off or 0")
-    return word in ("true", "yes", "on", "1")
+    return text.lower() in ("true", "yes", "on", "1")
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
+def _one_of(choices: tuple[str, ...]) -> Parser:
+    def parse(value: object) -> str:
+        if _text(value) not in choices:
             raise ValueError(" or ".join([", ".join(choices[:-1]), choices[-1]]))
-        return text
+        return str(value)
+
+    return parse
+
+
+def _number(least: float, most: float, valid: str, *kinds: type) -> Parser:
+    def parse(value: Any) -> Any:
+        if type(value) not in kinds or not least <= value <= most:  # a boolean is an int to Python
+            raise ValueError(valid)
+        return value
 
     return parse
 
@@ -169,7 +206,7 @@ class Option:
     """A setting that has a flag, an environment variable and a key in the file."""
 
     key: str
-    parse: Callable[[str], Any]  # raises ValueError with what would be valid
+    parse: Parser
     help: str
 
     @property
@@ -182,7 +219,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        return self.parse is _boolean
+        return self.parse is _switch
 
 
 _NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
@@ -198,9 +235,18 @@ OPTIONS = (
     Option("resource_naming", _one_of(get_args(ResourceNaming)), _NAMING),
     Option("device_id_strategy", _one_of(get_args(DeviceIdStrategy)), _IDS),
     Option("visible_devices", _one_of(get_args(VisibleDevices)), _VISIBLE),
-    Option("fail_on_init_error", _boolean, "exit with status 1 if there is no driver or no device at start"),
+    Option("fail_on_init_error", _switch, "exit with status 1 if there is no driver or no device at start"),
     Option("log_level", _one_of(get_args(LogLevel)), "debug, info, warning or error"),
 )
+
+_HEALTH: Mapping[str, Parser] = {
+    # The firmware's heartbeat goes on every tenth of a second: faster polls would see it stand still.
+    "interval": _number(0.1, 3600, "a number of seconds from 0.1 to 3600", int, float),
+    "temperature_limit": _number(1, 200, "a number of °C from 1 to 200", int, float),
+    "heartbeat_misses": _number(1, 1_000_000, "a whole number of polls from 1 on", int),
+    "trip_holdoff": _number(0, 1e9, "a number of seconds from 0 on", int, float),
+}
+_MOUNT: Mapping[str, Parser] = {"host": _absolute, "container": _absolute, "read_only": _switch}
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
@@ -215,14 +261,15 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
     if flags.get("config_file") == "":
         raise _invalid("--config-file", "", "the path of a file")
     values = _read_config_file(path, must_exist=explicit)
-    values["runtime_dir"] = (environ.get("RUNTIME_DIRECTORY") or "").partition(":")[0] or None
+    values["state_dir"] = (environ.get("STATE_DIRECTORY") or "").partition(":")[0] or None
     for option in OPTIONS:
+        parse = _switch_in_words if option.is_switch else option.parse
         for source, text in (
             (option.variable, environ.get(option.variable) or None),
             (option.flag, flags.get(option.key)),
         ):
             if text is not None:
-                values[option.key] = _parsed(option.parse, text, source)
+                values[option.key] = _parsed(parse, text, source)
     return Settings(**values)
 
 
@@ -234,11 +281,11 @@ def _invalid(source: str, value: object, valid: object) -> ConfigError:
     return ConfigError(f"{source}: {shown if len(shown) <= 80 else shown[:80] + '…'} is not valid; it must be {valid}")
 
 
-def _parsed(parse: Callable[[str], Any], text: str, source: str) -> Any:
+def _parsed(parse: Parser, value: object, source: str) -> Any:
     try:
-        return parse(text)
+        return parse(value)
     except ValueError as valid:
-        raise _invalid(source, text, valid) from None
+        raise _invalid(source, value, valid) from None
 
 
 def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
@@ -257,63 +304,35 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not valid TOML: {reason}") from None
 
-    _only_known(path, "", document, [*(option.key for option in OPTIONS), "health", "mounts"])
-    values: dict[str, Any] = {}
-    for option in OPTIONS:
-        value = document.get(option.key)
-        if option.key not in document:
-            continue
-        if option.is_switch and isinstance(value, bool):
-            values[option.key] = value
-        elif not option.is_switch and isinstance(value, str):
-            values[option.key] = _parsed(option.parse, value, f"{path}: {option.key}")
-        else:
-            raise _invalid(f"{path}: {option.key}", value, "true or false" if option.is_switch else "a string")
-    if "health" in document:
-        values["health"] = _health_settings(path, document["health"])
-    if "mounts" in document:
-        values["mounts"] = _mounts(path, document["mounts"])
+    sections: dict[str, Parser] = {"health": lambda value: value, "mounts": lambda value: value}
+    values = _table(f"{path}: ", document, {option.key: option.parse for option in OPTIONS} | sections)
+    if "health" in values:
+        values["health"] = HealthSettings(**_table(f"{path}: [health] ", values["health"], _HEALTH))
+    if "mounts" in values:
+        values["mounts"] = _mounts(path, values["mounts"])
     return values
 
 
-def _only_known(path: str, where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"{path}: {where}{key!r} is no key of this file; valid are {', '.join(known)}")
-
-
-def _health_settings(path: str, table: object) -> HealthSettings:
+def _table(where: str, table: object, keys: Mapping[str, Parser]) -> dict[str, Any]:
+    """The values of a table of the file, each by its key's parser; raises ConfigError. where: "FILE: [TABLE] "."""
+    file, _, heading = where.partition(": ")
     if not isinstance(table, dict):
-        raise _invalid(f"{path}: health", table, "a table: [health]")
-    _only_known(path, "[health] ", table, [item.name for item in fields(HealthSettings)])
-
-    def check(key: str, kind: type | tuple[type, ...], valid: Callable[[Any], bool], wanted: str) -> None:
-        value = table.get(key)
-        if key in table and (isinstance(value, bool) or not isinstance(value, kind) or not valid(value)):
-            raise _invalid(f"{path}: [health] {key}", value, wanted)
-
-    number = (int, float)
-    check("interval", number, lambda v: 0 < v <= 3600, "a number of seconds above 0 and at most 3600")
-    check("temperature_limit", number, lambda v: 0 < v <= 200, "a number of °C above 0 and at most 200")
-    check("heartbeat_misses", int, lambda v: 1 <= v <= 1_000_000, "a whole number of polls from 1 on")
-    check("trip_holdoff", number, lambda v: 0 <= v <= 1e9, "a number of seconds from 0 on")
-    return HealthSettings(**table)
+        raise _invalid(f"{file}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
+    for key in table:
+        if key not in keys:
+            raise ConfigError(f"{where}{key!r} is no key of this file; valid are {', '.join(keys)}")
+    return {key: _parsed(keys[key], value, f"{where}{key}") for key, value in table.items()}
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: mounts", tables, "tables: [[mounts]]")
-    mounts: list[Mount] = []
+    where, mounts = f"{path}: [[mounts]] ", list[Mount]()
     for table in tables:
-        _only_known(path, "[[mounts]] ", table, [item.name for item in fields(Mount)])
-        mount = Mount(**{"host": None, "container": table.get("host"), **table})
-        for key, value in (("host", mount.host), ("container", mount.container)):
-            if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-                raise _invalid(f"{path}: [[mounts]] {key}", value, "an absolute path")
-        if not isinstance(mount.read_only, bool):
-            raise _invalid(f"{path}: [[mounts]] read_only", mount.read_only, "true or false")
+        values = _table(where, {"host": None} | table, _MOUNT)
+        mount = Mount(**{"container": values["host"]} | values)
         if any(mount.container == other.container for other in mounts):
-            raise _invalid(f"{path}: [[mounts]] container", mount.container, "another path in each of them")
+            raise _invalid(f"{where}container", mount.container, "another path in each of them")
         mounts.append(mount)
     return tuple(mounts)
 
@@ -326,6 +345,7 @@ Arch = Literal["wormhole", "blackhole"]
 
 VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
+DRIVER = "tenstorrent"
 
 # The board's code, which is also the PCI subsystem id: what tells the card's type while the firmware is silent.
 CARDS = {
@@ -336,8 +356,8 @@ CARDS = {
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 
-TELEMETRY_ATTRIBUTES = (  # beside tt_heartbeat
-    "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
+TELEMETRY_ATTRIBUTES = (
+    "tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
 )  # fmt: skip
 HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
 
@@ -345,7 +365,7 @@ _BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
+class PciFunction:
     """One PCI function with the driver bound to it, as sysfs and stat() show it at one moment."""
 
     bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
@@ -355,8 +375,8 @@ class Chip:
     ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
     path: str  # the host's device node
     sysfs: str  # the class device's directory below the PCI function's, which holds the tt_* attributes
-    node_fault: str | None  # why the node cannot be used; None if it is what sysfs says
     number: str | None = None  # sysfs's "major:minor" of the node
+    node_fault: str | None = None  # why the node cannot be used; None if it is what sysfs says
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +393,7 @@ class Telemetry:
     trips: int | None = None  # thermal trips (Blackhole)
     hwmon: str | None = field(default=None, compare=False)  # the directory of its sensors
     all_ones: bool = False  # the chip answers nothing: every register that can show it reads all ones
+    off_bus: bool = False  # nor does its PCI configuration space
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
 
 
@@ -380,7 +401,7 @@ class Telemetry:
 class Scan:
     """One look at the class directory."""
 
-    chips: Mapping[str, Chip]  # by PCI address, in the order of the addresses
+    functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
     oddities: tuple[str, ...]  # class devices that are none of ours, in words
 
 
@@ -392,13 +413,19 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Text of a sysfs attribute, a page at most, without the newline; None if it is not there. Raises OSError."""
+    """Text of a sysfs attribute, a page at most, without the newline; None if it is not there.
+
+    Raises OSError with the attribute's path, whether opening or reading it failed.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return os.read(descriptor, 4096).decode("ascii", "replace").strip()
+    except OSError as error:
+        error.filename = path
+        raise
     finally:
         os.close(descriptor)
 
@@ -409,6 +436,22 @@ def _read_quick(path: str) -> str | None:
         return read_attribute(path, os.O_NONBLOCK)
     except OSError:
         return None
+
+
+def _link_name(path: str) -> str | None:
+    """The last part of where a link leads; None if there is none."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return None
+
+
+def _names(directory: str) -> list[str]:
+    """What is in a directory; nothing if there is none."""
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
 
 
 def _decimal(text: str | None) -> int | None:
@@ -422,50 +465,67 @@ def _hexadecimal(text: str | None) -> int | None:
 
 def driver_version(settings: Settings) -> str | None:
     """Version of the loaded driver, such as "2.10.0"; "" if it does not say; None if no driver is loaded."""
-    module = f"{settings.sysfs_root}/module/tenstorrent"
-    if os.path.isdir(module) or os.path.isdir(f"{settings.sysfs_root}/class/tenstorrent"):
+    module = f"{settings.sysfs_root}/module/{DRIVER}"
+    if os.path.isdir(module) or os.path.isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
         return _read_quick(f"{module}/version") or ""
     return None
 
 
-def scan(settings: Settings, known: Iterable[Chip] = ()) -> Scan:
+def functions_on_bus(settings: Settings) -> list[str]:
+    """Addresses of the PCI functions that the driver is for, whether it has them or not."""
+    directory, found = f"{settings.sysfs_root}/bus/pci/devices", []
+    for bdf in filter(_BDF.fullmatch, _names(directory)):
+        ids = (_hexadecimal(_read_quick(f"{directory}/{bdf}/{attribute}")) for attribute in ("vendor", "device"))
+        if next(ids) == VENDOR and next(ids) in ARCHES:
+            found.append(bdf)
+    return sorted(found, key=address)
+
+
+def bound_driver(settings: Settings, bdf: str) -> str | None:
+    """The name of the driver that has a PCI function; None if none has, or if the function is gone."""
+    return _link_name(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/driver")
+
+
+def is_for_driver(settings: Settings, bdf: str) -> bool:
+    """Whether the driver has a PCI function or can have it: it is not another's, nor kept for another."""
+    function = f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
+    wanted = bound_driver(settings, bdf) or _read_quick(f"{function}/driver_override") or DRIVER
+    return os.path.isdir(function) and wanted in (DRIVER, "(null)")
+
+
+def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
     """Look for chips in /sys/class/tenstorrent. Never raises, never blocks: none of these reads touches a chip.
 
-    Of a known chip that is where it was only the node is looked at again, which costs a quarter.
+    Of a known function that is where it was only the node is looked at again, which costs a quarter.
     """
-    directory = f"{settings.sysfs_root}/class/tenstorrent"
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        names = []  # the directory goes with the module
-    places = {chip.sysfs: chip for chip in known}
-    chips, oddities = [], []
-    for name in names:
+    directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
+    places = {function.sysfs: function for function in known}
+    functions, oddities = [], []
+    for name in _names(directory):
         # Not by way of the class: after a renumbering the same name there leads to another chip, but below the PCI
         # function it is gone, and what a late read finds is nothing instead of the other's telemetry.
         sysfs = f"{directory}/{name}"
         with contextlib.suppress(OSError):
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
-        found: Chip | str | None = places.get(sysfs)
-        if isinstance(found, Chip):
+        found: PciFunction | str | None = places.get(sysfs)
+        if isinstance(found, PciFunction):
             fault = _node_fault(found.path, found.number)
-            chips.append(found if fault == found.node_fault else replace(found, node_fault=fault))
-        elif isinstance(found := _sight(settings, sysfs), Chip):
-            chips.append(found)
+            functions.append(found if fault == found.node_fault else replace(found, node_fault=fault))
+        elif isinstance(found := read_function(settings, sysfs), PciFunction):
+            functions.append(found)
         elif found:
             oddities.append(found)
-    chips.sort(key=lambda chip: address(chip.bdf))
-    return Scan({chip.bdf: chip for chip in chips}, tuple(sorted(oddities)))
+    functions.sort(key=lambda function: address(function.bdf))
+    return Scan({function.bdf: function for function in functions}, tuple(sorted(oddities)))
 
 
-def _sight(settings: Settings, sysfs: str) -> Chip | str | None:
-    """The chip behind a class device, or what is odd about it, or None if it is just going away."""
-    match = re.search(r"/tenstorrent!(\d{1,5})$", sysfs)
+def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
+    """The PCI function behind a class device, or what is odd about it, or None if it is going away just now."""
+    match = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
-    try:
-        bdf = os.path.basename(os.readlink(f"{sysfs}/device"))
-    except OSError:
+    bdf = _link_name(f"{sysfs}/device")
+    if bdf is None:
         return None
     if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
@@ -474,14 +534,15 @@ def _sight(settings: Settings, sysfs: str) -> Chip | str | None:
         for attribute in ("vendor", "device", "subsystem_device")
     )
     numa_node = _decimal(_read_quick(f"{sysfs}/device/numa_node"))
-    if vendor is None or device is None:
+    number = _read_quick(f"{sysfs}/dev")
+    # The link goes with the class device: if it is there still, then what could not be read is really not there.
+    if vendor is None or device is None or _link_name(f"{sysfs}/device") != bdf:
         return None
     arch = ARCHES.get(device)
     if vendor != VENDOR or arch is None:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
-    path = f"{settings.dev_root}/tenstorrent/{int(match[1])}"
-    number = _read_quick(f"{sysfs}/dev")
-    return Chip(
+    path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
+    return PciFunction(
         bdf=bdf,
         arch=arch,
         pci_card=CARDS.get(subsystem) if subsystem is not None else None,
@@ -494,98 +555,97 @@ def _sight(settings: Settings, sysfs: str) -> Chip | str | None:
     )
 
 
-def _node_fault(path: str, dev: str | None) -> str | None:
-    """Why `path` is not the character device with sysfs's number `dev` ("245:0"), or None if it is."""
+def _node_fault(path: str, number: str | None) -> str | None:
+    """Why `path` is not the character device with sysfs's number ("245:0"), or None if it is."""
     try:
         status = os.stat(path)
     except OSError as error:
         return f"{path}: {error.strerror}"
     if not stat.S_ISCHR(status.st_mode):
         return f"{path} is not a character device"
-    number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-    return None if number == dev else f"{path} has the number {number}, sysfs says {dev}"
+    found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+    return None if found == number else f"{path} has the number {found}, sysfs says {number}"
 
 
-def pci_function_exists(settings: Settings, bdf: str) -> bool:
-    return os.path.exists(f"{settings.sysfs_root}/bus/pci/devices/{bdf}")
+def node_fault_now(function: PciFunction) -> str | None:
+    """Why the function's node cannot be used at this very moment, by sysfs as it is now; None if it can."""
+    number = _read_quick(f"{function.sysfs}/dev")
+    return _node_fault(function.path, number) if number else f"{function.path} is going away"
 
 
 def open_descriptors(settings: Settings, ordinal: int) -> int:
     """How many descriptors are open on a node (driver 2.5 and later; 0 where it does not say)."""
-    return len((_read_quick(f"{settings.proc_root}/driver/tenstorrent/{ordinal}/pids") or "").split())
+    return len((_read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids") or "").split())
 
 
-def node_link(runtime_dir: str, bdf: str) -> str:
-    """Path of the link that leads to a device's node, whatever its number is at the time."""
-    return f"{runtime_dir}/by-pci/{bdf}"
-
-
-def keep_node_links(runtime_dir: str, nodes: Mapping[str, str]) -> None:
-    """Make the links lead to these nodes (paths by PCI address), and no other link exist. Raises OSError.
+def node_path(settings: Settings, function: PciFunction) -> str:
+    """The path by which a container's runtime shall find the chip's node: udev's link, exactly if it leads there now.
 
     A kubelet calls Allocate once in a pod's life. When it starts a container again, after a reboot too, it uses the old
     answer: with a node's path in it the container would get whichever chip has that number by then. A runtime resolves
     a link each time that it makes a container (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
     """
-    directory = os.path.dirname(node_link(runtime_dir, ""))
-    os.makedirs(directory, exist_ok=True)
-    present = {name: os.readlink(f"{directory}/{name}") for name in os.listdir(directory)}
-    for name in present.keys() - nodes.keys():
-        os.unlink(f"{directory}/{name}")
-    for bdf, path in nodes.items():
-        if present.get(bdf) != path:
-            os.symlink(path, f"{directory}/.new")
-            os.rename(f"{directory}/.new", f"{directory}/{bdf}")
+    link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
+    try:
+        leads_to = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+    except OSError:
+        return function.path
+    return link if leads_to == function.path else function.path
 
 
-def read_telemetry(chip: Chip, last: Telemetry | None = None) -> Telemetry:
+def read_telemetry(function: PciFunction, last: Telemetry | None = None) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds and more: not on the loop.
 
     last: what it said before. If its heartbeat has simply gone on, it is the same firmware of the same chip, and only
     the sensors are read anew. A chip that has left the bus gives no error: every value is there, in its usual form, and
     is all ones.
     """
-    raw: dict[str, str] = {}
-    attribute = "tt_heartbeat"
     try:
-        beat = read_attribute(f"{chip.sysfs}/{attribute}")
-        if last and (same := _went_on(chip, last, _decimal(beat))):
-            return same
-        if beat is not None:
-            raw[attribute] = beat
-        for attribute in TELEMETRY_ATTRIBUTES:
-            if (text := read_attribute(f"{chip.sysfs}/{attribute}")) is not None:
-                raw[attribute] = text
-        attribute = "hwmon"
-        hwmon = _hwmon(chip)
-        for attribute in HWMON_ATTRIBUTES if hwmon else ():
-            if (text := read_attribute(f"{hwmon}/{attribute}")) is not None:
-                raw[attribute] = text
-        if not raw and not os.path.isdir(chip.sysfs):
-            return Telemetry(error=(os.path.basename(chip.sysfs), errno.ENODEV))
+        return (last and _as_before(function, last)) or _read_everything(function)
     except OSError as error:
-        return Telemetry(error=(attribute, error.errno or 0))
-    return replace(parse_telemetry(raw), hwmon=hwmon)
+        return Telemetry(error=(os.path.basename(error.filename or function.sysfs), error.errno or 0))
 
 
-def _hwmon(chip: Chip) -> str | None:
-    """The directory of the chip's sensors, whose number has nothing to do with the chip's."""
-    directory = f"{chip.sysfs}/device/hwmon"
-    try:
-        return f"{directory}/{min(os.listdir(directory))}"
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+def _as_before(function: PciFunction, last: Telemetry) -> Telemetry | None:
+    """What the chip says, if its heartbeat has gone on since it said `last`, else None; raises OSError."""
+    if last.heartbeat is None or not last.hwmon:
         return None
-
-
-def _went_on(chip: Chip, last: Telemetry, beat: int | None) -> Telemetry | None:
-    """What the chip says now, if its heartbeat has gone on since it said `last`; raises OSError."""
-    if beat is None or last.heartbeat is None or not last.heartbeat < beat < ALL_ONES or not last.hwmon:
+    heartbeat = _decimal(read_attribute(f"{function.sysfs}/tt_heartbeat"))
+    if heartbeat is None or not last.heartbeat < heartbeat < ALL_ONES:
         return None
     temperature = _celsius(read_attribute(f"{last.hwmon}/temp1_input"))
-    trips = None if last.trips is None else _count(read_attribute(f"{chip.sysfs}/tt_therm_trip_count"))
+    trips = None if last.trips is None else _count(read_attribute(f"{function.sysfs}/tt_therm_trip_count"))
     if (temperature is None) != (last.temperature is None) or (trips is None) != (last.trips is None):
         return None
-    return replace(last, heartbeat=beat, temperature=temperature, trips=trips)
+    return replace(last, heartbeat=heartbeat, temperature=temperature, trips=trips)
+
+
+def _read_everything(function: PciFunction) -> Telemetry:
+    """Raises OSError."""
+    hwmon = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):  # its number has nothing to tell
+        directory = f"{function.sysfs}/device/hwmon"
+        hwmon = f"{directory}/{min(os.listdir(directory))}"
+    paths = [f"{function.sysfs}/{attribute}" for attribute in TELEMETRY_ATTRIBUTES]
+    paths += [f"{hwmon}/{attribute}" for attribute in HWMON_ATTRIBUTES if hwmon]
+    texts = {os.path.basename(path): read_attribute(path) for path in paths}
+    raw = {attribute: text for attribute, text in texts.items() if text is not None}
+    if raw:
+        return replace(parse_telemetry(raw), hwmon=hwmon)
+    if not os.path.isdir(function.sysfs):
+        return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
+    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it.
+    off_bus = _is_off_bus(function)
+    return Telemetry(all_ones=off_bus, off_bus=off_bus)
+
+
+def _is_off_bus(function: PciFunction) -> bool:
+    """Whether the function's PCI configuration space, vendor and device first, reads all ones."""
+    try:
+        with open(f"{function.sysfs}/device/config", "rb", buffering=0) as config:
+            return config.read(4) == b"\xff" * 4
+    except OSError:
+        return False
 
 
 def _count(text: str | None) -> int | None:
@@ -636,7 +696,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
 
 
 # ======================================================================================================================
-#  HEALTH: per device, with a reason in words. Pure: a verdict follows from the last verdict and one look
+#  HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look
 # ======================================================================================================================
 
 HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
@@ -644,7 +704,7 @@ READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one tha
 
 
 class Fault(enum.Enum):
-    """The kinds of reasons for which a device is unhealthy; a change from one to another is worth a log line."""
+    """The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line."""
 
     GONE = enum.auto()
     NODE = enum.auto()
@@ -659,7 +719,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A device's state, and what the rules have to remember from one look to the next."""
+    """A chip's state, and what the rules have to remember from one look to the next."""
 
     fault: Fault | None = None
     reason: str | None = None  # in words, with the remedy where there is one; None while healthy
@@ -687,26 +747,25 @@ def blocked(health: Health) -> Health:
 
 
 def judge(
-    health: Health, chip: Chip, telemetry: Telemetry, settings: HealthSettings, now: float, *, periodic: bool
+    health: Health, function: PciFunction, telemetry: Telemetry, settings: HealthSettings, now: float, *, periodic: bool
 ) -> Health:
-    """The verdict after one look at a device.
+    """The verdict after one look at a chip.
 
     periodic: this look is one of the polls that come every `settings.interval`, so it can prove that a heartbeat has
     stopped. Looks that an event caused come at any distance and cannot.
     """
-    if chip.node_fault:
-        return unhealthy(health, Fault.NODE, f"device node is wrong: {chip.node_fault}")
+    if function.node_fault:
+        return unhealthy(health, Fault.NODE, f"device node is wrong: {function.node_fault}")
     if telemetry.error:
         attribute, number = telemetry.error
         if number == errno.ENODATA:
-            return unhealthy(health, Fault.RESETTING, _resetting(chip))
+            return unhealthy(health, Fault.RESETTING, _resetting(function))
         if number == errno.ENODEV:
             return unhealthy(health, Fault.GONE, "PCI device is going away")
         return unhealthy(health, Fault.READ_ERROR, f"telemetry cannot be read: {attribute}: {os.strerror(number)}")
     if telemetry.all_ones:
-        return unhealthy(
-            health, Fault.NO_RESPONSE, "chip does not respond (all registers read as ones); reset it: tt-smi -r"
-        )
+        what = "its PCI configuration space reads" if telemetry.off_bus else "all registers read"
+        return unhealthy(health, Fault.NO_RESPONSE, f"chip does not respond ({what} as ones); reset it: tt-smi -r")
 
     # Any change is life: the count starts again from below after a reset. What an event's look finds is life too, but
     # not what the next poll compares with: that may follow sooner than a heartbeat.
@@ -739,8 +798,8 @@ def judge(
     return health
 
 
-def _resetting(chip: Chip) -> str:
-    if chip.arch == "blackhole":
+def _resetting(function: PciFunction) -> str:
+    if function.arch == "blackhole":
         # Seen on Blackhole when the firmware was not ready at POST_RESET: it stays so for good, though the chip runs.
         return "resetting (no telemetry); if it stays so, unbind and bind the driver"
     return "resetting (no telemetry)"
@@ -754,34 +813,32 @@ DEVICE_ID_MAX = 63  # characters that Kubernetes takes in a device's ID
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """A device once seen: it stays, and stays known, while its chip is away."""
+class Chip:
+    """A chip once seen: it stays, and stays known, while it is away."""
 
-    chip: Chip  # as last seen
+    function: PciFunction  # as last seen
     present: bool = True
     card: str | None = None  # what the firmware has said of itself, once: never unlearnt for silence or garbage
     serial: str | None = None
     asic_id: str | None = None
     firmware: str | None = None
-    telemetry: Telemetry | None = field(
-        default=None, compare=False
-    )  # the last; None: it has to be asked for everything
+    telemetry: Telemetry | None = field(default=None, compare=False)  # the last; None: everything has to be asked for
     health: Health = field(default_factory=Health)
     listed: bool = False  # a new one is announced when it has spoken, or has had the time to
 
     @property
     def bdf(self) -> str:
-        return self.chip.bdf
+        return self.function.bdf
 
     @property
     def card_type(self) -> str | None:
         """The exact card type, "p150a"; by PCI until the firmware tells; None if neither does."""
-        return self.card or self.chip.pci_card
+        return self.card or self.function.pci_card
 
     @property
     def board_type(self) -> str:
         """The card type without its trailing letter, "p150"; the architecture if the card type is not known."""
-        return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", self.card_type or self.chip.arch)
+        return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", self.card_type or self.function.arch)
 
     @property
     def board(self) -> tuple[object, ...]:
@@ -803,44 +860,38 @@ class Device:
         return (self.card_type, domain, bus >> 4) if (self.card_type or "").startswith("galaxy") else ()
 
 
-def with_identity(device: Device, telemetry: Telemetry) -> Device:
-    """The device after a look at its chip: what the firmware says now counts, what it leaves out stays known."""
+def with_identity(chip: Chip, telemetry: Telemetry) -> Chip:
+    """The chip after it was read: what the firmware says now counts, what it leaves out stays known."""
     return replace(
-        device,
+        chip,
         telemetry=telemetry,
-        card=telemetry.card or device.card,
-        serial=telemetry.serial or device.serial,
-        asic_id=telemetry.asic_id or device.asic_id,
-        firmware=telemetry.firmware or device.firmware,
+        card=telemetry.card or chip.card,
+        serial=telemetry.serial or chip.serial,
+        asic_id=telemetry.asic_id or chip.asic_id,
+        firmware=telemetry.firmware or chip.firmware,
     )
 
 
-def device_ids(devices: Collection[Device], strategy: DeviceIdStrategy) -> dict[str, Device]:
-    """Devices by ID; each ID at most once.
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the kubelet knows under one ID."""
 
-    An ordinal or ASIC ID can be somebody else's by the time: a number that was freed is reused at once, a card can move
-    to another slot. What is present wins over what is away; of two present chips with one ASIC ID both get their
-    address.
-    """
+    identifier: str
+    chips: tuple[Chip, ...]  # in the order of PCI addresses
 
-    def wanted(device: Device) -> str:
-        if strategy == "index":
-            return str(device.chip.ordinal)
-        if strategy == "asic" and device.asic_id:
-            return f"{device.chip.arch}-{device.asic_id}"
-        return device.bdf
+    @property
+    def reason(self) -> str | None:
+        """Why it is not healthy, in words; None if it is."""
+        return next((chip.health.reason for chip in self.chips if chip.health.fault), None)
 
-    present = collections.Counter(wanted(device) for device in devices if device.present)
-    ids: dict[str, Device] = {}
-    for device in sorted(devices, key=lambda device: (not device.present, address(device.bdf))):
-        unique = present[wanted(device)] <= 1
-        ids.setdefault(wanted(device) if unique or not device.present else device.bdf, device)
-    return ids
+    @property
+    def address(self) -> tuple[int, ...]:
+        return address(self.chips[0].bdf)
 
-
-def resource_name(device: Device, settings: Settings) -> str:
-    names = {"board": device.board_type, "card": device.card_type or device.chip.arch, "arch": device.chip.arch}
-    return f"{settings.resource_domain}/{names[settings.resource_naming]}"
+    @property
+    def numa_nodes(self) -> tuple[int, ...]:
+        """Every NUMA node that it touches, as far as they are known."""
+        return tuple(sorted({node for chip in self.chips if (node := chip.function.numa_node) is not None}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -852,16 +903,44 @@ class Resource:
 
     @property
     def healthy(self) -> int:
-        return sum(device.health.fault is None for device in self.devices.values())
+        return sum(device.reason is None for device in self.devices.values())
 
 
-def resources(devices: Collection[Device], settings: Settings) -> dict[str, Resource]:
+def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
+    """Chips by ID; each ID at most once.
+
+    An ordinal or ASIC ID can be somebody else's by the time: a number that was freed is reused at once, a card can move
+    to another slot. What is present wins over what is away; of two present chips with one ASIC ID both get their
+    address.
+    """
+
+    def wanted(chip: Chip) -> str:
+        if strategy == "index":
+            return str(chip.function.ordinal)
+        if strategy == "asic" and chip.asic_id:
+            return f"{chip.function.arch}-{chip.asic_id}"
+        return chip.bdf
+
+    present = collections.Counter(wanted(chip) for chip in chips if chip.present)
+    ids: dict[str, Chip] = {}
+    for chip in sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf))):
+        unique = present[wanted(chip)] <= 1
+        ids.setdefault(wanted(chip) if unique or not chip.present else chip.bdf, chip)
+    return ids
+
+
+def resource_name(chip: Chip, settings: Settings) -> str:
+    names = {"board": chip.board_type, "card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
+    return f"{settings.resource_domain}/{names[settings.resource_naming]}"
+
+
+def resources(chips: Collection[Chip], settings: Settings) -> dict[str, Resource]:
     """Every resource that has a device, by name."""
-    grouped: dict[str, dict[str, Device]] = {}
-    ids = device_ids(devices, settings.device_id_strategy)
-    for identifier, device in sorted(ids.items(), key=lambda item: address(item[1].bdf)):
-        grouped.setdefault(resource_name(device, settings), {})[identifier] = device
-    return {name: Resource(name, grouped[name]) for name in sorted(grouped)}
+    devices: dict[str, list[Device]] = {}
+    for identifier, chip in device_ids(chips, settings.device_id_strategy).items():
+        devices.setdefault(resource_name(chip, settings), []).append(Device(identifier, (chip,)))
+    in_order = {name: sorted(devices[name], key=lambda device: device.address) for name in sorted(devices)}
+    return {name: Resource(name, {device.identifier: device for device in in_order[name]}) for name in in_order}
 
 
 # ======================================================================================================================
@@ -873,18 +952,44 @@ class InvalidRequest(ValueError):
     """A question that has no answer; its text says why."""
 
 
+class Cost(NamedTuple):
+    """What it costs to choose a set of devices, the weightiest count first. Costs of disjoint sets add up."""
+
+    boards: int = 0
+    trays: int = 0
+    numa_nodes: int = 0
+    whole_boards: int = 0  # of these, those whose listed devices of this resource are all available
+    whole_trays: int = 0
+    whole_numa_nodes: int = 0
+    addresses: int = 0  # minus a number with a bit for each device, the lowest address highest: low ones are cheapest
+
+    def and_also(self, other: Cost) -> Cost:
+        return Cost._make(map(operator.add, self, other))
+
+
+IMPOSSIBLE = Cost(boards=1 << 30)
+BySize = list[Cost]  # the least cost of choosing no device of a group, one, two, and so on
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An available device."""
+
+    identifier: str
+    bit: int  # in Cost.addresses
+    must: bool  # it has to be chosen
+    board: object
+    tray: object
+    numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
+
+
 def preferred_allocation(
     resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int
 ) -> list[str]:
     """The `size` best of the available IDs, in the order of PCI addresses. Raises InvalidRequest.
 
-    Best is the set that touches the fewest boards, then trays, then NUMA nodes; then the fewest boards, trays and NUMA
-    nodes that are still whole (all their devices of this resource are available); then the lowest addresses.
-
-    Every one of these criteria adds up over disjoint sets, the last one too: of two sets of one size the one with the
-    lowest addresses is the one whose bit mask (lowest address in the highest bit) is the larger number. So the cost of
-    a set is a single integer, and the cheapest set of each size follows from the cheapest ones of its parts: boards
-    make up trays, trays make up NUMA nodes, and these the host.
+    Best is the set that costs least. As costs add up, the cheapest set of each size follows from the cheapest ones of
+    its parts: boards make up trays, trays make up NUMA nodes, and these the host.
     """
     free, must = frozenset(available), frozenset(must_include)
     if unknown := sorted((free | must) - resource.devices.keys()):
@@ -896,119 +1001,91 @@ def preferred_allocation(
     if not len(must) <= size <= len(free):
         raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(must)} of them a must")
 
-    places = _places(resource, free, must)
-    best = _joined(_cluster_costs(cluster) for cluster in _clusters(places))[size]
-    mask = -int(best)
-    return [place.identifier for place in places if place.bit & mask]
+    places = [
+        Place(
+            identifier=identifier,
+            bit=1 << (len(resource.devices) - position),
+            must=identifier in must,
+            board=device.chips[0].board,
+            tray=device.chips[0].tray,
+            numa_nodes=frozenset(device.numa_nodes or (None,)),
+        )
+        for position, (identifier, device) in enumerate(resource.devices.items())
+    ]
+    search = _Search([place for place in places if place.identifier not in free], size)
+    chosen = search.host([place for place in places if place.identifier in free])[size]
+    return [place.identifier for place in places if place.bit & -chosen.addresses]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """An available device in the search, with what it costs to be the first in a group."""
+class _Search:
+    """The least cost of each size up to the one that is wanted, from the board up."""
 
-    identifier: str
-    bit: int  # in the mask of a set
-    must: bool
-    board: object
-    tray: object
-    numa_node: int | None
-    board_fee: int  # one board more and, if it is whole, one whole board less
-    tray_fee: int
-    node_fee: int
+    def __init__(self, taken: Sequence[Place], size: int) -> None:
+        self._broken_boards = {place.board for place in taken}
+        self._broken_trays = {place.tray for place in taken}
+        self._broken_nodes = frozenset[int | None]().union(*(place.numa_nodes for place in taken))
+        self._size = size
 
+    def host(self, places: Sequence[Place]) -> BySize:
+        """NUMA nodes stand for themselves where nothing connects them: neither a tray nor a device."""
+        parts: list[tuple[frozenset[int | None], list[Place]]] = []
+        for tray in _grouped(places, lambda place: place.tray):
+            nodes = frozenset[int | None]().union(*(place.numa_nodes for place in tray))
+            connected = [part for part in parts if part[0] & nodes]
+            members = itertools.chain(tray, *(part[1] for part in connected))
+            parts = [part for part in parts if not part[0] & nodes]
+            parts.append((nodes.union(*(part[0] for part in connected)), list(members)))
+        return self._joined(self._numa_nodes(nodes, members) for nodes, members in parts)
 
-def _places(resource: Resource, free: frozenset[str], must: frozenset[str]) -> list[_Place]:
-    """The available devices. A cost's lowest bits are the mask, negated, so that larger masks cost less.
+    def _numa_nodes(self, touched: frozenset[int | None], places: Sequence[Place]) -> BySize:
+        """Every choice of nodes is tried, of one in most machines: leaving one out is the only way not to touch it."""
+        best = [IMPOSSIBLE] * (len(places) + 1)
+        for chosen in itertools.chain.from_iterable(
+            itertools.combinations(touched, count) for count in range(len(touched) + 1)
+        ):
+            inside = [place for place in places if place.numa_nodes.issubset(chosen)]
+            if all(place in inside for place in places if place.must):
+                costs = self._joined(self._tray(tray) for tray in _grouped(inside, lambda place: place.tray))
+                whole = sum(node not in self._broken_nodes for node in chosen)
+                costs = _with_fee(costs, Cost(numa_nodes=len(chosen), whole_numa_nodes=whole))
+                best[: len(costs)] = map(min, best, costs)
+        return best
 
-    Above them stand six numbers, to the base of one more than there are devices: boards, trays, NUMA nodes, and the
-    whole ones of each.
-    """
-    devices, width = resource.devices, len(resource.devices)
-    groups = {i: (device.board, device.tray, device.chip.numa_node) for i, device in devices.items()}
-    broken = [{groups[identifier][level] for identifier in devices.keys() - free} for level in range(3)]
-    units = [(width + 1) ** power << width for power in (5, 4, 3, 2, 1, 0)]
+    def _tray(self, places: Sequence[Place]) -> BySize:
+        boards = _grouped(places, lambda place: place.board)
+        fee = Cost(trays=1, whole_trays=places[0].tray not in self._broken_trays)
+        return _with_fee(self._joined(map(self._board, boards)), fee)
 
-    def fee(level: int, group: object) -> int:
-        return units[level] + (0 if group in broken[level] else units[level + 3])
+    def _board(self, places: Sequence[Place]) -> BySize:
+        """Within a board all devices are equal but for their addresses: the musts, then the lowest."""
+        least = sum(place.must for place in places)
+        in_order = sorted(places, key=lambda place: (not place.must, -place.bit))
+        numbers = itertools.accumulate((place.bit for place in in_order), initial=0)
+        costs = [Cost(addresses=-number) if count >= least else IMPOSSIBLE for count, number in enumerate(numbers)]
+        return _with_fee(costs, Cost(boards=1, whole_boards=places[0].board not in self._broken_boards))
 
-    places = []
-    for position, identifier in enumerate(devices):
-        if identifier in free:
-            board, tray, numa_node = groups[identifier]
-            bit = 1 << (width - 1 - position)
-            fees = fee(0, board), fee(1, tray), fee(2, numa_node)
-            places.append(_Place(identifier, bit, identifier in must, board, tray, numa_node, *fees))
-    return places
-
-
-def _board_costs(places: list[_Place]) -> list[float]:
-    """Within a board all chips are equal but for their addresses: the musts, then the lowest."""
-    chosen = sorted(places, key=lambda place: (not place.must, -place.bit))
-    sums = itertools.accumulate((-place.bit for place in chosen), initial=0)
-    return _entered(list(sums), sum(place.must for place in places), places[0].board_fee)
-
-
-def _tray_costs(places: list[_Place]) -> list[float]:
-    boards = _grouped(places, lambda place: place.board)
-    return _entered(_joined(_board_costs(board) for board in boards), 0, places[0].tray_fee)
-
-
-def _cluster_costs(places: list[_Place]) -> list[float]:
-    """Trays that hang together over NUMA nodes which they share: the trays of one node, in any sane machine.
-
-    Where a tray spans nodes, every choice of nodes is tried: leaving a node out is the only way not to touch it.
-    """
-    fees = {place.numa_node: place.node_fee for place in places}
-    best = [math.inf] * (len(places) + 1)
-    for count in range(len(fees) + 1):
-        for nodes in itertools.combinations(fees, count):
-            if all(place.numa_node in nodes for place in places if place.must):
-                inside = [place for place in places if place.numa_node in nodes]
-                costs = _joined(_tray_costs(tray) for tray in _grouped(inside, lambda place: place.tray))
-                fee = sum(fees[node] for node in nodes)
-                best[: len(costs)] = [min(known, cost + fee) for known, cost in zip(best, costs, strict=False)]
-    return best
+    def _joined(self, parts: Iterable[BySize]) -> BySize:
+        """The least cost of every size, spread over the parts in the best way."""
+        total = [Cost()]
+        for part in parts:
+            sums: list[list[Cost]] = [[] for _ in range(min(len(total) + len(part) - 1, self._size + 1))]
+            for here, cost in enumerate(total):
+                for more, several in zip(part, sums[here:], strict=False):
+                    several.append(cost.and_also(more))
+            total = [min(several) for several in sums]
+        return total
 
 
-def _grouped(places: Iterable[_Place], key: Callable[[_Place], object]) -> list[list[_Place]]:
-    groups: dict[object, list[_Place]] = {}
+def _grouped(places: Iterable[Place], key: Callable[[Place], object]) -> list[list[Place]]:
+    groups: dict[object, list[Place]] = {}
     for place in places:
         groups.setdefault(key(place), []).append(place)
     return list(groups.values())
 
 
-def _clusters(places: list[_Place]) -> list[list[_Place]]:
-    """Places by NUMA node, with those nodes put together that a tray connects."""
-    clusters: list[tuple[set[object], list[_Place]]] = []
-    for tray in _grouped(places, lambda place: place.tray):
-        nodes: set[object] = {place.numa_node for place in tray}
-        apart = []
-        for known, members in clusters:
-            if known & nodes:
-                nodes |= known
-                tray = members + tray
-            else:
-                apart.append((known, members))
-        clusters = [*apart, (nodes, tray)]
-    return [members for _, members in clusters]
-
-
-def _entered(costs: list[float], least: int, fee: float) -> list[float]:
-    """Costs per number of devices, with the fee for any at all, and impossible below the number of musts."""
-    return [math.inf if count < least else cost + fee if count else cost for count, cost in enumerate(costs)]
-
-
-def _joined(parts: Iterable[list[float]]) -> list[float]:
-    """The least cost of every number of devices, spread over the parts in the best way."""
-    total: list[float] = [0]
-    for part in parts:
-        best = [math.inf] * (len(total) + len(part) - 1)
-        for here, cost in enumerate(total):
-            for there, more in enumerate(part):
-                if cost + more < best[here + there]:
-                    best[here + there] = cost + more
-        total = best
-    return total
+def _with_fee(costs: BySize, fee: Cost) -> BySize:
+    """A fee for any device at all."""
+    return [cost.and_also(fee) if count else cost for count, cost in enumerate(costs)]
 
 
 def _counted(number: int, noun: str) -> str:
@@ -1042,39 +1119,41 @@ class ContainerEdits:
     mounts: tuple[Mount, ...]
 
 
-def visible_devices(devices: Sequence[Device], style: VisibleDevices) -> str | None:
-    """Value of TT_VISIBLE_DEVICES for a container that gets exactly these devices; None: not to be set.
+def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
+    """Value of TT_VISIBLE_DEVICES for a container that gets exactly these chips; None: not to be set.
 
     tt-umd reads it inside the container. An integer there is an index into the devices which *the container* sees, so
     a host's ordinal would be wrong; a token with a colon is a PCI address.
     """
     if style == "none":
         return None
-    return ",".join(device.bdf if style == "bdf" else str(index) for index, device in enumerate(devices))
+    return ",".join(chip.bdf if style == "bdf" else str(index) for index, chip in enumerate(chips))
 
 
 def default_mounts(settings: Settings) -> tuple[Mount, ...]:
     return tuple(Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in ("hugepages-1G", "hugepages"))
 
 
-def container_edits(devices: Iterable[Device], settings: Settings, exists: Callable[[str], bool]) -> ContainerEdits:
-    """Edits for a container that gets these devices; `exists` tells whether a host's path is there now."""
-    chosen = sorted(devices, key=lambda device: address(device.bdf))
-    environment = {"TT_DEVICE_PLUGIN_DEVICES": ",".join(device.bdf for device in chosen)}
-    visible = visible_devices(chosen, settings.visible_devices)
+def container_edits(
+    devices: Iterable[Device],
+    style: VisibleDevices,
+    mounts: tuple[Mount, ...],
+    host_path: Callable[[PciFunction], str],
+) -> ContainerEdits:
+    """Edits for a container that gets these devices. host_path: by which path its runtime shall find a node."""
+    chips = sorted(
+        {chip.bdf: chip for device in devices for chip in device.chips}.values(), key=lambda c: address(c.bdf)
+    )
+    environment = {"TT_DEVICE_PLUGIN_DEVICES": ",".join(chip.bdf for chip in chips)}
+    visible = visible_devices(chips, style)
     if visible is not None:
         environment["TT_VISIBLE_DEVICES"] = visible
-    mounts = default_mounts(settings) if settings.mounts is None else settings.mounts
-
-    def host_path(device: Device) -> str:
-        link = node_link(settings.runtime_dir, device.bdf) if settings.runtime_dir else ""
-        return link if exists(link) else device.chip.path
-
+    functions = [chip.function for chip in chips]
     return ContainerEdits(
         environment=environment,
         # Under the host's number: tt-umd names its files and locks after it.
-        nodes=tuple(DeviceNode(host_path(device), f"/dev/tenstorrent/{device.chip.ordinal}") for device in chosen),
-        mounts=tuple(mount for mount in mounts if exists(mount.host)),
+        nodes=tuple(DeviceNode(host_path(function), f"/dev/tenstorrent/{function.ordinal}") for function in functions),
+        mounts=mounts,
     )
 
 
@@ -1089,14 +1168,14 @@ def device_list(resource: Resource) -> pb.ListAndWatchResponse:
     """The resource's devices as the kubelet wants them: no topology at all where the NUMA node is not known."""
 
     def topology(device: Device) -> pb.TopologyInfo | None:
-        node = device.chip.numa_node
-        return None if node is None else pb.TopologyInfo(nodes=[pb.NUMANode(ID=node)])
+        nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+        return pb.TopologyInfo(nodes=nodes) if nodes else None
 
     return pb.ListAndWatchResponse(
         devices=[
             pb.Device(
                 ID=identifier,
-                health="Healthy" if device.health.fault is None else "Unhealthy",
+                health="Unhealthy" if device.reason else "Healthy",
                 topology=topology(device),
             )
             for identifier, device in resource.devices.items()
@@ -1118,26 +1197,76 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     )
 
 
+class Refusal(Exception):
+    """An allocation that cannot be: why, for gRPC and in words."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
+    """Raises Refusal if these IDs, per container, cannot be allocated as things stand."""
+    wanted = list(itertools.chain.from_iterable(containers))
+    if not containers or not all(containers):
+        reason = "a container without devices" if containers else "no container"
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, reason)
+    if unknown := [identifier for identifier in wanted if identifier not in resource.devices]:
+        raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
+    if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
+    for identifier in wanted:
+        if fault := resource.devices[identifier].reason:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
+
+
+class Watch:
+    """A ListAndWatch stream that is awaited."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.is_set() and not self.ended.is_set()
+
+
 class DevicePlugin(rpc.DevicePluginServicer):
     """One resource, as the kubelet sees it. The daemon publishes, the kubelet watches and allocates."""
 
-    def __init__(self, resource: Resource, settings: Settings) -> None:
+    def __init__(
+        self,
+        resource: Resource,
+        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Awaitable[list[ContainerEdits]]],
+    ) -> None:
+        """allocate: answers for IDs per container, or raises Refusal."""
         self.resource = resource
-        self.settings = settings
+        self._allocate = allocate
         self._list = device_list(resource)
-        self._streams: set[asyncio.Event] = set()
-        self.watched = asyncio.Event()  # at least one ListAndWatch stream is open
-        self.unwatched = asyncio.Event()
-        self.unwatched.set()
+        self._streams: set[asyncio.Event] = set()  # each is set when its stream has something to do
+        self._awaited: Watch | None = None
+        self._ending = False
 
-    def publish(self, resource: Resource, settings: Settings) -> None:
+    def publish(self, resource: Resource) -> None:
         """Take over a new state; open streams hear of it if the list is another one."""
-        self.resource, self.settings = resource, settings
+        self.resource = resource
         devices = device_list(resource)
         if devices != self._list:
             self._list = devices
-            for changed in self._streams:
-                changed.set()
+            for stirred in self._streams:
+                stirred.set()
+
+    def await_watch(self) -> Watch:
+        """The next stream to be opened: after a Register it is the kubelet's. Others, whoever opens them, are not."""
+        self._awaited = Watch()
+        return self._awaited
+
+    def end_streams(self) -> None:
+        """For good: a server without calls stops at once."""
+        self._ending = True
+        for stirred in self._streams:
+            stirred.set()
 
     async def GetDevicePluginOptions(
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, pb.DevicePluginOptions]
@@ -1147,24 +1276,21 @@ class DevicePlugin(rpc.DevicePluginServicer):
     async def ListAndWatch(
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, pb.ListAndWatchResponse]
     ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        changed = asyncio.Event()
-        self._streams.add(changed)
-        self.unwatched.clear()
-        self.watched.set()
-        sent = None
+        watch, self._awaited = self._awaited or Watch(), None
+        stirred, sent = asyncio.Event(), None
+        self._streams.add(stirred)
+        watch.opened.set()
         try:
-            while True:
-                changed.clear()
+            while not self._ending:
+                stirred.clear()
                 if self._list != sent:
                     sent = self._list
                     yield sent
                 else:
-                    await changed.wait()
+                    await stirred.wait()
         finally:
-            self._streams.discard(changed)
-            if not self._streams:
-                self.watched.clear()
-                self.unwatched.set()
+            self._streams.discard(stirred)
+            watch.ended.set()
 
     async def GetPreferredAllocation(
         self,
@@ -1188,33 +1314,14 @@ class DevicePlugin(rpc.DevicePluginServicer):
     async def Allocate(
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
-        code, reason = self._objection([list(container.devices_ids) for container in request.container_requests])
-        if code is not None:
-            log.warning("%s: refused an allocation: %s", self.resource.name, reason)
-            await context.abort(code, reason)
-        response = pb.AllocateResponse()
-        for container in request.container_requests:
-            devices = [self.resource.devices[identifier] for identifier in container.devices_ids]
-            response.container_responses.append(
-                container_response(container_edits(devices, self.settings, os.path.exists))
-            )
-            log.debug("%s: allocated %s", self.resource.name, ", ".join(container.devices_ids))
-        return response
-
-    def _objection(self, containers: Sequence[Sequence[str]]) -> tuple[grpc.StatusCode | None, str]:
-        """Why an allocation of these IDs per container is refused, or (None, "")."""
-        wanted = list(itertools.chain.from_iterable(containers))
-        if not containers or not all(containers):
-            return grpc.StatusCode.INVALID_ARGUMENT, "a container without devices" if containers else "no container"
-        if unknown := [identifier for identifier in wanted if identifier not in self.resource.devices]:
-            return grpc.StatusCode.NOT_FOUND, f"{self.resource.name} has no device {_few(unknown)}"
-        if len(set(wanted)) < len(wanted):
-            twice = [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]
-            return grpc.StatusCode.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once"
-        for identifier in wanted:
-            if reason := self.resource.devices[identifier].health.reason:
-                return grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {reason}"
-        return None, ""
+        containers = [list(container.devices_ids) for container in request.container_requests]
+        try:
+            edits = await self._allocate(self, containers)
+        except Refusal as refusal:
+            log.warning("%s: refused an allocation: %s", self.resource.name, refusal)
+            await context.abort(refusal.code, str(refusal))
+        log.debug("%s: allocated %s", self.resource.name, containers)
+        return pb.AllocateResponse(container_responses=map(container_response, edits))
 
     async def PreStartContainer(
         self,
@@ -1235,6 +1342,9 @@ REGISTER_TIMEOUT = 10.0  # seconds
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
 STABLE = 30.0  # seconds after which a registration counts as one that held
 CLOSE_GRACE = 0.1  # seconds that calls under way have when a server is closed
+
+# What lets the unit write to another directory than the kubelet's usual one.
+DROP_IN = "/usr/share/doc/tt-device-plugin/examples/kubelet-dir.conf"
 
 # Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so it has to
 # have noticed the end of the old stream before it hears of the new one.
@@ -1262,7 +1372,7 @@ class KubeletSession:
     """Serves one resource on a socket in the device plugin directory and keeps it registered.
 
     An attempt (bind, register, stay until the kubelet is lost) runs as a task. What happens in the directory ends the
-    attempt and begins the next at once; without any event, attempts that fail come again after a growing pause.
+    attempt and starts the next at once; without any event, attempts that fail come again after a growing pause.
     """
 
     def __init__(self, plugin: DevicePlugin, directory: str, changed: Callable[[], None]) -> None:
@@ -1270,7 +1380,7 @@ class KubeletSession:
         self.plugin = plugin
         self.name = plugin.resource.name
         self.state = "starting"
-        self.tried_to_serve = asyncio.Event()
+        self.tried_to_serve = asyncio.Event()  # or was closed before it could
         self._directory = directory
         self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
         self._changed = changed
@@ -1278,38 +1388,41 @@ class KubeletSession:
         self._socket = ""  # its path
         self._bound: SocketIdentity | None = None  # its file
         self._offered = False  # the kubelet has been told of it
+        self._watch = Watch()  # the kubelet's stream
         self._kubelet: SocketIdentity | None = None  # the kubelet's socket, as it was when the attempt began
         self._pausing = False
-        self._stirred = False  # something foreign happened in the directory during the attempt
+        self._disturbed = False  # something foreign happened in the directory during the attempt
         self._task: asyncio.Task[None] | None = None  # the present attempt, and those that come after it without events
         self._ending: set[asyncio.Task[None]] = set()  # former attempts and servers, for the moment that it takes them
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Drop the present attempt, if there is one, and make the next one now."""
         if self._task:
             self._task.cancel()
             self._end(self._task)
         self._task = asyncio.get_running_loop().create_task(self._attempts())
 
-    def look(self, *, kubelet_is_new: bool = False, stirred: bool = False) -> None:
-        """Something may have happened in the directory: begin anew if it concerns us.
+    def check_sockets(self, *, kubelet_is_new: bool = False, disturbed: bool = False) -> None:
+        """Something may have happened in the directory: start anew if it concerns us.
 
-        kubelet_is_new: a kubelet.sock was made, even if it looks like the last one. stirred: something else happened
+        kubelet_is_new: a kubelet.sock was made, even if it looks like the last one. disturbed: something else happened
         there, which is no reason to give up an attempt, but one to end a pause between two.
         """
         moved = socket_identity(self._kubelet_socket) != self._kubelet
         removed = self._bound is not None and socket_identity(self._socket) != self._bound
-        if kubelet_is_new or moved or removed or (stirred and self._pausing):
-            self.begin()
-        self._stirred |= stirred
+        if kubelet_is_new or moved or removed or (disturbed and self._pausing):
+            self.start()
+        self._disturbed |= disturbed
 
     async def close(self) -> None:
         """End the session: no task, server or socket is left."""
+        self.plugin.end_streams()
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task, *self._ending})
         if stop := self._unbind(CLOSE_GRACE):
             await stop
+        self.tried_to_serve.set()
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._ending.add(task)
@@ -1320,7 +1433,7 @@ class KubeletSession:
             await asyncio.wait(self._ending)
         pause, longest = BACKOFF
         while True:
-            self._pausing, self._stirred, started = False, False, time.monotonic()
+            self._pausing, self._disturbed, started = False, False, time.monotonic()
             former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
             with surviving(f"the session of {self.name}"):
                 try:
@@ -1333,7 +1446,7 @@ class KubeletSession:
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if self._stirred or time.monotonic() - started > STABLE:
+            if self._disturbed or time.monotonic() - started > STABLE:
                 pause = BACKOFF[0]
             self._pausing = True
             await asyncio.sleep(pause)
@@ -1347,8 +1460,9 @@ class KubeletSession:
         """
         if self._bound and not self._offered and socket_identity(self._socket) == self._bound:
             return
+        was_watched = self._watch.is_open
         stop = self._unbind(None)
-        if stop and self.plugin.watched.is_set() and same_kubelet:
+        if stop and was_watched and same_kubelet:
             await asyncio.shield(stop)
             await asyncio.sleep(FORGET_PAUSE)
         if not os.path.isdir(self._directory):
@@ -1359,7 +1473,8 @@ class KubeletSession:
         try:
             server.add_insecure_port(f"unix:{self._socket}")
         except RuntimeError:  # gRPC does not pass on what bind() said
-            raise RegistrationError(f"cannot serve in {self._directory}: can it be written to?") from None
+            reason = f"cannot serve in {self._directory}; if the unit's sandbox forbids it: {DROP_IN}"
+            raise RegistrationError(reason) from None
         self._server, self._offered, self._bound = server, False, socket_identity(self._socket)
         start = asyncio.get_running_loop().create_task(server.start())
         self._end(start)
@@ -1390,7 +1505,7 @@ class KubeletSession:
         request = pb.RegisterRequest(
             version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS
         )
-        self._offered = True
+        self._offered, self._watch = True, self.plugin.await_watch()
         async with grpc.aio.insecure_channel(f"unix:{self._kubelet_socket}", options=CHANNEL_OPTIONS) as channel:
             try:
                 kubelet = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
@@ -1406,9 +1521,9 @@ class KubeletSession:
     async def _until_lost(self) -> NoReturn:
         """Ends with a RegistrationError, once the kubelet no longer watches us."""
         await _within(
-            REGISTER_TIMEOUT, self.plugin.watched, "kubelet took the registration but does not watch the devices"
+            REGISTER_TIMEOUT, self._watch.opened, "kubelet took the registration but does not watch the devices"
         )
-        await self.plugin.unwatched.wait()
+        await self._watch.ended.wait()
         raise RegistrationError("kubelet no longer watches the devices")
 
     def _tell(self, state: str) -> None:
@@ -1483,6 +1598,7 @@ def surviving(what: str) -> Iterator[None]:
 
 NETLINK_KOBJECT_UEVENT = 15
 UEVENT_GROUP_KERNEL = 1  # udevd's own messages go to group 2
+OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -1508,14 +1624,16 @@ def sent_by_kernel(sender: object) -> bool:
 
 
 def parse_uevent(message: bytes) -> Uevent | None:
-    """The event if it is about one of our devices, else None: a machine has many others."""
+    """The event if it is about one of our devices, else None: a machine has many others, of each container's start."""
+    if b"tenstorrent" not in message and OUR_PCI_ID not in message:
+        return None
     pairs = (part.split("=", 1) for part in message.decode("utf-8", "replace").split("\0") if "=" in part)
     variables = {pair[0]: pair[1] for pair in pairs}
     action, subsystem = variables.get("ACTION", ""), variables.get("SUBSYSTEM")
     if subsystem == "tenstorrent":
         name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
         return Uevent(action, int(name[1]) if name else None)
-    if subsystem == "pci" and variables.get("PCI_ID", "").upper().startswith(f"{VENDOR:04X}:"):
+    if subsystem == "pci" and OUR_PCI_ID in message:
         return Uevent(action, None)
     return None
 
@@ -1540,7 +1658,8 @@ class DirectoryWatch:
     """Tells what happens in a directory, from before it exists until after it is gone, and again.
 
     While it is missing, the nearest ancestor that there is is watched. `check()` finds what no event tells of: that the
-    path leads somewhere else now (a mount, a renamed ancestor).
+    path leads somewhere else now (a mount, a renamed ancestor). Where there is no inotify to be had (128 instances per
+    user are often used up), it tells nothing, and says so.
     """
 
     MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF = 0x40, 0x80, 0x100, 0x200, 0x400, 0x800
@@ -1551,25 +1670,30 @@ class DirectoryWatch:
         """happened: called with the names that something happened to, and with those of them that are new.
 
         Names are file names within the directory; "" stands for the directory itself, and for lost events.
-        Raises OSError if there is no inotify to be had.
         """
         self._path = path
         self._happened = happened
-        self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._descriptor < 0:
-            raise OSError(ctypes.get_errno(), "no inotify instance; raise fs.inotify.max_user_instances")
+        self._descriptor = -1
         self._watch = -1
         self._watched: tuple[str, tuple[int, int] | None] = ("", None)  # the path, and device and inode of what it was
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._descriptor < 0:
+            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_instances"
+            log.warning("no inotify instance (%s): a kubelet is seen at the next poll only", reason)
+            return
         self._arm()
         loop.add_reader(self._descriptor, self._readable)
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.remove_reader(self._descriptor)
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
 
     def check(self) -> None:
+        if self._descriptor < 0:
+            return
         watched = path, identity = self._watched
         if path != self._path or _directory_identity(path) != identity:
             self._arm()
@@ -1623,54 +1747,61 @@ def _directory_identity(path: str) -> tuple[int, int] | None:
 
 
 # ======================================================================================================================
-#  TELEMETRY READERS: the one thing that must not run on the loop
+#  OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data; there are no others
 # ======================================================================================================================
 
 READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
 
 
-class Look(NamedTuple):
+class Request(NamedTuple):
     """A chip to be read, and what it said last, None to have everything read."""
 
-    chip: Chip
+    function: PciFunction
     last: Telemetry | None
     periodic: bool  # it belongs to a poll, not to an event
 
 
 class Reading(NamedTuple):
-    chip: Chip
+    function: PciFunction
     telemetry: Telemetry
     periodic: bool
 
 
 class TelemetryReaders:
-    """Reads chips one after another on a thread; a chip that blocks keeps its thread, and another goes on.
+    """Reads chips one after another on a thread; a chip that blocks keeps its thread, and another one goes on.
 
-    A chip has at most one read under way, so there is at most one thread more than there are chips that block. Threads
-    end with their work: there is none between two polls.
+    Two queues are all that loop and threads have in common: requests go in, in order, and readings come out. A chip has
+    at most one read under way, so there is at most one thread more than there are chips that block. Threads end with
+    their work: there is none between two polls.
     """
 
     def __init__(
         self,
         deliver: Callable[[list[Reading]], None],
-        read: Callable[[Chip, Telemetry | None], Telemetry] = read_telemetry,
+        read: Callable[[PciFunction, Telemetry | None], Telemetry] = read_telemetry,
     ) -> None:
         """deliver: called on the loop with what was read, possibly nothing, whenever there is something to see."""
         self._deliver = deliver
         self._read = read
         self._loop = asyncio.get_running_loop()
-        self._todo: collections.deque[Look] = collections.deque()
-        self._done: collections.deque[Reading] = collections.deque()
-        self._since: dict[str, float] = {}  # reads under way: PCI address and when they began
+        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
+        self._asked: dict[str, Request] = {}  # those that have not answered, by PCI address, in the order of the queue
+        self._again: dict[str, Request] = {}  # what was asked of a chip while it was being read
+        self._since: dict[str, float] = {}  # when a chip was first seen to be no longer in the queue
         self._timer: asyncio.TimerHandle | None = None
+        self._no_thread = False  # the system gives us none, which was said
 
-    def request(self, looks: Iterable[Look]) -> None:
-        """Read these chips, but for those whose read waits or is under way."""
-        waiting = {look.chip.bdf for look in self._todo} | self._since.keys()
-        self._todo.extend(look for look in looks if look.chip.bdf not in waiting)
-        if self._todo and not self._responsive():
-            self._start_thread()
-        self._set_timer()
+    def request(self, requests: Iterable[Request]) -> None:
+        """Read these chips, never two at once of one: what an event wants of one that is asked already comes after."""
+        for request in requests:
+            bdf = request.function.bdf
+            if bdf not in self._asked:
+                self._ask(request)
+            elif not request.periodic or self._asked[bdf].function != request.function:
+                # So soon after the other reading its heartbeat proves nothing.
+                self._again[bdf] = request._replace(last=None, periodic=False)
+        self._attend()
 
     def seconds_under_way(self, bdf: str) -> float:
         """How long the read of a chip has been under way; 0 if there is none."""
@@ -1679,52 +1810,96 @@ class TelemetryReaders:
 
     def is_settled(self) -> bool:
         """Whether every chip that was asked for has answered, or has taken longer than READ_PATIENCE."""
-        return not self._todo and not self._done and not self._responsive()
+        return self._no_thread or all(self.seconds_under_way(bdf) >= READ_PATIENCE for bdf in self._asked)
 
-    def _responsive(self) -> bool:
-        """Whether a thread is at work that has not been held up."""
-        now = time.monotonic()
-        return any(now - since < READ_PATIENCE for since in list(self._since.values()))
+    def _ask(self, request: Request) -> None:
+        self._asked[request.function.bdf] = request
+        self._waiting.put(request)
 
-    def _start_thread(self) -> None:
-        look = self._todo.popleft()
-        self._since[look.chip.bdf] = time.monotonic()
-        # A daemon thread: a read that cannot be interrupted must not keep the process from exiting.
-        threading.Thread(target=self._work, args=(look,), name=f"telemetry {look.chip.bdf}", daemon=True).start()
+    def _attend(self) -> list[Reading]:
+        """Take in what was read; let a thread go on with what waits, unless one is at work that gets on."""
+        readings = []
+        while not self._done.empty():
+            readings.append(reading := self._done.get())
+            bdf = reading.function.bdf
+            del self._asked[bdf]
+            self._since.pop(bdf, None)
+            if again := self._again.pop(bdf, None):
+                self._ask(again)
+        now, waiting = time.monotonic(), self._waiting.qsize()
+        under_way = list(self._asked)[: len(self._asked) - waiting]
+        for bdf in under_way:
+            self._since.setdefault(bdf, now)
+        ages = [now - self._since[bdf] for bdf in under_way]
+        if waiting and all(age >= READ_PATIENCE for age in ages):
+            self._start_thread()
+        self._set_timer(ages, waiting)
+        return readings
 
-    def _work(self, look: Look) -> None:
-        while True:
-            try:
-                self._done.append(Reading(look.chip, self._read(look.chip, look.last), look.periodic))
-            finally:
-                self._since.pop(look.chip.bdf, None)
-            try:
-                look = self._todo.popleft()
-            except IndexError:
-                break
-            self._since[look.chip.bdf] = time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
-            self._loop.call_soon_threadsafe(self._collect)
-
-    def _set_timer(self) -> None:
+    def _set_timer(self, ages: Sequence[float], waiting: int) -> None:
         """Look again when a read under way has used up its patience, or its deadline."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        now = time.monotonic()
-        ages = [now - since for since in list(self._since.values())]
         waits = [(READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age for age in ages if age < READ_DEADLINE]
+        if waiting:
+            waits.append(READ_PATIENCE)
         if waits:
             self._timer = self._loop.call_later(min(waits) + 0.002, self._collect)
 
     def _collect(self) -> None:
-        readings = []
-        while self._done:
-            readings.append(self._done.popleft())
-        if self._todo and not self._responsive():
-            self._start_thread()
-        self._set_timer()
-        self._deliver(readings)
+        self._deliver(self._attend())
+
+    def _start_thread(self) -> None:
+        # A daemon thread: a read that cannot be interrupted must not keep the process from exiting.
+        try:
+            threading.Thread(target=self._work, name="telemetry", daemon=True).start()
+            self._no_thread = False
+        except RuntimeError as error:
+            if not self._no_thread:
+                log.error("telemetry is not read for now: %s", error)
+            self._no_thread = True
+
+    def _work(self) -> None:
+        """Runs on a thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                function, last, periodic = self._waiting.get_nowait()
+                telemetry = Telemetry(error=("telemetry", 0))
+                with surviving(f"the reading of {function.bdf}"):
+                    telemetry = self._read(function, last)
+                self._done.put(Reading(function, telemetry, periodic))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
+            self._loop.call_soon_threadsafe(self._collect)
+
+
+class HostPaths:
+    """Whether paths of the host are there. On a dead network file system nobody ever learns that."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, asyncio.Future[bool]] = {}  # whose threads have not answered: one for each path at most
+
+    async def is_there(self, path: str, seconds: float) -> bool | None:
+        """None: there is no answer within these seconds."""
+        if path not in self._asked:
+            loop = asyncio.get_running_loop()
+            try:
+                threading.Thread(target=self._work, args=(loop, path), name=path, daemon=True).start()
+            except RuntimeError:
+                return None
+            self._asked[path] = loop.create_future()
+        asked = self._asked[path]
+        await asyncio.wait({asked}, timeout=seconds)
+        return asked.result() if asked.done() else None
+
+    def _work(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
+        """Runs on a thread."""
+        there = os.path.exists(path)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._answered, path, there)
+
+    def _answered(self, path: str, there: bool) -> None:
+        self._asked.pop(path).set_result(there)
 
 
 # ======================================================================================================================
@@ -1785,9 +1960,17 @@ def stderr_is_journal(environ: Mapping[str, str]) -> bool:
     return environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
+def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
+    """gRPC logs a request that is no protobuf like an error of ours."""
+    if record.exc_info and isinstance(record.exc_info[1], DecodeError):
+        record.exc_info = record.exc_text = None
+    return True
+
+
 def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
     """One event a line on stderr; the journal has a time of its own."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_without_traceback_of_garbage)
     if stderr_is_journal(environ):
         handler.setFormatter(_JournalFormatter("%(message)s"))
     else:
@@ -1798,79 +1981,101 @@ def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
 
 
 # ======================================================================================================================
-#  DAEMON: follows the devices, judges them, publishes them
+#  DAEMON: follows the chips, judges them, publishes them
 # ======================================================================================================================
 
 
 class Fleet:
-    """The devices of the node as they are followed over time. What changes is logged, once."""
+    """The chips of the node as they are followed over time. What changes is logged, once."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.devices: dict[str, Device] = {}  # by PCI address; none is ever taken out
+    def __init__(self, remembered: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """remembered: what `memory` said before a restart."""
+        self.chips: dict[str, Chip] = {}  # by PCI address; none is ever taken out
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
-        self.changed = True  # since somebody looked and set it to False: anything but what only the rules remember
+        self.version = 0  # another one after every change, but for what only the rules remember
+        self._remembered = remembered or {}
 
-    def observe(self, *, thorough: bool = True) -> list[Chip]:
-        """Look at sysfs; returns the chips that are new, back or at another place: their telemetry is wanted.
+    def observe(self, settings: Settings, *, thorough: bool = True) -> list[PciFunction]:
+        """Look at sysfs; returns what is new, back or at another place: its telemetry is wanted.
 
-        thorough: read again, too, what cannot change as long as the same device is at the same place.
+        thorough: read again, too, what cannot change as long as the same chip is at the same place.
         """
-        known = [] if thorough else [device.chip for device in self.devices.values() if device.present]
-        seen = scan(self.settings, known)
-        nodes = [c.node_fault for c in seen.chips.values() if c.node_fault and c.bdf not in self.devices]
+        known = [] if thorough else [chip.function for chip in self.chips.values() if chip.present]
+        seen = scan(settings, known)
+        nodes = [f.node_fault for f in seen.functions.values() if f.node_fault and f.bdf not in self.chips]
         for oddity in (oddities := (*seen.oddities, *nodes)):
             if oddity not in self.oddities:
                 log.warning("not listed: %s", oddity)
         self.oddities = oddities
 
         wanted = []
-        for bdf, chip in seen.chips.items():
-            device = self.devices.get(bdf)
-            if device is None:
-                if chip.node_fault:
+        for bdf, function in seen.functions.items():
+            chip = self.chips.get(bdf)
+            if chip is None:
+                if function.node_fault:
                     continue
-                self.devices[bdf] = Device(chip)
-            elif device.present and device.chip == chip:
+                self.chips[bdf] = self._recalled(function, settings.health)
+            elif chip.present and chip.function == function:
                 continue
-            elif (device.chip.arch, device.chip.pci_card) != (chip.arch, chip.pci_card):
-                self._update(Device(chip))  # another card at the same address
+            elif (chip.function.arch, chip.function.pci_card) != (function.arch, function.pci_card):
+                self._update(Chip(function))  # another card at the same address
             else:
                 # What was away stays so until it speaks.
-                self._update(replace(device, chip=chip, present=True, telemetry=None))
-            wanted.append(chip)
-        for bdf in self.devices.keys() - seen.chips.keys():
-            device = self.devices[bdf]
-            exists = pci_function_exists(self.settings, bdf)
-            self._update(replace(device, present=False, health=gone(device.health, bdf, function_exists=exists)))
+                self._update(replace(chip, function=function, present=True, telemetry=None))
+            wanted.append(function)
+        for bdf in self.chips.keys() - seen.functions.keys():
+            chip = self.chips[bdf]
+            exists = os.path.exists(f"{settings.sysfs_root}/bus/pci/devices/{bdf}")
+            self._update(replace(chip, present=False, health=gone(chip.health, bdf, function_exists=exists)))
         return wanted
 
-    def learn(self, readings: Iterable[Reading], now: float) -> None:
+    def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
         """Take over what the chips said; `now` in seconds of any clock that only goes forward."""
-        for chip, telemetry, periodic in readings:
-            device = self.devices[chip.bdf]
-            if device.present and device.chip == chip:  # else it was asked before it went or was renumbered
-                health = judge(device.health, chip, telemetry, self.settings.health, now, periodic=periodic)
-                self._update(replace(with_identity(device, telemetry), health=health, listed=True))
+        for function, telemetry, periodic in readings:
+            chip = self.chips[function.bdf]
+            if chip.present and chip.function == function:  # else it was asked before it went or was renumbered
+                health = judge(chip.health, function, telemetry, settings, now, periodic=periodic)
+                self._update(replace(with_identity(chip, telemetry), health=health, listed=True))
 
     def wait_no_longer(self, seconds_under_way: Callable[[str], float]) -> None:
         """Go on without the chips that do not answer: list those that are new, and call it a fault at the deadline."""
-        for device in list(self.devices.values()):
-            seconds = seconds_under_way(device.bdf)
-            if device.present and seconds > READ_DEADLINE:
-                self._update(replace(device, health=blocked(device.health), listed=True))
+        for chip in list(self.chips.values()):
+            seconds = seconds_under_way(chip.bdf)
+            if chip.present and seconds > READ_DEADLINE:
+                self._update(replace(chip, health=blocked(chip.health), listed=True))
             elif seconds > READ_PATIENCE:
-                self._update(replace(device, listed=True))
+                self._update(replace(chip, listed=True))
 
-    def _update(self, device: Device) -> None:
-        before, self.devices[device.bdf] = self.devices[device.bdf], device
-        old, new = before.health, device.health
-        if replace(before, health=new) == device and (old.fault, old.reason) == (new.fault, new.reason):
+    def memory(self) -> dict[str, dict[str, Any]]:
+        """What a restart of the daemon must not forget: who the chips are, and which of them are known to be dead."""
+        return {
+            bdf: {
+                "arch": chip.function.arch,
+                "pci_card": chip.function.pci_card,
+                **{key: getattr(chip, key) for key in _IDENTITY},
+                "stalled_at": chip.health.heartbeat if chip.health.fault is Fault.STALLED else None,
+            }
+            for bdf, chip in self.chips.items()
+        }
+
+    def _recalled(self, function: PciFunction, settings: HealthSettings) -> Chip:
+        """A new chip, with what is remembered of it."""
+        known = self._remembered.get(function.bdf, {})
+        if (known.get("arch"), known.get("pci_card")) != (function.arch, function.pci_card):
+            return Chip(function)
+        identity: dict[str, Any] = {key: known.get(key) for key in _IDENTITY}
+        misses = settings.heartbeat_misses if known.get("stalled_at") is not None else 0
+        return Chip(function, **identity, health=Health(heartbeat=known.get("stalled_at"), misses=misses))
+
+    def _update(self, chip: Chip) -> None:
+        before, self.chips[chip.bdf] = self.chips[chip.bdf], chip
+        old, new = before.health, chip.health
+        if replace(before, health=new) == chip and (old.fault, old.reason) == (new.fault, new.reason):
             return
-        self.changed = True
-        what = f"{device.bdf} ({device.card_type or device.chip.arch})"
-        if device.listed and _introduction(device) != (_introduction(before) if before.listed else ""):
-            log.info("%s: %s", what, _introduction(device))
+        self.version += 1
+        what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
+        if chip.listed and _introduction(chip) != (_introduction(before) if before.listed else ""):
+            log.info("%s: %s", what, _introduction(chip))
         if old.fault != new.fault:
             if new.fault:
                 log.warning("%s: unhealthy: %s", what, new.reason)
@@ -1878,13 +2083,68 @@ class Fleet:
                 log.info("%s: healthy again", what)
 
 
-def _introduction(device: Device) -> str:
-    """A device's path and identity, for the log."""
-    facts = {"board": device.serial, "ASIC": device.asic_id, "firmware": device.firmware}
+_IDENTITY = ("card", "serial", "asic_id", "firmware")
+
+
+def _introduction(chip: Chip) -> str:
+    """A chip's node and identity, for the log."""
+    facts = {"board": chip.serial, "ASIC": chip.asic_id, "firmware": chip.firmware}
     told = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([device.chip.path, *told] if told else [device.chip.path, "its firmware is silent"])
+    return ", ".join([chip.function.path, *told] if told else [chip.function.path, "its firmware is silent"])
 
 
+class OwnFile:
+    """A file that we write for others: as a whole or not at all, and only when its text has become another."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._text: str | None = None  # as written last
+        self._failed = False  # which was said
+
+    def write(self, text: str) -> None:
+        """Nobody ever sees half of it, everybody may read it; what fails is logged once, and tried again next time."""
+        if text == self._text:
+            return
+        new = f"{os.path.dirname(self._path)}/.{os.path.basename(self._path)}.new"
+        try:
+            with open(new, "w", encoding="utf-8") as file:
+                file.write(text)
+                os.fchmod(file.fileno(), 0o644)
+            os.replace(new, self._path)
+            self._text, self._failed = text, False
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            if not self._failed:
+                log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._failed = True
+
+
+class Memory:
+    """What outlives the daemon, in a file: JSON, the chips by PCI address; of this boot only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._path = f"{settings.state_dir}/state.json" if settings.state_dir else None
+        self._file = OwnFile(self._path) if self._path else None
+        self._boot = _read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
+
+    def chips(self) -> dict[str, dict[str, Any]]:
+        """Nothing, where there is no file or none that can be used."""
+        with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
+            if self._path:
+                with open(self._path, encoding="utf-8") as file:
+                    content = json.load(file)
+                chips = content["chips"] if content["boot"] == self._boot else {}
+                return {bdf: dict(chip) for bdf, chip in chips.items()}
+        return {}
+
+    def keep(self, chips: Mapping[str, Mapping[str, Any]]) -> None:
+        if self._file:
+            self._file.write(json.dumps({"boot": self._boot, "chips": chips}, indent=1))
+
+
+BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind to what is on the bus
+MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
 THOROUGH = 12  # every so many polls everything is read again, a minute by default
 
 
@@ -1901,19 +2161,23 @@ class Daemon:
     ) -> None:
         """load: reads the configuration again, for SIGHUP. uevents, trusted: where kernel events come from."""
         self.settings = settings
-        self.fleet = Fleet(settings)
+        self.memory = Memory(settings)
+        self.fleet = Fleet(self.memory.chips())
         self.sessions: dict[str, KubeletSession] = {}
         self._load = load
         self._manager = manager
         self._open_uevents = uevents
         self._trusted = trusted
-        self._serving = False  # the first look at every device is done
-        self._stopping = False
+        self._refused = ""  # why the configuration on disk is not the one in force
+        self._serving = False  # the first look at every chip is done
+        self._published = -1  # the fleet's version that the kubelet knows
         self._polls = 0
-        self._attention = asyncio.Event()  # the loop of polls has to look up: stop, or another interval
-        self._told = asyncio.Event()  # telemetry has arrived
+        self._stop = asyncio.Event()
+        self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
+        self._rescheduled = asyncio.Event()  # another interval between polls
         self._closing: set[asyncio.Task[None]] = set()
         self._readers = TelemetryReaders(self._telemetry_arrived)
+        self._host_paths = HostPaths()
         self._watch = DirectoryWatch(settings.device_plugin_dir, self._directory_changed)
 
     async def run(self) -> int:
@@ -1931,10 +2195,14 @@ class Daemon:
             log.warning("no kernel events (%s): what changes is seen at the next poll only", error.strerror)
         self._watch.open(loop)
         remove_dead_sockets(self.settings.device_plugin_dir)
+        serving, stop = loop.create_task(self._serve()), loop.create_task(self._stop.wait())
         try:
-            return await self._serve()
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return serving.result() if serving.done() else 0
         finally:
             self._manager.stopping()
+            serving.cancel()
+            stop.cancel()
             if kernel:
                 loop.remove_reader(kernel)
                 kernel.close()
@@ -1942,100 +2210,151 @@ class Daemon:
             await asyncio.gather(*(session.close() for session in self.sessions.values()), *self._closing)
 
     async def _serve(self) -> int:
-        self._readers.request(Look(chip, None, periodic=False) for chip in self.fleet.observe())
+        self._read(self.fleet.observe(self.settings))
         while not self._readers.is_settled():
-            self._told.clear()
-            await self._told.wait()
+            await self._news(math.inf)
+        self._serving = True
+        self.publish_changes()
         version = driver_version(self.settings)
-        if self.settings.fail_on_init_error and not self.fleet.devices:
+        await self._until_bound(functions_on_bus(self.settings) if version is not None else [])
+        if self.settings.fail_on_init_error and not self.fleet.chips:
             log.error("no Tenstorrent driver is loaded" if version is None else "there is no Tenstorrent device")
             return 1
         driver = "no driver is loaded" if version is None else f"driver {version or 'of unknown version'}"
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, _counted(len(self.fleet.devices), "device"))
-        self._serving = True
-        self.publish()
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, _counted(len(self.fleet.chips), "device"))
         for session in list(self.sessions.values()):
             await session.tried_to_serve.wait()
+        self._show_status()
         self._manager.ready()
-        await self._poll_until_stopped()
-        return 0
+        await self._poll_for_ever()
 
-    async def _poll_until_stopped(self) -> None:
-        polled = time.monotonic()
-        while not self._stopping:
+    async def _until_bound(self, on_bus: Collection[str]) -> None:
+        """Until what is on the bus is listed, or has had the time to be: the kubelet starts after this.
+
+        It refuses those pods of before a reboot whose devices are not there by then.
+        """
+        deadline = time.monotonic() + BIND_PATIENCE
+        while True:
+            listed = {chip.bdf for chip in self.fleet.chips.values() if chip.listed}
+            missing = [bdf for bdf in on_bus if bdf not in listed and is_for_driver(self.settings, bdf)]
+            if not missing:
+                return
+            if (left := deadline - time.monotonic()) <= 0:
+                log.warning("%s: no node of the driver's in %g s; ready without it", missing[0], BIND_PATIENCE)
+                return
+            self._manager.status(f"waiting for the driver to make a node for {missing[0]}")
+            await self._news(min(left, 0.5))  # events can be lost, or there are none
+            self._read(self.fleet.observe(self.settings))
+
+    async def _news(self, seconds: float) -> None:
+        """Until telemetry has arrived or the kernel has told of something, for so long at most."""
+        self._told.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._told.wait(), None if seconds == math.inf else seconds)
+
+    async def _poll_for_ever(self) -> NoReturn:
+        polled, sound = time.monotonic(), True
+        while True:
             due = polled + self.settings.health.interval - time.monotonic()
-            self._attention.clear()
+            self._rescheduled.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._attention.wait(), max(0, min(due, self._manager.watchdog_pause)))
+                await asyncio.wait_for(self._rescheduled.wait(), max(0, min(due, self._manager.watchdog_pause)))
             if time.monotonic() - polled >= self.settings.health.interval:
-                polled = time.monotonic()
+                polled, sound = time.monotonic(), False
                 with surviving("a poll"):
                     self.poll()
-            self._manager.alive()
+                    sound = True
+            if sound:  # a loop whose polls fail does not do its work
+                self._manager.alive()
 
     def poll(self) -> None:
         """The net under all events, and the only way to see a chip die: that sends none."""
         self._polls += 1
         thorough = self._polls % THOROUGH == 0
-        self.fleet.observe(thorough=thorough)
-        present = [device for device in self.fleet.devices.values() if device.present]
+        self.fleet.observe(self.settings, thorough=thorough)
+        present = [chip for chip in self.fleet.chips.values() if chip.present]
         self._readers.request(
-            Look(device.chip, None if thorough else device.telemetry, periodic=True) for device in present
+            Request(chip.function, None if thorough else chip.telemetry, periodic=True) for chip in present
         )
         self._watch.check()
         for session in self.sessions.values():
-            session.look()
+            session.check_sockets()
         self.publish_changes()
 
-    def publish_changes(self) -> None:
-        if self.fleet.changed and self._serving:
-            self.publish()
+    def _read(self, functions: Iterable[PciFunction]) -> None:
+        """Ask these chips for everything, because of an event."""
+        self._readers.request(Request(function, None, periodic=False) for function in functions)
 
-    def publish(self) -> None:
-        """Bring resources, their sessions and systemd's status in line with the devices."""
-        self.fleet.changed = False
-        if self.settings.runtime_dir:
-            nodes = {d.bdf: d.chip.path for d in self.fleet.devices.values() if d.present and not d.chip.node_fault}
-            with surviving("the links to the nodes"):
-                keep_node_links(self.settings.runtime_dir, nodes)
-        wanted = resources([device for device in self.fleet.devices.values() if device.listed], self.settings)
+    def publish_changes(self) -> None:
+        """Bring resources, their sessions and systemd's status in line with the chips, if anything is new of them."""
+        if not self._serving or self._published == self.fleet.version:
+            return
+        self._published = self.fleet.version
+        self.memory.keep(self.fleet.memory())
+        wanted = resources([chip for chip in self.fleet.chips.values() if chip.listed], self.settings)
         for name in self.sessions.keys() - wanted.keys():
             log.info("%s: no device is of this resource any longer", name)
-            task = asyncio.get_running_loop().create_task(self.sessions.pop(name).close())
+            session = self.sessions.pop(name)
+            session.plugin.publish(Resource(name, {}))
+            task = asyncio.get_running_loop().create_task(session.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for name, resource in wanted.items():
-            if session := self.sessions.get(name):
-                session.plugin.publish(resource, self.settings)
+            if name in self.sessions:
+                self.sessions[name].plugin.publish(resource)
             else:
-                plugin = DevicePlugin(resource, self.settings)
+                plugin = DevicePlugin(resource, self._allocate)
                 self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._show_status)
-                self.sessions[name].begin()
+                self.sessions[name].start()
         self._show_status()
 
+    async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
+        mounts = await self._existing_mounts()
+        check_allocation(plugin.resource, containers)
+        chosen = [[plugin.resource.devices[identifier] for identifier in container] for container in containers]
+        for device in itertools.chain.from_iterable(chosen):
+            for chip in device.chips:
+                if fault := node_fault_now(chip.function):  # the news of it is under way
+                    reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
+                    raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        path = functools.partial(node_path, self.settings)
+        return [container_edits(devices, self.settings.visible_devices, mounts, path) for devices in chosen]
+
+    async def _existing_mounts(self) -> tuple[Mount, ...]:
+        """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
+        if self.settings.mounts is None:
+            return tuple(mount for mount in default_mounts(self.settings) if os.path.exists(mount.host))
+        mounts = self.settings.mounts
+        found = await asyncio.gather(*(self._host_paths.is_there(mount.host, MOUNT_PATIENCE) for mount in mounts))
+        for mount, there in zip(mounts, found, strict=True):
+            if there is None:
+                raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the host's {mount.host}, a mount, does not answer")
+        return tuple(itertools.compress(mounts, found))
+
     def stop(self) -> None:
-        self._stopping = True
-        self._attention.set()
+        self._stop.set()
 
     def reload(self) -> None:
-        """SIGHUP: take over what a running daemon can; a bad configuration changes nothing."""
+        """SIGHUP: take over what a running daemon can; a bad configuration changes nothing, and is told of."""
         self._manager.reloading()
         try:
             loaded = self._load()
         except ConfigError as error:
             log.error("configuration is not reloaded, the old one stays: %s", error)
+            self._refused = f"the configuration on disk is refused: {error}"
         else:
             kept = {key: getattr(self.settings, key) for key in NEEDS_RESTART}
             for key, value in kept.items():
                 if getattr(loaded, key) != value:
                     log.warning("%s needs a restart to change; until then it is %s", key, value)
-            self.settings = self.fleet.settings = replace(loaded, **kept)
+            self.settings, self._refused = replace(loaded, **kept), ""
             log.setLevel(self.settings.log_level.upper())
             log.info("configuration reloaded")
-            self.fleet.changed = True
+            self._published = -1
             self.publish_changes()
-            self._attention.set()
+            self._rescheduled.set()
         if self._serving:
+            self._show_status()
             self._manager.ready()
 
     def _uevents_arrived(self, kernel: socket.socket) -> None:
@@ -2043,14 +2362,15 @@ class Daemon:
         if not events:
             return
         log.debug("kernel events: %s", events)
-        new = self.fleet.observe()
+        new = self.fleet.observe(self.settings)
         ordinals = {event.ordinal for event in events if event}
-        named = [d.chip for d in self.fleet.devices.values() if d.present and d.chip.ordinal in ordinals]
-        self._readers.request(Look(chip, None, periodic=False) for chip in [*new, *named])
+        named = [c.function for c in self.fleet.chips.values() if c.present and c.function.ordinal in ordinals]
+        self._read({function.bdf: function for function in [*new, *named]}.values())
+        self._told.set()
         self.publish_changes()
 
     def _telemetry_arrived(self, readings: list[Reading]) -> None:
-        self.fleet.learn(readings, time.monotonic())
+        self.fleet.learn(readings, self.settings.health, time.monotonic())
         self.fleet.wait_no_longer(self._readers.seconds_under_way)
         self._told.set()
         self.publish_changes()
@@ -2058,11 +2378,12 @@ class Daemon:
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
         for session in self.sessions.values():
-            session.look(kubelet_is_new=KUBELET_SOCKET in new, stirred=foreign)
+            session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
 
     def _show_status(self) -> None:
         sessions = self.sessions.values()
-        self._manager.status(status_line([(session.plugin.resource, session.state) for session in sessions]))
+        status = status_line([(session.plugin.resource, session.state) for session in sessions])
+        self._manager.status("; ".join(filter(None, [status, self._refused])))
 
 
 def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
@@ -2074,9 +2395,7 @@ def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
         return "no Tenstorrent device on this node; waiting for one"
     counts = []
     for resource, _ in listed:
-        reasons = [
-            f"{device.bdf}: {device.health.reason}" for device in resource.devices.values() if device.health.fault
-        ]
+        reasons = [f"{name}: {device.reason}" for name, device in resource.devices.items() if device.reason]
         unhealthy = f" ({reasons[0]}{', …' if len(reasons) > 1 else ''})" if reasons else ""
         counts.append(f"{len(resource.devices)} × {resource.name}, {resource.healthy} healthy{unhealthy}")
     states = {state for _, state in listed}
@@ -2107,8 +2426,13 @@ exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-er
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        return super().format_help().replace(" BOOL", "[=BOOL]")  # a switch takes its value after "=" only
+
+
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tt-device-plugin",
         usage="tt-device-plugin [run|list|check] [OPTIONS]",
         description=DESCRIPTION,
@@ -2119,6 +2443,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("command", nargs="?", choices=("run", "list", "check"), default="run", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"tt-device-plugin {__version__}")
     parser.add_argument("--json", action="store_true", help="with list: an array of objects")
+    parser.add_argument("--config-only", action="store_true", help="with check: the configuration and nothing else")
     parser.add_argument(
         "--config-file", metavar="FILE", help=f"default {DEFAULT_CONFIG_FILE}, which may be absent [TTDP_CONFIG_FILE]"
     )
@@ -2136,12 +2461,14 @@ def argument_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program: returns its exit status (see EPILOG)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # A switch takes its value after "=" only: what follows a bare one is the next word, such as a command.
+    # What follows a bare switch is the next word, such as a command.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     parser = argument_parser()
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
     if options.json and options.command != "list":
         parser.error("--json goes with list")
+    if options.config_only and options.command != "check":
+        parser.error("--config-only goes with check")
     set_up_logging(os.environ, timestamps=options.command == "run")
     load = functools.partial(load_settings, vars(options), os.environ)
 
@@ -2150,7 +2477,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.SIG_DFL)
         log.setLevel("ERROR")  # what a survey finds is in its answer, not in the log
     if options.command == "check":
-        return check(load)
+        return check(load, config_only=options.config_only)
     try:
         settings = load()
     except ConfigError as error:
@@ -2166,23 +2493,24 @@ async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
 
 
 async def survey(settings: Settings) -> Fleet:
-    """The node's devices, asked twice, one second apart: a heartbeat that stands still shows only then."""
-    fleet = Fleet(replace(settings, health=replace(settings.health, heartbeat_misses=1)))
+    """The node's chips, asked twice, one second apart: a heartbeat that stands still shows only then."""
+    fleet = Fleet(Memory(settings).chips())
     told = asyncio.Event()
+    rules = replace(settings.health, heartbeat_misses=1)
 
     def arrived(readings: list[Reading]) -> None:
-        fleet.learn(readings, time.monotonic())
+        fleet.learn(readings, rules, time.monotonic())
         fleet.wait_no_longer(readers.seconds_under_way)
         told.set()
 
     readers = TelemetryReaders(arrived)
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
-        fleet.observe()
-        asked = [device.chip for device in fleet.devices.values() if device.present]
-        readers.request(Look(chip, None, periodic=True) for chip in asked)
-        while (
-            any(0 < readers.seconds_under_way(chip.bdf) <= READ_DEADLINE for chip in asked) or not readers.is_settled()
+        fleet.observe(settings)
+        asked = [chip.function for chip in fleet.chips.values() if chip.present]
+        readers.request(Request(function, None, periodic=True) for function in asked)
+        while not readers.is_settled() or any(
+            0 < readers.seconds_under_way(function.bdf) <= READ_DEADLINE for function in asked
         ):
             told.clear()
             await told.wait()
@@ -2192,45 +2520,43 @@ async def survey(settings: Settings) -> Fleet:
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     fleet = asyncio.run(survey(settings))
     rows = [
-        _row(identifier, device, resource.name)
-        for resource in resources(list(fleet.devices.values()), settings).values()
+        _row(identifier, device.chips[0], resource.name)
+        for resource in resources(list(fleet.chips.values()), settings).values()
         for identifier, device in resource.devices.items()
     ]
     rows.sort(key=lambda row: address(str(row["bdf"])))
     for oddity in fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
     if as_json:
-        import json  # here, not above: the daemon has no use for it
-
         print(json.dumps(rows, indent=2))
     elif rows:
-        print(_table(rows))
+        print(_as_text(rows))
     else:
         print("no Tenstorrent device on this node")
     return 0
 
 
-def _row(identifier: str, device: Device, resource: str) -> dict[str, object]:
-    chip = device.chip
+def _row(identifier: str, chip: Chip, resource: str) -> dict[str, object]:
+    function = chip.function
     return {
         "id": identifier,
-        "index": chip.ordinal,
-        "path": chip.path if device.present and not chip.node_fault else None,
-        "bdf": device.bdf,
-        "card": device.card_type,
-        "board": device.board_type if device.card_type else None,
-        "arch": chip.arch,
-        "serial": device.serial,
-        "asic_id": device.asic_id,
-        "numa_node": chip.numa_node,
-        "firmware": device.firmware,
-        "healthy": device.health.fault is None,
-        "reason": device.health.reason,
+        "index": function.ordinal,
+        "path": function.path if chip.present and not function.node_fault else None,
+        "bdf": chip.bdf,
+        "card": chip.card_type,
+        "board": chip.board_type if chip.card_type else None,
+        "arch": function.arch,
+        "serial": chip.serial,
+        "asic_id": chip.asic_id,
+        "numa_node": function.numa_node,
+        "firmware": chip.firmware,
+        "healthy": chip.health.fault is None,
+        "reason": chip.health.reason,
         "resource": resource,
     }
 
 
-def _table(rows: Sequence[Mapping[str, object]]) -> str:
+def _as_text(rows: Sequence[Mapping[str, object]]) -> str:
     columns = ("id", "path", "card", "board", "arch", "serial", "numa_node", "firmware", "resource", "health")
     titles = {"path": "NODE", "numa_node": "NUMA"}
     lines = [[titles.get(column, column.upper()) for column in columns]]
@@ -2250,18 +2576,20 @@ class Finding:
     text: str  # what is so and, unless it is ok, what to do
 
 
-def check(load: Callable[[], Settings]) -> int:
+def check(load: Callable[[], Settings], *, config_only: bool) -> int:
     """Preflight for a node; returns 1 if anything FAILs."""
     findings: list[Finding] = []
     try:
         settings = load()
         findings.append(Finding("ok", "configuration", "valid"))
     except ConfigError as error:
-        findings.append(Finding("FAIL", "configuration", f"{error}; the rest is checked with the defaults"))
+        more = "" if config_only else "; the rest is checked with the defaults"
+        findings.append(Finding("FAIL", "configuration", f"{error}{more}"))
         settings = Settings()
-    fleet = asyncio.run(survey(settings))
-    findings += [_check_driver(settings), *_check_devices(settings, fleet), *_check_hugepages(settings, fleet)]
-    findings += _check_kubelet(settings)
+    if not config_only:
+        fleet = asyncio.run(survey(settings))
+        findings += [_check_driver(settings), *_check_chips(settings, fleet), *_check_hugepages(settings, fleet)]
+        findings += [*_check_kubelet(settings), *_check_sandbox(settings)]
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         print(f"{finding.level:4}  {finding.subject:{width}}  {finding.text}")
@@ -2274,30 +2602,34 @@ def _check_driver(settings: Settings) -> Finding:
         return Finding("FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < (2, 7):
-        return Finding(
-            "warn", "driver", f"{version} shows no heartbeat: firmware that stops is not noticed; update to 2.7"
-        )
+        advice = "firmware that stops is not noticed; update to 2.7"
+        return Finding("warn", "driver", f"{version} shows no heartbeat: {advice}")
     return Finding("ok", "driver", version or "loaded; it does not say its version")
 
 
-def _check_devices(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    if not fleet.devices and not fleet.oddities:
-        yield Finding("warn", "devices", "none on this node; look for them with: lspci -d 1e52:")
+def _check_chips(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
+    on_bus = functions_on_bus(settings)
+    if not fleet.chips and not fleet.oddities:
+        advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
+        yield Finding("warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}")
+    for bdf in on_bus if driver_version(settings) is not None else ():
+        if bdf not in fleet.chips and bound_driver(settings, bdf) is None:
+            advice = f"look into dmesg, then: echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
+            yield Finding("warn", bdf, f"no driver is bound to it; {advice}")
     for oddity in fleet.oddities:
-        yield Finding(
-            "FAIL", "devices", f"{oddity}; reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
-        )
-    for device in fleet.devices.values():
-        what = f"{device.card_type or device.chip.arch}, {device.chip.path}"
-        if device.health.fault:
-            yield Finding("FAIL", device.bdf, f"{what}: {device.health.reason}")
+        advice = "reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
+        yield Finding("FAIL", "devices", f"{oddity}; {advice}")
+    for chip in fleet.chips.values():
+        what = f"{chip.card_type or chip.function.arch}, {chip.function.path}"
+        if chip.health.fault:
+            yield Finding("FAIL", chip.bdf, f"{what}: {chip.health.reason}")
             continue
-        users = open_descriptors(settings, device.chip.ordinal)
-        yield Finding("ok", device.bdf, f"{what}, healthy{f', open {users} times' if users else ''}")
-        mode = stat.S_IMODE(os.stat(device.chip.path).st_mode)
+        users = open_descriptors(settings, chip.function.ordinal)
+        yield Finding("ok", chip.bdf, f"{what}, healthy{f', open {users} times' if users else ''}")
+        mode = stat.S_IMODE(os.stat(chip.function.path).st_mode)
         if mode & 0o666 != 0o666:
             advice = "containers that do not run as root cannot open it; install the driver's udev rules"
-            yield Finding("warn", device.bdf, f"{device.chip.path} has mode {mode:04o}, not 0666: {advice}")
+            yield Finding("warn", chip.bdf, f"{chip.function.path} has mode {mode:04o}, not 0666: {advice}")
 
 
 def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
@@ -2307,8 +2639,9 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         group = _read_quick(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/iommu_group/type")
         return (group or "").startswith("DMA")
 
-    needy = [d for d in fleet.devices.values() if d.present and d.chip.arch == "wormhole" and not translated(d.bdf)]
-    wanted = sum(8 if device.board_type == "n300" else 4 for device in needy)
+    chips = [chip for chip in fleet.chips.values() if chip.present and chip.function.arch == "wormhole"]
+    needy = [chip for chip in chips if not translated(chip.bdf)]
+    wanted = sum(8 if chip.board_type == "n300" else 4 for chip in needy)
     pool = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
     there = _decimal(_read_quick(f"{pool}/nr_hugepages")) or 0
     try:
@@ -2321,9 +2654,7 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         yield Finding("ok", "hugepages", f"{there} of 1 GiB; none are needed")
     elif there < wanted:
         advice = f"boot with hugepagesz=1G hugepages={wanted}, or install Tenstorrent's tt-system-tools"
-        yield Finding(
-            "warn", "hugepages", f"{there} of 1 GiB for {len(needy)} Wormhole devices without IOMMU; {advice}"
-        )
+        yield Finding("warn", "hugepages", f"{there} of 1 GiB for {len(needy)} Wormholes without IOMMU; {advice}")
     elif not re.search(rf"^\S+ {re.escape(directory)} hugetlbfs ", mounts, re.MULTILINE):
         yield Finding("warn", "hugepages", f"{there} of 1 GiB, but {directory} is not mounted; mount hugetlbfs there")
     else:
@@ -2332,10 +2663,14 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
 
 def _check_kubelet(settings: Settings) -> Iterator[Finding]:
     directory = settings.device_plugin_dir
-    if not os.path.isdir(directory):
-        yield Finding(
-            "warn", "kubelet", f"{directory} is not there (yet); is kubelet installed, and is this its directory?"
-        )
+    try:
+        os.stat(f"{directory}/.")
+    except PermissionError:
+        yield Finding("warn", "kubelet", f"{directory}: you may not look there; run as root")
+        return
+    except OSError:
+        advice = "is kubelet installed, and is this its directory? device_plugin_dir in the configuration file says so"
+        yield Finding("warn", "kubelet", f"{directory} is not there (yet); {advice}")
         return
     if os.access(directory, os.W_OK | os.X_OK):
         yield Finding("ok", "kubelet", f"{directory} can be written to")
@@ -2350,6 +2685,19 @@ def _check_kubelet(settings: Settings) -> Iterator[Finding]:
         yield Finding("warn", "kubelet", f"nobody listens on {kubelet}; kubelet is not running")
     else:
         yield Finding("ok", "kubelet", f"{kubelet} answers")
+
+
+def _check_sandbox(settings: Settings) -> Iterator[Finding]:
+    """Whether the installed unit, if there is one, lets the daemon write where the configuration says."""
+    command = ["systemctl", "show", "--value", "--property=ReadWritePaths", "tt-device-plugin.service"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    open_paths = [os.path.normpath(path.lstrip("-+")) for path in shown.split()]
+    directory = settings.device_plugin_dir
+    if open_paths and not any(directory == path or directory.startswith(f"{path}/") for path in open_paths):
+        yield Finding("FAIL", "sandbox", f"the service may not write to {directory}; a drop-in opens it: {DROP_IN}")
 
 
 if __name__ == "__main__":

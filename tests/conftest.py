@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ async def start(node: SimulatedNode, directory: Path) -> AsyncIterator[StartDaem
     """Starts the daemon on the node with these settings; it is stopped at the end."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start_daemon(**settings: Any) -> RunningDaemon:
-            return await stack.enter_async_context(RunningDaemon(node, settings_of(node, directory, **settings)))
+        async def start_daemon(environ: Mapping[str, str] | None = None, **settings: Any) -> RunningDaemon:
+            return await stack.enter_async_context(
+                RunningDaemon(node, settings_of(node, directory, **settings), environ)
+            )
 
         yield start_daemon

@@ -107,7 +107,7 @@ def _play(root: Path, arrange: Scene) -> Answer:
     node = SimulatedNode(root, driver=driver, nodes="link")
     words = arrange(node)
     program = SIMULATION if arrange in (resetting, listed_resetting) else PROGRAM  # attributes fail with an errno
-    program = [*AS_OTHERS, *program] if arrange is unwritable else program
+    program = [*AS_OTHERS, *program] if arrange in (unwritable, forbidden) else program
     began = time.monotonic()
     with Ticker(node, 0.2):
         ended = finished([*program, *words, *node.flags, f"--device-plugin-dir={plugins(node)}"])
@@ -305,6 +305,46 @@ def test_check_names_what_is_not_in_order(
         assert [found[:2] for found in others] == [("warn", "devices")]
     elif name is not bad_configuration:  # which leaves the defaults, and so this machine, to be looked at
         assert others == []
+
+
+@scene
+def unbound(node: SimulatedNode) -> list[str]:
+    words = sound(node)
+    node.add("p150a")[0].unbind()
+    return words
+
+
+@scene
+def forbidden(node: SimulatedNode) -> list[str]:
+    words = sound(node)
+    plugins(node).chmod(0)
+    return words
+
+
+def test_check_says_what_it_may_not_see_and_what_has_no_driver(answers: dict[str, Answer]) -> None:
+    """A function on the bus that nobody is bound to; a directory that an ordinary user may not look into."""
+    (finding,) = [found for found in answers["unbound"].findings if found[0] != "ok"]
+    assert finding[:2] == ("warn", "0000:02:00.0") and "no driver is bound" in finding[2]
+    (finding,) = [found for found in answers["forbidden"].findings if found[0] != "ok"]
+    assert finding[:2] == ("warn", "kubelet") and "you may not look there; run as root" in finding[2]
+
+
+@scene
+def config_only(node: SimulatedNode) -> list[str]:
+    return ["check", "--config-only"]
+
+
+@scene
+def bad_config_only(node: SimulatedNode) -> list[str]:
+    return ["check", "--config-only", "--log-level=loud"]
+
+
+def test_check_of_the_configuration_alone_looks_at_nothing_else(answers: dict[str, Answer]) -> None:
+    """One line, at once, for `systemctl reload` and the package: status 1 if it could not be used."""
+    good, bad = answers["config_only"], answers["bad_config_only"]
+    assert good.findings == [("ok", "configuration", "valid")] and good.status == 0
+    ((level, subject, text),) = bad.findings
+    assert (level, subject, bad.status) == ("FAIL", "configuration", 1) and "--log-level: 'loud'" in text
 
 
 @scene
@@ -551,7 +591,7 @@ def test_help_mentions_every_command_flag_variable_and_default() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("words", [["--json"], ["check", "--json"], ["list", "run"]])
+@pytest.mark.parametrize("words", [["--json"], ["check", "--json"], ["list", "run"], ["--config-only"]])
 def test_words_that_do_not_go_together_are_a_usage_error(words: list[str]) -> None:
     """Status 2 and the usage, before anything is looked at."""
     ended = run(*words)

@@ -181,12 +181,12 @@ def test_booleans_in_every_spelling(texts: list[str], value: bool) -> None:
         assert load_settings({"fail_on_init_error": text}, {}).fail_on_init_error is value
 
 
-def test_the_runtime_directory_is_systemds_first() -> None:
-    """RUNTIME_DIRECTORY may hold several, separated by colons; without one there are no links to nodes."""
-    assert load_settings({}, {}).runtime_dir is None
-    assert load_settings({}, {"RUNTIME_DIRECTORY": ""}).runtime_dir is None
-    assert load_settings({}, {"RUNTIME_DIRECTORY": "/run/one"}).runtime_dir == "/run/one"
-    assert load_settings({}, {"RUNTIME_DIRECTORY": "/run/one:/run/two"}).runtime_dir == "/run/one"
+def test_the_state_directory_is_systemds_first() -> None:
+    """STATE_DIRECTORY may hold several, separated by colons; without one nothing outlives the daemon."""
+    assert load_settings({}, {}).state_dir is None
+    assert load_settings({}, {"STATE_DIRECTORY": ""}).state_dir is None
+    assert load_settings({}, {"STATE_DIRECTORY": "/var/lib/one"}).state_dir == "/var/lib/one"
+    assert load_settings({}, {"STATE_DIRECTORY": "/var/lib/one:/var/lib/two"}).state_dir == "/var/lib/one"
 
 
 # -- what cannot be used -----------------------------------------------------------------------------------------------
@@ -237,8 +237,10 @@ def test_an_unknown_key_is_named_and_so_are_the_known_ones(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *itertools.product(("interval",), ("0", "-1", "3601", "'5'", "true", "nan", "inf", "[]", "1" + "0" * 400)),
-        *itertools.product(("temperature_limit",), ("0", "-5", "201", "'90'", "false", "nan", "1" + "0" * 400)),
+        *itertools.product(
+            ("interval",), ("0", "-1", "0.09", "1e-09", "3601", "'5'", "true", "nan", "inf", "[]", "1" + "0" * 400)
+        ),
+        *itertools.product(("temperature_limit",), ("0", "0.9", "-5", "201", "'90'", "false", "nan", "1" + "0" * 400)),
         *itertools.product(("heartbeat_misses",), ("0", "-1", "1.5", "2.0", "'2'", "true", "{}")),
         *itertools.product(("trip_holdoff",), ("-1", "-0.1", "'x'", "true", "inf", "nan", "1" + "0" * 400)),
     ],
@@ -254,7 +256,7 @@ def test_the_limits_of_the_rules_of_health_are_valid() -> None:
     """Integers are numbers of seconds and degrees, and the bounds belong to what is valid."""
     text = "[health]\ninterval = 3600\ntemperature_limit = 200\nheartbeat_misses = 1\ntrip_holdoff = 0"
     assert from_file(text).health == HealthSettings(3600, 200, 1, 0)
-    assert from_file("[health]\ninterval = 0.001").health == HealthSettings(interval=0.001)
+    assert from_file("[health]\ninterval = 0.1\ntemperature_limit = 1").health == HealthSettings(0.1, 1)
 
 
 def test_a_mount_needs_a_host_path_only() -> None:
@@ -407,7 +409,7 @@ def as_toml(settings: Settings) -> str:
 paths = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12
 ).map(lambda text: os.path.abspath("/" + text.lstrip("/")))  # fmt: skip
-seconds = st.floats(0.001, 3600) | st.integers(1, 3600)
+seconds = st.floats(0.1, 3600) | st.integers(1, 3600)
 mount_lists = st.lists(st.builds(Mount, paths, paths, st.booleans()), max_size=3, unique_by=lambda m: m.container)
 whole = st.builds(
     Settings, paths, paths, paths, paths,
@@ -417,7 +419,7 @@ whole = st.builds(
     visible_devices=st.sampled_from(["bdf", "index", "none"]),
     fail_on_init_error=st.booleans(),
     log_level=st.sampled_from(["debug", "info", "warning", "error"]),
-    health=st.builds(HealthSettings, seconds, st.none() | st.floats(0.1, 200), st.integers(1, 99), st.floats(0, 1e9)),
+    health=st.builds(HealthSettings, seconds, st.none() | st.floats(1, 200), st.integers(1, 99), st.floats(0, 1e9)),
     mounts=st.none() | mount_lists.map(tuple),
 )  # fmt: skip
 

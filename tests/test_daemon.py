@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import ttdp
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
+from tests.world.simulation import RunningDaemon, settings_of
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -57,7 +64,7 @@ async def test_two_chips_are_the_two_of_one_board(node: SimulatedNode, kubelet: 
     pair = await kubelet.admit("two", "main", {"tenstorrent.com/p300": 2})
     other = await kubelet.admit("three", "main", {"tenstorrent.com/p300": 1})
     one, two, three = (
-        [daemon.device(bdf).serial for bdf in got.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")]
+        [daemon.chip(bdf).serial for bdf in got.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")]
         for got in (first, pair, other)
     )
     assert two[0] == two[1] != one[0] == three[0]
@@ -74,7 +81,7 @@ async def test_a_stalled_heartbeat_takes_the_device_out_and_its_return_brings_it
     chip.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {chip.bdf})
     assert kubelet.capacity()[name] == 2 and kubelet.allocatable()[name] == 1
-    assert "heartbeat stalled" in daemon.device(chip.bdf).health.reason
+    assert "heartbeat stalled" in daemon.chip(chip.bdf).health.reason
     with pytest.raises(AdmissionError):
         await kubelet.admit("pod", "main", {name: 2})
     chip.thaw()
@@ -90,10 +97,10 @@ async def test_a_device_keeps_its_identity_through_renumbering(
     first, second = node.add("n150") + node.add("n150")
     daemon = await start(interval=3600)
     await kubelet.registered("tenstorrent.com/n150")
-    known = daemon.device(first.bdf)
+    known = daemon.chip(first.bdf)
     node.swap_ordinals(first.bdf, second.bdf)
-    await until(lambda: daemon.device(first.bdf).chip.ordinal == 1 and not kubelet.unhealthy("tenstorrent.com/n150"))
-    assert (daemon.device(first.bdf).serial, daemon.device(first.bdf).asic_id) == (known.serial, known.asic_id)
+    await until(lambda: daemon.chip(first.bdf).function.ordinal == 1 and not kubelet.unhealthy("tenstorrent.com/n150"))
+    assert (daemon.chip(first.bdf).serial, daemon.chip(first.bdf).asic_id) == (known.serial, known.asic_id)
     got = await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 2})
     assert [d.container_path for d in got.devices] == ["/dev/tenstorrent/1", "/dev/tenstorrent/0"]
 
@@ -122,9 +129,9 @@ async def test_late_firmware_gains_its_identity_without_changing_its_id(
     chip = node.add("n150", firmware=False)[0]
     daemon = await start(interval=3600)
     await kubelet.registered(name)
-    assert kubelet.healthy(name) == {chip.bdf} and daemon.device(chip.bdf).serial is None
+    assert kubelet.healthy(name) == {chip.bdf} and daemon.chip(chip.bdf).serial is None
     chip.speak()
-    await until(lambda: daemon.device(chip.bdf).serial == chip.facts.telemetry["tt_serial"])
+    await until(lambda: daemon.chip(chip.bdf).serial == chip.facts.telemetry["tt_serial"])
     assert kubelet.healthy(name) == {chip.bdf} and len(kubelet.find("list")) == 1
 
 
@@ -153,7 +160,7 @@ async def test_a_read_that_blocks_concerns_nobody_but_its_chip(
     failing.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {failing.bdf}, 1.5)
     await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {failing.bdf, stuck.bdf}, 4)
-    assert "does not return" in daemon.device(stuck.bdf).health.reason
+    assert "does not return" in daemon.chip(stuck.bdf).health.reason
     stuck.unblock("tt_heartbeat")
     await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {failing.bdf}, 1.5)
 
@@ -166,7 +173,7 @@ async def test_a_reset_shows_and_passes(node: SimulatedNode, kubelet: Kubelet, s
     await kubelet.registered(name)
     chip.reset()
     await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {chip.bdf})
-    assert "resetting" in daemon.device(chip.bdf).health.reason
+    assert "resetting" in daemon.chip(chip.bdf).health.reason
     chip.post_reset(heartbeat=20)
     await kubelet.wait_for(lambda: kubelet.healthy(name) == {chip.bdf})
 
@@ -179,10 +186,10 @@ async def test_a_chip_that_reads_all_ones_keeps_its_identity(
     chip = node.add("p150a")[0]
     daemon = await start()
     await kubelet.registered(name)
-    known = daemon.device(chip.bdf)
+    known = daemon.chip(chip.bdf)
     chip.die()
     await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {chip.bdf})
-    dead = daemon.device(chip.bdf)
+    dead = daemon.chip(chip.bdf)
     assert (dead.serial, dead.asic_id, dead.card, dead.firmware) == (
         known.serial, known.asic_id, known.card, known.firmware,
     )  # fmt: skip
@@ -202,22 +209,272 @@ async def test_nothing_is_registered_without_devices_and_the_first_one_is_at_onc
     await kubelet.registered("tenstorrent.com/n150", 1)
 
 
-async def test_a_link_by_address_leads_to_the_right_node_whatever_its_number(
+# -- a driver that comes late ------------------------------------------------------------------------------------------
+
+
+async def ready(daemon: RunningDaemon, seconds: float = 5) -> None:
+    await until(lambda: daemon.notified("READY=1"), seconds=seconds)
+
+
+async def test_is_ready_when_the_driver_has_bound_to_everything_on_the_bus(
+    node: SimulatedNode, start: StartDaemon
+) -> None:
+    """At boot coldplug may load the driver after us; the kubelet, which is ordered behind READY, waits for that."""
+    first, second = node.add("n150") + node.add("n150")
+    first.unbind()
+    second.unbind()
+    daemon = await start(interval=3600)
+    await until(lambda: daemon.notified(f"STATUS=waiting for the driver to make a node for {first.bdf}"))
+    first.bind()
+    await until(lambda: daemon.notified(f"STATUS=waiting for the driver to make a node for {second.bdf}"))
+    assert not daemon.notified("READY=1")
+    second.bind()
+    await ready(daemon, 1)
+    assert daemon.notified("STATUS=2 × tenstorrent.com/n150, 2 healthy")
+
+
+async def test_serves_what_is_there_while_it_waits_for_the_rest(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """Only READY is put off: a kubelet that runs already has the cards that are bound."""
+    node.add("p150a")
+    node.add("n150")[0].unbind()
+    daemon = await start(interval=3600)
+    await kubelet.registered("tenstorrent.com/p150", 1)
+    assert not daemon.notified("READY=1")
+
+
+async def test_is_ready_in_the_end_without_a_function_that_the_driver_does_not_bind_to(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After its time, with a line that names the function; what comes later is found all the same."""
+    monkeypatch.setattr("ttdp.BIND_PATIENCE", 0.3)
+    chip = node.add("n150")[0]
+    chip.unbind()
+    daemon = await start(interval=3600)
+    await ready(daemon, 2)
+    assert sum(chip.bdf in record.message for record in caplog.records) == 1
+    chip.bind()
+    await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"), seconds=1)
+
+
+@pytest.mark.parametrize("why", ["no driver", "another driver", "kept for another", "not for the driver", "gone"])
+async def test_waits_for_nothing_that_the_driver_cannot_have(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """No driver, a function that vfio has or shall have, a Grayskull: no delay."""
+    monkeypatch.setattr("ttdp.BIND_PATIENCE", 60)
+    chip = node.add("n150")[0]
+    chip.unbind()
+    function = node.root / "sys/bus/pci/devices" / chip.bdf
+    if why == "no driver":
+        node.unload_driver()
+    elif why == "another driver":
+        (node.root / "sys/bus/pci/drivers/vfio-pci").mkdir()
+        (function / "driver").symlink_to(node.root / "sys/bus/pci/drivers/vfio-pci")
+    elif why == "kept for another":
+        (function / "driver_override").write_text("vfio-pci\n")
+    elif why == "not for the driver":
+        (function / "device").write_text("0xfaca\n")
+    elif why == "gone":
+        chip.vanish()
+    daemon = await start(interval=3600)
+    await ready(daemon, 2)
+
+
+# -- which node --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_node_is_named_by_udevs_link_exactly_if_that_leads_to_it(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The kubelet keeps the answer to Allocate over reboots; but a link that is stale would hand out another chip."""
+    name = "tenstorrent.com/n150"
+    chip, other = node.add("n150") + node.add("n150")
+    links = node.root / "dev/tenstorrent/by-pci"
+    links.mkdir(exist_ok=True)
+    link = links / chip.bdf
+    await start(interval=3600)
+    await kubelet.registered(name)
+
+    async def host_path(target: str) -> str:
+        link.unlink(missing_ok=True)
+        if target:
+            link.symlink_to(target)
+        got = await kubelet.admit(f"pod{target}", "main", {name: 2})
+        kubelet.remove_pod(f"pod{target}")
+        return next(d.host_path for d in got.devices if d.container_path == f"/dev/tenstorrent/{chip.ordinal}")
+
+    right = [f"../{chip.ordinal}", str(chip.device_node)]
+    stale = ["", f"../{other.ordinal}", "../7", "/dev/null", chip.bdf]
+    assert {await host_path(target) for target in right} == {str(link)}
+    assert {await host_path(target) for target in stale} == {str(chip.device_node)}
+
+
+async def test_an_allocation_looks_at_the_nodes_at_the_moment_of_its_answer(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """A node that has just gone, of which no event has told yet, is refused: no container could have it."""
+    name = "tenstorrent.com/n150"
+    chip, other = node.add("n150") + node.add("n150")
+    await start(interval=3600)
+    await kubelet.registered(name)
+    node.on_uevent = None
+    node.swap_ordinals(chip.bdf, other.bdf)
+    with pytest.raises(AdmissionError, match="is going away"):
+        await kubelet.admit("pod", "main", {name: 1})
+    node.swap_ordinals(chip.bdf, other.bdf)
+    chip.device_node.unlink()
+    with pytest.raises(AdmissionError, match="No such file"):
+        await kubelet.admit("pod", "main", {name: 2})
+
+
+async def test_a_mount_that_does_not_answer_refuses_its_own_pods_only_for_as_long(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead network file system blocks a thread, not the loop; the pod hears which path it is."""
+    answers, genuine = threading.Event(), os.path.exists
+    monkeypatch.setattr("os.path.exists", lambda path: answers.wait(10) if path == "/dead" else genuine(path))
+    monkeypatch.setattr("ttdp.MOUNT_PATIENCE", 0.2)
+    name = "tenstorrent.com/n150"
+    chip = node.add("n150")[0]
+    await start(mounts=(ttdp.Mount("/dead", "/data"), ttdp.Mount("/nowhere", "/x"), ttdp.Mount("/", "/host")))
+    await kubelet.registered(name)
+    with pytest.raises(AdmissionError, match="the host's /dead, a mount, does not answer"):
+        await kubelet.admit("pod", "main", {name: 1})
+    assert kubelet.healthy(name) == {chip.bdf}
+    answers.set()
+    got = await kubelet.admit("another", "main", {name: 1})
+    assert [mount.container_path for mount in got.mounts] == ["/data", "/host"]
+
+
+# -- what a restart must not forget ------------------------------------------------------------------------------------
+
+
+async def test_a_restart_does_not_hand_out_a_chip_that_was_known_to_be_dead(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
 ) -> None:
-    """The kubelet keeps the answer to Allocate over reboots, so it names a link that follows its chip.
+    """A heartbeat that stands where it stood is unhealthy from the first list on; one that goes on is not."""
+    name = "tenstorrent.com/n150"
+    dead, revived = node.add("n150") + node.add("n150")
+    daemon = await start(state_dir=str(short_tmp))
+    await kubelet.registered(name)
+    dead.freeze()
+    revived.freeze()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {dead.bdf, revived.bdf})
+    await daemon.stop()
+    revived.beat()
+    restarted = time.monotonic()
+    daemon = await start(interval=3600, state_dir=str(short_tmp))
+    await kubelet.wait_for(lambda: kubelet.find("list", since=restarted))
+    assert kubelet.unhealthy(name) == {dead.bdf} and kubelet.healthy(name) == {revived.bdf}
+    assert "heartbeat stalled" in str(daemon.chip(dead.bdf).health.reason)
 
-    A link whose chip is gone is gone, too: another chip may have its number by then.
-    """
-    first, second = node.add("n150") + node.add("n150")
-    await start(interval=3600, runtime_dir=str(short_tmp))
-    await kubelet.registered("tenstorrent.com/n150")
-    links = short_tmp / "by-pci"
-    got = await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 2})
-    assert [d.host_path for d in got.devices] == [f"{links}/{first.bdf}", f"{links}/{second.bdf}"]
-    assert [d.container_path for d in got.devices] == ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
-    node.swap_ordinals(first.bdf, second.bdf)
-    await until(lambda: (links / first.bdf).readlink() == node.root / "dev/tenstorrent/1")
-    assert (links / second.bdf).readlink() == node.root / "dev/tenstorrent/0"
-    second.vanish()
-    await until(lambda: [link.name for link in links.iterdir()] == [first.bdf])
+
+async def test_a_chip_that_is_dead_at_the_start_is_still_known_by_name(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path
+) -> None:
+    """Its serial and firmware, just when one needs them to find it; but not another card's at that address."""
+    chip, other = node.add("p150a") + node.add("p150a")
+    daemon = await start(state_dir=str(short_tmp))
+    await ready(daemon)
+    known = daemon.chip(chip.bdf)
+    await daemon.stop()
+    chip.die()
+    other.die()
+    other.write("subsystem_device", b"0x0044\n")
+    for settings in (daemon.settings, replace(daemon.settings, state_dir=None)):
+        fleet = await ttdp.survey(settings)
+        dead, stranger = fleet.chips[chip.bdf], fleet.chips[other.bdf]
+        wanted = (known.serial, known.firmware) if settings.state_dir else (None, None)
+        assert (dead.serial, dead.firmware) == wanted and stranger.serial is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"boot": null}', '{"boot": null, "chips": 5}', "\x00" * 99,
+                                     '{"boot": "another", "chips": {"0000:01:00.0": {"stalled_at": 1}}}',
+                                     '{"boot": null, "chips": {"0000:01:00.0": 7}}'])  # fmt: skip
+async def test_a_memory_of_garbage_or_of_another_boot_is_none(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path, content: str
+) -> None:
+    """Whatever is in the file, the daemon starts, and writes what it knows."""
+    chip = node.add("n150")[0]
+    (short_tmp / "state.json").write_text(content)
+    daemon = await start(interval=3600, state_dir=str(short_tmp))
+    await ready(daemon)
+    assert daemon.chip(chip.bdf).health.fault is None
+    assert ttdp.Memory(daemon.settings).chips()[chip.bdf]["serial"] == daemon.chip(chip.bdf).serial
+
+
+async def test_a_state_directory_that_is_full_is_a_line_and_no_more(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else depends on it; when there is room again it is written."""
+    state = short_tmp / "state"
+    chip = node.add("n150")[0]
+    daemon = await start(interval=3600, state_dir=str(state))
+    await ready(daemon)
+    chip.vanish()
+    await until(lambda: not daemon.chip(chip.bdf).present)
+    assert [r.levelname for r in caplog.records if "state.json" in r.message] == ["WARNING"]
+    state.mkdir()
+    chip.come_back()
+    await until(lambda: (state / "state.json").exists())
+
+
+# -- what must not end or deceive the daemon ---------------------------------------------------------------------------
+
+
+async def test_without_an_inotify_instance_it_goes_on_with_the_polls(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """128 per user are often used up on such nodes: a kubelet is then found by the next poll."""
+    monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda flags: -1)
+    node.add("n150")
+    await start(interval=0.1)
+    async with Kubelet(directory) as kubelet:
+        await kubelet.registered("tenstorrent.com/n150", 2)
+        await kubelet.restart()
+        await kubelet.registered("tenstorrent.com/n150", 2)
+    assert sum("fs.inotify.max_user_instances" in record.message for record in caplog.records) == 1
+
+
+async def test_polls_that_fail_each_time_give_no_sign_of_life(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop whose work fails is not alive: systemd restarts it. One that recovers is."""
+    node.add("n150")
+    daemon = await start(interval=0.05, environ={"WATCHDOG_USEC": "100000"})
+    await until(lambda: daemon.notified("WATCHDOG=1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.daemon.fleet, "observe", None)
+        await asyncio.sleep(0.15)
+        daemon.forget_notes()
+        await asyncio.sleep(0.3)
+        assert not daemon.notified("WATCHDOG=1")
+    await until(lambda: daemon.notified("WATCHDOG=1"))
+
+
+async def test_an_end_at_any_moment_of_the_start_is_an_end(node: SimulatedNode, directory: Path) -> None:
+    """SIGTERM before, while and after sessions are made, and with chips that block: within a second, status 0."""
+    directory.mkdir()
+    chip = node.add("n150")[0]
+    node.add("p150a")
+    for steps in range(60):
+        if steps == 40:
+            chip.block()
+        async with RunningDaemon(node, settings_of(node, directory, interval=3600)) as daemon:
+            for _ in range(steps):
+                await asyncio.sleep(0.0005)
+            assert await asyncio.wait_for(daemon.stop(), 1) == 0
+    chip.unblock()
+
+
+async def test_a_session_that_is_closed_before_it_could_serve_holds_up_nobody(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for it to have tried, as the start does, goes on."""
+    plugin = ttdp.DevicePlugin(ttdp.Resource("tenstorrent.com/n150", {}), None)  # type: ignore[arg-type]
+    session = ttdp.KubeletSession(plugin, "/nowhere", lambda: None)
+    await session.close()
+    await asyncio.wait_for(session.tried_to_serve.wait(), 1)

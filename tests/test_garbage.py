@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import os
 import random
 import socket
@@ -13,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import StartDaemon
@@ -154,9 +157,9 @@ async def test_an_attribute_of_nonsense_counts_as_not_offered(
         chip.write(attribute, content)
     daemon = await start()
     await kubelet.registered(NAME)
-    await until(lambda: daemon.device(other.bdf).health.heartbeat)
+    await until(lambda: daemon.chip(other.bdf).health.heartbeat)
     assert kubelet.healthy(NAME) == {chip.bdf, other.bdf}
-    assert daemon.device(chip.bdf).serial is None
+    assert daemon.chip(chip.bdf).serial is None
 
 
 async def test_a_directory_in_an_attributes_place_is_a_read_error(
@@ -169,7 +172,7 @@ async def test_a_directory_in_an_attributes_place_is_a_read_error(
     daemon = await start()
     await kubelet.registered(NAME)
     assert kubelet.healthy(NAME) == {other.bdf}
-    assert daemon.device(chip.bdf).health.reason == "telemetry cannot be read: tt_heartbeat: Is a directory"
+    assert daemon.chip(chip.bdf).health.reason == "telemetry cannot be read: tt_heartbeat: Is a directory"
 
 
 @pytest.mark.parametrize("kind", ["file", "loop", "directory", "nothing", "another device"])
@@ -211,7 +214,7 @@ async def test_a_node_that_becomes_wrong_is_a_fault_until_it_is_right(
     right = chip.device_node.with_name("right")
     chip.device_node.rename(right)
     await kubelet.wait_for(lambda: kubelet.unhealthy(NAME) == {chip.bdf})
-    assert "device node is wrong" in daemon.device(chip.bdf).health.reason
+    assert "device node is wrong" in daemon.chip(chip.bdf).health.reason
     right.rename(chip.device_node)
     await kubelet.wait_for(lambda: kubelet.healthy(NAME) == {chip.bdf, other.bdf})
 
@@ -222,3 +225,23 @@ async def test_many_calls_at_once_are_all_answered(stub: Any, node: SimulatedNod
     calls = [stub.Allocate(allocation([good if n % 2 else "no"])) for n in range(500)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert sum(isinstance(outcome, pb.AllocateResponse) for outcome in outcomes) == 250
+
+
+@pytest.mark.parametrize("method", ["Allocate", "GetPreferredAllocation", "ListAndWatch"])
+async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
+    endpoint: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC would log a traceback, as if the error were ours; a traceback of ours is still one."""
+    handler = logging.StreamHandler(text := io.StringIO())
+    handler.addFilter(ttdp._without_traceback_of_garbage)
+    logging.getLogger().addHandler(handler)
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{endpoint}") as channel:
+            call: Any = channel.unary_unary(f"/v1beta1.DevicePlugin/{method}")
+            assert (await refusal(call(b"\xff\xff\xff\xff"))).code() == grpc.StatusCode.UNKNOWN
+        assert len(text.getvalue().splitlines()) == 1 and "Traceback" not in text.getvalue()
+        with ttdp.surviving("a test"):
+            raise ValueError
+        assert "Traceback" in text.getvalue()
+    finally:
+        logging.getLogger().removeHandler(handler)

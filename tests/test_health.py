@@ -17,8 +17,8 @@ from tests.world.node import Chip, SimulatedNode
 from tests.world.simulation import kernel_errors, settings_of
 from ttdp import Fault, Fleet, Health, HealthSettings, Reading, Telemetry
 
-CHIP = ttdp.Chip("0000:01:00.0", "blackhole", "p150a", 0, 0, "/dev/tenstorrent/0", "/sys/devices/x", None)
-WORMHOLE = replace(CHIP, arch="wormhole", pci_card="n150")
+FUNCTION = ttdp.PciFunction("0000:01:00.0", "blackhole", "p150a", 0, 0, "/dev/tenstorrent/0", "/sys/devices/x")
+WORMHOLE = replace(FUNCTION, arch="wormhole", pci_card="n150")
 
 
 class Patient:
@@ -28,13 +28,13 @@ class Patient:
         self.rules = HealthSettings(**rules)
         self.health = Health()
         self.now = 1000.0
-        self.chip = CHIP
+        self.function = FUNCTION
 
     def look(self, *, after: float = 1, periodic: bool = True, **telemetry: Any) -> Fault | None:
         """The fault after a look that finds this telemetry; a poll, unless it says that an event caused it."""
         self.now += after
         told = Telemetry(**telemetry)
-        self.health = ttdp.judge(self.health, self.chip, told, self.rules, self.now, periodic=periodic)
+        self.health = ttdp.judge(self.health, self.function, told, self.rules, self.now, periodic=periodic)
         assert (self.health.reason is None) == (self.health.fault is None)
         return self.health.fault
 
@@ -260,7 +260,7 @@ def test_the_errno_tells_the_kind_of_fault(number: int, fault: Fault) -> None:
 def test_only_a_blackhole_that_resets_is_told_the_remedy_of_lost_telemetry() -> None:
     """On Blackhole ENODATA can stay for good, until the driver is bound anew."""
     blackhole, wormhole = Patient(), Patient()
-    wormhole.chip = WORMHOLE
+    wormhole.function = WORMHOLE
     for patient in (blackhole, wormhole):
         patient.look(error=("tt_heartbeat", errno.ENODATA))
     assert blackhole.health.reason is not None and "unbind" in blackhole.health.reason
@@ -286,10 +286,10 @@ def test_a_read_that_does_not_return_is_a_fault_until_it_does() -> None:
 def test_a_wrong_node_outweighs_all_that_the_chip_says() -> None:
     """A container could not use it, however well the chip is."""
     patient = Patient()
-    patient.chip = replace(CHIP, node_fault="/dev/tenstorrent/0: No such file or directory")
+    patient.function = replace(FUNCTION, node_fault="/dev/tenstorrent/0: No such file or directory")
     assert patient.look(heartbeat=7) is Fault.NODE
     assert "/dev/tenstorrent/0: No such file" in str(patient.health.reason)
-    patient.chip = CHIP
+    patient.function = FUNCTION
     assert patient.look(heartbeat=8) is None
 
 
@@ -338,18 +338,22 @@ class Watched:
     """A fleet of one chip that is looked at by hand, and what the log says of its health."""
 
     def __init__(self, node: SimulatedNode, caplog: pytest.LogCaptureFixture, **rules: Any) -> None:
-        self.fleet = Fleet(settings_of(node, node.root / "plugins", health=rules))
+        self.fleet = Fleet()
+        self.settings = settings_of(node, node.root / "plugins", health=rules)
         self.caplog = caplog
         caplog.set_level("INFO")
         self.now = 0.0
 
     def look(self) -> None:
         self.now += 1
-        self.fleet.observe()
-        present = [device.chip for device in self.fleet.devices.values() if device.present]
+        self.observe()
+        present = [chip.function for chip in self.fleet.chips.values() if chip.present]
         with kernel_errors():
-            readings = [Reading(chip, ttdp.read_telemetry(chip), True) for chip in present]
-        self.fleet.learn(readings, self.now)
+            readings = [Reading(function, ttdp.read_telemetry(function), True) for function in present]
+        self.fleet.learn(readings, self.settings.health, self.now)
+
+    def observe(self) -> None:
+        self.fleet.observe(self.settings)
 
     def lines(self) -> list[str]:
         """What was logged of health since the last call: level and message."""
@@ -408,31 +412,31 @@ def test_a_device_that_went_keeps_its_identity_and_its_return_waits_for_its_word
     """Gone is one line; back on the bus it is still unhealthy until its telemetry is read."""
     watched = Watched(node, caplog)
     watched.look()
-    known = watched.fleet.devices[chip.bdf]
+    known = watched.fleet.chips[chip.bdf]
     chip.vanish()
     watched.look()
     watched.look()
-    device = watched.fleet.devices[chip.bdf]
+    device = watched.fleet.chips[chip.bdf]
     assert (device.present, device.health.fault, device.serial) == (False, Fault.GONE, known.serial)
     assert len(watched.lines()) == 1
     chip.come_back()
-    watched.fleet.observe()
-    assert watched.fleet.devices[chip.bdf].health.fault is Fault.GONE and watched.lines() == []
+    watched.observe()
+    assert watched.fleet.chips[chip.bdf].health.fault is Fault.GONE and watched.lines() == []
     watched.look()
-    assert watched.fleet.devices[chip.bdf].health.fault is None
+    assert watched.fleet.chips[chip.bdf].health.fault is None
     assert watched.lines() == [f"INFO {chip.bdf} (p150a): healthy again"]
 
 
 def test_a_driver_that_lets_go_is_told_from_a_card_that_went(node: SimulatedNode, chip: Chip) -> None:
     """The function stays on the bus: the remedy is to bind it, and from there on it is gone when it is."""
-    fleet = Fleet(settings_of(node, node.root / "plugins"))
-    fleet.observe()
+    fleet, settings = Fleet(), settings_of(node, node.root / "plugins")
+    fleet.observe(settings)
     chip.unbind()
-    fleet.observe()
-    assert "driver is not bound" in str(fleet.devices[chip.bdf].health.reason)
+    fleet.observe(settings)
+    assert "driver is not bound" in str(fleet.chips[chip.bdf].health.reason)
     chip.vanish()
-    fleet.observe()
-    assert "PCI device is gone" in str(fleet.devices[chip.bdf].health.reason)
+    fleet.observe(settings)
+    assert "PCI device is gone" in str(fleet.chips[chip.bdf].health.reason)
 
 
 def test_a_read_under_way_is_a_fault_from_its_deadline_on(
@@ -440,24 +444,24 @@ def test_a_read_under_way_is_a_fault_from_its_deadline_on(
 ) -> None:
     """At two seconds it still may answer; past them it is unhealthy, with one line; when it answers, healthy."""
     watched = Watched(node, caplog)
-    watched.fleet.observe()
+    watched.observe()
     for seconds in (0.05, 2.0):
         watched.fleet.wait_no_longer(lambda bdf, seconds=seconds: seconds)  # type: ignore[misc]
-        assert watched.fleet.devices[chip.bdf].health.fault is None
+        assert watched.fleet.chips[chip.bdf].health.fault is None
     for seconds in (2.01, 9.0):
         watched.fleet.wait_no_longer(lambda bdf, seconds=seconds: seconds)  # type: ignore[misc]
-        assert watched.fleet.devices[chip.bdf].health.fault is Fault.BLOCKED
+        assert watched.fleet.chips[chip.bdf].health.fault is Fault.BLOCKED
     assert len(watched.lines()) == 1
     watched.look()
-    assert watched.fleet.devices[chip.bdf].health.fault is None
+    assert watched.fleet.chips[chip.bdf].health.fault is None
 
 
 def test_a_new_device_is_listed_when_it_spoke_or_had_the_time_to(node: SimulatedNode, chip: Chip) -> None:
     """Not at once, so that its first list has its identity; after a tenth of a second without it."""
-    fleet = Fleet(settings_of(node, node.root / "plugins"))
-    fleet.observe()
-    listed = [fleet.devices[chip.bdf].listed]
+    fleet, settings = Fleet(), settings_of(node, node.root / "plugins")
+    fleet.observe(settings)
+    listed = [fleet.chips[chip.bdf].listed]
     for seconds in (0.05, 0.2):
         fleet.wait_no_longer(lambda bdf, seconds=seconds: seconds)  # type: ignore[misc]
-        listed.append(fleet.devices[chip.bdf].listed)
+        listed.append(fleet.chips[chip.bdf].listed)
     assert listed == [False, False, True]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import ttdp
 from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, capture, capture_names, dead_value
 from tests.world.simulation import kernel_errors, settings_of
-from ttdp import Device, Fleet, Reading, Settings, Telemetry
+from ttdp import Fleet, HealthSettings, Reading, Settings, Telemetry
 
 unhurried = hypothesis_settings(deadline=None)
 CARD_BY_CODE = {code: card for card, code in CARDS.items()}
@@ -32,10 +32,10 @@ def settings(node: SimulatedNode, **others: Any) -> Settings:
     return settings_of(node, node.root / "plugins", **others)
 
 
-def devices(node: SimulatedNode) -> dict[str, Device]:
+def devices(node: SimulatedNode) -> dict[str, ttdp.Chip]:
     """The node's devices after one look at each."""
-    chips = ttdp.scan(settings(node)).chips
-    return {bdf: ttdp.with_identity(Device(chip), ttdp.read_telemetry(chip)) for bdf, chip in chips.items()}
+    chips = ttdp.scan(settings(node)).functions
+    return {bdf: ttdp.with_identity(ttdp.Chip(chip), ttdp.read_telemetry(chip)) for bdf, chip in chips.items()}
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def test_every_function_of_a_capture_is_found_as_it_was(captured: tuple[str, Sim
     assert list(found) == list(facts_of(name))
     assert ttdp.scan(settings(node)).oddities == ()
     for bdf, facts in facts_of(name).items():
-        device, chip = found[bdf], found[bdf].chip
+        device, chip = found[bdf], found[bdf].function
         assert (chip.bdf, chip.ordinal, chip.arch, chip.numa_node) == (bdf, facts.ordinal, facts.arch, facts.numa_node)
         assert (chip.path, chip.node_fault) == (f"{node.root}/dev/tenstorrent/{facts.ordinal}", None)
         assert (device.card_type, device.serial, device.asic_id, device.firmware) == (
@@ -142,7 +142,7 @@ def test_every_function_of_a_capture_is_found_as_it_was(captured: tuple[str, Sim
 def test_the_telemetry_of_a_capture_is_read_as_it_was(captured: tuple[str, SimulatedNode]) -> None:
     """Heartbeat, temperature and its limit where there are any; thermal trips on a Blackhole since driver 2.7 only."""
     name, node = captured
-    for bdf, chip in ttdp.scan(settings(node)).chips.items():
+    for bdf, chip in ttdp.scan(settings(node)).functions.items():
         telemetry, facts = ttdp.read_telemetry(chip), facts_of(name)[bdf]
         assert (telemetry.temperature, telemetry.temperature_limit) == (facts.celsius, facts.limit)
         assert telemetry.heartbeat == (None if facts.heartbeat is None else int(facts.heartbeat))
@@ -199,7 +199,7 @@ def test_a_galaxy_has_four_trays_of_eight(arch: str) -> None:
         found = devices(node).values()
         trays: dict[object, list[int]] = {}
         for device in found:
-            trays.setdefault(device.tray, []).append(device.chip.ordinal)
+            trays.setdefault(device.tray, []).append(device.function.ordinal)
         assert sorted(trays.values()) == [list(range(first, first + 8)) for first in (0, 8, 16, 24)]
 
 
@@ -216,14 +216,14 @@ def test_late_firmware_brings_the_identity_and_nothing_else() -> None:
     assert (after.card, after.card_type, after.serial, after.asic_id) == (
         "n150", "n150", "0100018511732048", "3B1D7A5620E41F08",
     )  # fmt: skip
-    assert after.chip == before.chip
+    assert after.function == before.function
 
 
 @pytest.mark.parametrize("name", ["n150-late-before", "n150-never-ready", "p150a-late-before", "p150a-late-after"])
 def test_a_silent_chip_offers_nothing_and_is_no_error(name: str) -> None:
     """Without any attribute there is no telemetry, and neither an errno nor a word about all ones."""
     with simulated(name) as node:
-        (chip,) = ttdp.scan(settings(node)).chips.values()
+        (chip,) = ttdp.scan(settings(node)).functions.values()
         assert ttdp.read_telemetry(chip) == Telemetry()
 
 
@@ -261,7 +261,7 @@ def test_all_ones_are_no_telemetry(name: str) -> None:
         spoke = [chip for chip in node.chips if chip.facts.hwmon is not None][:4]
         for chip in spoke:
             chip.die()
-            read = ttdp.read_telemetry(ttdp.scan(settings(node)).chips[chip.bdf])
+            read = ttdp.read_telemetry(ttdp.scan(settings(node)).functions[chip.bdf])
             assert read == Telemetry(all_ones=True)
 
 
@@ -275,9 +275,9 @@ VALUES = {
 def test_one_value_of_all_ones_is_no_value_and_no_death(node: SimulatedNode, attribute: str) -> None:
     """A read that met the chip's death halfway: that value counts as not offered, the others count."""
     (chip,) = node.add("p150a")
-    sound = ttdp.read_telemetry(ttdp.scan(settings(node)).chips[chip.bdf])
+    sound = ttdp.read_telemetry(ttdp.scan(settings(node)).functions[chip.bdf])
     chip.write(attribute, dead_value(attribute, "").encode() + b"\n")
-    telemetry = ttdp.read_telemetry(ttdp.scan(settings(node)).chips[chip.bdf])
+    telemetry = ttdp.read_telemetry(ttdp.scan(settings(node)).functions[chip.bdf])
     for other, name in VALUES.items():
         assert getattr(telemetry, name) == (None if other == attribute else getattr(sound, name))
     assert not telemetry.all_ones
@@ -296,7 +296,7 @@ def test_a_card_type_that_the_driver_does_not_know_is_no_death(raw: dict[str, st
 
 def test_silence_and_garbage_unlearn_nothing() -> None:
     """What the firmware has said once stays known when it says less; what it says anew counts."""
-    device = Device(ttdp.Chip("0000:01:00.0", "blackhole", "p150a", None, 0, "/dev/tenstorrent/0", "/sys/x", None))
+    device = ttdp.Chip(ttdp.PciFunction("0000:01:00.0", "blackhole", "p150a", None, 0, "/dev/tenstorrent/0", "/sys/x"))
     known = ttdp.with_identity(device, Telemetry(card="p150b", serial="A" * 16, asic_id="B" * 16, firmware="1.2"))
     for nothing in (Telemetry(), Telemetry(all_ones=True), Telemetry(error=("tt_serial", 61))):
         assert ttdp.with_identity(known, nothing) == known
@@ -342,7 +342,7 @@ def test_garbage_in_telemetry_never_raises(fuzzed: Chip, content: dict[str, byte
     try:
         for attribute, data in content.items():
             fuzzed.write(attribute, data + b"x" * more)
-        telemetry = ttdp.read_telemetry(ttdp.scan(settings(fuzzed.node)).chips[fuzzed.bdf])
+        telemetry = ttdp.read_telemetry(ttdp.scan(settings(fuzzed.node)).functions[fuzzed.bdf])
     finally:
         for attribute in content:
             fuzzed.restore(attribute)
@@ -366,8 +366,10 @@ def test_garbage_in_pci_attributes_never_raises(fuzzed: Chip, content: dict[str,
     finally:
         for attribute in content:
             fuzzed.restore(attribute)
-    assert "0000:02:00.0" in scanned.chips and scanned.chips.keys() <= {"0000:01:00.0", "0000:02:00.0"}
-    for resource in ttdp.resources([Device(chip) for chip in scanned.chips.values()], settings(fuzzed.node)).values():
+    assert "0000:02:00.0" in scanned.functions and scanned.functions.keys() <= {"0000:01:00.0", "0000:02:00.0"}
+    for resource in ttdp.resources(
+        [ttdp.Chip(chip) for chip in scanned.functions.values()], settings(fuzzed.node)
+    ).values():
         ttdp.device_list(resource)
 
 
@@ -380,7 +382,7 @@ def test_a_read_that_fails_is_told_with_its_attribute_and_errno(
     (chip,) = node.add("p150a")
     chip.fail(attribute, error)
     with kernel_errors():
-        telemetry = ttdp.read_telemetry(ttdp.scan(settings(node)).chips[chip.bdf])
+        telemetry = ttdp.read_telemetry(ttdp.scan(settings(node)).functions[chip.bdf])
     assert telemetry == Telemetry(error=(attribute, getattr(errno, error)))
 
 
@@ -389,14 +391,14 @@ def test_an_attribute_that_is_a_directory_is_an_error_of_that_chip(node: Simulat
     (chip,) = node.add("p150a")
     chip.attribute("tt_serial").unlink()
     chip.attribute("tt_serial").mkdir()
-    error = ttdp.read_telemetry(ttdp.scan(settings(node)).chips[chip.bdf]).error
+    error = ttdp.read_telemetry(ttdp.scan(settings(node)).functions[chip.bdf]).error
     assert error is not None and error[0] == "tt_serial"
 
 
 def test_a_chip_that_went_between_scan_and_read_is_going_away(node: SimulatedNode) -> None:
     """Its directory is gone: that is ENODEV, not a chip that offers nothing."""
     (chip,) = node.add("p150a")
-    seen = ttdp.scan(settings(node)).chips[chip.bdf]
+    seen = ttdp.scan(settings(node)).functions[chip.bdf]
     chip.vanish()
     error = ttdp.read_telemetry(seen).error
     assert error is not None and error[1] == errno.ENODEV
@@ -405,11 +407,11 @@ def test_a_chip_that_went_between_scan_and_read_is_going_away(node: SimulatedNod
 def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: SimulatedNode) -> None:
     """tenstorrent!0 is now another chip's: what was seen under that name gets nothing from it."""
     first, second = node.add("n150") + node.add("n150")
-    seen = ttdp.scan(settings(node)).chips[first.bdf]
+    seen = ttdp.scan(settings(node)).functions[first.bdf]
     node.swap_ordinals(first.bdf, second.bdf)
     assert ttdp.read_telemetry(seen).serial != second.facts.telemetry["tt_serial"]
     assert (
-        ttdp.read_telemetry(ttdp.scan(settings(node)).chips[second.bdf]).asic_id
+        ttdp.read_telemetry(ttdp.scan(settings(node)).functions[second.bdf]).asic_id
         == (second.facts.telemetry["tt_asic_id"])
     )
 
@@ -455,10 +457,10 @@ def test_a_node_that_is_wrong_from_the_start_is_not_listed(
     path.unlink()
     if instead:
         instead(path)
-    fleet = Fleet(settings(node))
+    fleet = Fleet()
     for _ in range(3):
-        fleet.observe()
-    assert fleet.devices.keys() == {right.bdf}
+        fleet.observe(settings(node))
+    assert fleet.chips.keys() == {right.bdf}
     (oddity,) = fleet.oddities
     assert str(path) in oddity and words in oddity
     assert [record.levelname for record in caplog.records if str(path) in record.message] == ["WARNING"]
@@ -469,17 +471,17 @@ def test_a_node_may_be_a_link_to_one(node: SimulatedNode) -> None:
     (chip,) = node.add("n150")
     chip.device_node.rename(node.root / "moved")
     chip.device_node.symlink_to(node.root / "moved")
-    assert [found.node_fault for found in ttdp.scan(settings(node)).chips.values()] == [None]
+    assert [found.node_fault for found in ttdp.scan(settings(node)).functions.values()] == [None]
 
 
 def test_a_node_that_becomes_right_is_a_device_from_then_on(node: SimulatedNode) -> None:
     """udev can be slower than a scan."""
     (chip,) = node.add("n150")
     hidden = chip.device_node.rename(node.root / "hidden")
-    fleet = Fleet(settings(node))
-    assert fleet.observe() == [] and fleet.oddities
+    fleet = Fleet()
+    assert fleet.observe(settings(node)) == [] and fleet.oddities
     os.rename(hidden, chip.device_node)
-    assert [seen.bdf for seen in fleet.observe()] == [chip.bdf]
+    assert [seen.bdf for seen in fleet.observe(settings(node))] == [chip.bdf]
     assert fleet.oddities == ()
 
 
@@ -491,9 +493,9 @@ def test_a_number_that_sysfs_does_not_confirm_is_a_wrong_node(node: SimulatedNod
         chip.remove("dev")
     else:
         chip.write("dev", content)
-    fleet = Fleet(settings(node))
-    fleet.observe()
-    assert not fleet.devices and len(fleet.oddities) == 1
+    fleet = Fleet()
+    fleet.observe(settings(node))
+    assert not fleet.chips and len(fleet.oddities) == 1
 
 
 @pytest.mark.parametrize(
@@ -504,7 +506,7 @@ def test_an_unknown_pci_device_is_odd(node: SimulatedNode, attribute: str, conte
     (chip,) = node.add("n150")
     chip.write(attribute, content)
     scanned = ttdp.scan(settings(node))
-    assert not scanned.chips
+    assert not scanned.functions
     (oddity,) = scanned.oddities
     assert chip.bdf in oddity and content.decode()[2:6] in oddity
 
@@ -518,7 +520,7 @@ def test_class_entries_that_are_none_of_the_drivers_are_odd(node: SimulatedNode)
     (directory / "tenstorrent!7").mkdir()
     (directory / "tenstorrent!7/device").symlink_to("../usb1")
     scanned = ttdp.scan(settings(node))
-    assert list(scanned.chips) == [chip.bdf] and len(scanned.oddities) == 5
+    assert list(scanned.functions) == [chip.bdf] and len(scanned.oddities) == 5
 
 
 def test_entries_that_are_just_going_away_are_nothing(node: SimulatedNode) -> None:
@@ -551,38 +553,40 @@ def test_a_driver_that_does_not_say_its_version_is_loaded(node: SimulatedNode) -
 def test_only_what_is_new_back_or_moved_is_asked(node: SimulatedNode) -> None:
     """A second look at an unchanged node wants no telemetry; a renumbering wants that of both chips."""
     first, second = node.add("n150") + node.add("n150")
-    fleet = Fleet(settings(node))
-    assert [chip.bdf for chip in fleet.observe()] == [first.bdf, second.bdf]
-    assert fleet.observe() == []
+    fleet = Fleet()
+    assert [chip.bdf for chip in fleet.observe(settings(node))] == [first.bdf, second.bdf]
+    assert fleet.observe(settings(node)) == []
     node.swap_ordinals(first.bdf, second.bdf)
-    assert {(chip.bdf, chip.ordinal) for chip in fleet.observe()} == {(first.bdf, 1), (second.bdf, 0)}
+    assert {(chip.bdf, chip.ordinal) for chip in fleet.observe(settings(node))} == {(first.bdf, 1), (second.bdf, 0)}
     second.vanish()
-    assert fleet.observe() == []
+    assert fleet.observe(settings(node)) == []
     second.come_back()
-    assert [chip.bdf for chip in fleet.observe()] == [second.bdf]
+    assert [chip.bdf for chip in fleet.observe(settings(node))] == [second.bdf]
 
 
 def test_a_device_is_followed_by_its_address(node: SimulatedNode) -> None:
     """After two chips have swapped their numbers each is the one that it was; a reading from before is dropped."""
     first, second = node.add("n150") + node.add("n150")
-    fleet = Fleet(settings(node))
-    old = fleet.observe()
-    fleet.learn([Reading(chip, ttdp.read_telemetry(chip), False) for chip in old], 0)
-    asic_id = fleet.devices[first.bdf].asic_id
+    fleet = Fleet()
+    old = fleet.observe(settings(node))
+    fleet.learn([Reading(chip, ttdp.read_telemetry(chip), False) for chip in old], HealthSettings(), 0)
+    asic_id = fleet.chips[first.bdf].asic_id
     node.swap_ordinals(first.bdf, second.bdf)
-    fleet.observe()
-    fleet.learn([Reading(chip, Telemetry(asic_id="E" * 16), False) for chip in old], 0)
-    assert (fleet.devices[first.bdf].asic_id, fleet.devices[first.bdf].chip.ordinal) == (asic_id, 1)
+    fleet.observe(settings(node))
+    fleet.learn([Reading(chip, Telemetry(asic_id="E" * 16), False) for chip in old], HealthSettings(), 0)
+    assert (fleet.chips[first.bdf].asic_id, fleet.chips[first.bdf].function.ordinal) == (asic_id, 1)
 
 
 def test_another_card_at_the_same_address_has_another_identity(node: SimulatedNode) -> None:
     """A slot that gets a new card type does not keep the old card's serial."""
     (chip,) = node.add("n150")
-    fleet = Fleet(settings(node))
-    fleet.learn([Reading(seen, ttdp.read_telemetry(seen), False) for seen in fleet.observe()], 0)
+    fleet = Fleet()
+    fleet.learn(
+        [Reading(seen, ttdp.read_telemetry(seen), False) for seen in fleet.observe(settings(node))], HealthSettings(), 0
+    )
     chip.write("subsystem_device", b"0x0014\n")
-    assert [seen.pci_card for seen in fleet.observe()] == ["n300"]
-    device = fleet.devices[chip.bdf]
+    assert [seen.pci_card for seen in fleet.observe(settings(node))] == ["n300"]
+    device = fleet.chips[chip.bdf]
     assert (device.serial, device.asic_id, device.card) == (None, None, None)
 
 
@@ -608,7 +612,7 @@ def test_no_device_is_ever_opened(
     monkeypatch.setattr(sys.modules[__name__], "opened", paths)
     with Ticker(node):
         ttdp.list_devices(settings(node), as_json=False)
-        ttdp.check(lambda: settings(node))
+        ttdp.check(lambda: settings(node), config_only=False)
     assert "p150a, " in capsys.readouterr().out
     assert any(path.endswith("tt_heartbeat") for path in paths)
     assert not [path for path in paths if path.startswith((f"{node.root}/dev/", "/dev/tenstorrent"))]
@@ -617,7 +621,7 @@ def test_no_device_is_ever_opened(
 def test_while_a_heartbeat_goes_on_only_the_sensors_are_read(node: SimulatedNode) -> None:
     """The same firmware has said who it is; after a restart, by which the heartbeat falls, it is asked again."""
     chip = node.add("p150a")[0]
-    seen = ttdp.scan(settings(node)).chips[chip.bdf]
+    seen = ttdp.scan(settings(node)).functions[chip.bdf]
     first = ttdp.read_telemetry(seen)
     chip.write("tt_serial", b"00000401319110FF\n")
     chip.beat()
@@ -633,17 +637,86 @@ def test_while_a_heartbeat_goes_on_only_the_sensors_are_read(node: SimulatedNode
 def test_whatever_is_not_a_heartbeat_that_goes_on_has_everything_read(node: SimulatedNode, change: str) -> None:
     """With the last telemetry at hand a look finds the same as without."""
     chip = node.add("p150a")[0]
-    seen = ttdp.scan(settings(node)).chips[chip.bdf]
+    seen = ttdp.scan(settings(node)).functions[chip.bdf]
     last = ttdp.read_telemetry(seen)
+    chip.beat()
     getattr(chip, change)()
     with kernel_errors():
         assert ttdp.read_telemetry(seen, last) == ttdp.read_telemetry(seen) != replace(last, heartbeat=-1)
 
 
+@pytest.mark.parametrize("attribute", ["tt_heartbeat", "temp1_input", "tt_therm_trip_count"])
+@pytest.mark.parametrize("error", ["ENODATA", "EIO"])
+def test_an_error_is_told_with_the_attribute_that_had_it(node: SimulatedNode, attribute: str, error: str) -> None:
+    """Where only the sensors are read, too, which is what most polls do: the heartbeat has gone on."""
+    chip = node.add("p150a")[0]
+    seen = ttdp.scan(settings(node)).functions[chip.bdf]
+    last = ttdp.read_telemetry(seen)
+    chip.beat()
+    chip.fail(attribute, error)
+    with kernel_errors():
+        assert ttdp.read_telemetry(seen, last).error == (attribute, getattr(errno, error))
+
+
+@pytest.mark.parametrize("card", ["n150", "p150a"])
+def test_a_chip_that_offers_nothing_is_looked_up_in_its_configuration_space(node: SimulatedNode, card: str) -> None:
+    """Dead when the driver bound to it, it looks like one whose firmware is late, but for what PCI reads of it."""
+    chip = node.add(card, firmware=False)[0]
+    seen = ttdp.scan(settings(node)).functions[chip.bdf]
+    config = node.root / "sys/bus/pci/devices" / chip.bdf / "config"
+    config.unlink(missing_ok=True)
+    assert ttdp.read_telemetry(seen) == Telemetry()
+    for content, dead in ((b"\x52\x1e\x1e\x40" + bytes(60), False), (b"\xff" * 64, True), (b"", False)):
+        config.write_bytes(content)
+        assert ttdp.read_telemetry(seen) == Telemetry(all_ones=dead, off_bus=dead)
+    config.write_bytes(b"\xff" * 64)
+    verdict = ttdp.judge(ttdp.Health(), seen, ttdp.read_telemetry(seen), HealthSettings(), 0, periodic=True)
+    assert verdict.fault is ttdp.Fault.NO_RESPONSE and "PCI configuration space" in str(verdict.reason)
+
+
+@pytest.mark.parametrize("reads", range(8))
+def test_a_class_device_that_goes_while_it_is_read_is_not_taken_for_another_card(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """Unbound after any number of reads of a scan: it is seen as it was, or not at all, and keeps what it was."""
+    chip = node.add("n150", numa_node=1)[0]
+    fleet = Fleet()
+    fleet.learn(
+        [Reading(seen, ttdp.read_telemetry(seen), False) for seen in fleet.observe(settings(node))], HealthSettings(), 0
+    )
+    before, countdown = fleet.chips[chip.bdf], reads
+
+    def tearing(genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: str, *arguments: Any) -> Any:
+            nonlocal countdown
+            if "/sys/devices/" in path:
+                if countdown == 0:
+                    chip.unbind()
+                countdown -= 1
+            return genuine(path, *arguments)
+
+        return read
+
+    monkeypatch.setattr(ttdp, "_link_name", tearing(ttdp._link_name))
+    monkeypatch.setattr(ttdp, "_read_quick", tearing(ttdp._read_quick))
+    fleet.observe(settings(node))
+    after = fleet.chips[chip.bdf]
+    assert (after.function.pci_card, after.function.numa_node) == ("n150", 1)
+    assert (after.serial, after.asic_id) == (before.serial, before.asic_id)
+    assert after.present is (reads > 6)
+
+
+def test_a_numa_node_that_the_kernel_does_not_know_is_no_torn_reading(node: SimulatedNode) -> None:
+    """A kernel without NUMA has no such attribute: the chip is there all the same."""
+    (chip,) = node.add("n150")
+    chip.remove("numa_node")
+    assert ttdp.scan(settings(node)).functions[chip.bdf].numa_node is None
+
+
 def test_a_known_chip_is_the_same_at_a_second_look_but_for_its_node(node: SimulatedNode) -> None:
     """A scan that knows the chips finds what a thorough one does: gone, new, renumbered, or with a wrong node."""
     first, second = node.add("n150") + node.add("n150")
-    known = ttdp.scan(settings(node)).chips.values()
+    known = ttdp.scan(settings(node)).functions.values()
     assert ttdp.scan(settings(node), known) == ttdp.scan(settings(node))
     node.swap_ordinals(first.bdf, second.bdf)
     assert ttdp.scan(settings(node), known) == ttdp.scan(settings(node))
@@ -651,4 +724,4 @@ def test_a_known_chip_is_the_same_at_a_second_look_but_for_its_node(node: Simula
     second.vanish()
     first.device_node.unlink()
     looked = ttdp.scan(settings(node), known)
-    assert looked == ttdp.scan(settings(node)) and looked.chips[first.bdf].node_fault
+    assert looked == ttdp.scan(settings(node)) and looked.functions[first.bdf].node_fault

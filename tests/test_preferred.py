@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from ttdp import Device, InvalidRequest, Resource
+from ttdp import Chip, Device, InvalidRequest, Resource
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def resource(layout: Layout, identify: Callable[[Place], str] = lambda place: pl
     for place in sorted(layout, key=lambda place: place.bus):
         card = "galaxy-blackhole" if place.tray.startswith("tray") else "p300c"
         serial = place.board.rsplit(" ", 1)[-1].encode().hex().upper().rjust(16, "A")
-        chip = ttdp.Chip(place.bdf, "blackhole", card, place.numa, place.bus, "/dev/tenstorrent/0", "/sys/x", None)
-        devices[identify(place)] = Device(chip, card=card, serial=None if place.board.startswith("board") else serial)
+        function = ttdp.PciFunction(place.bdf, "blackhole", card, place.numa, place.bus, "/dev/tenstorrent/0", "/sys/x")
+        chip = Chip(function, card=card, serial=None if place.board.startswith("board") else serial)
+        devices[identify(place)] = Device(identify(place), (chip,))
     return Resource("tenstorrent.com/test", devices)
 
 
@@ -340,7 +341,7 @@ def test_an_impossible_question_is_refused(available: list[str], must: list[str]
     ids=["galaxy", "halved", "spanning", "singles", "pairs"],
 )  # fmt: skip
 def test_32_devices_take_less_than_5_ms(layout: Layout) -> None:
-    """Every size, all devices free and every third one taken; the best of several runs, since machines are busy."""
+    """Every size, all devices free and every third one taken; of processor time, since machines are busy."""
     found = resource(layout)
     for available in ([p.bdf for p in layout], [p.bdf for n, p in enumerate(layout) if n % 3]):
         for size in (1, 2, 4, 8, 15, 16, 21):
@@ -349,6 +350,6 @@ def test_32_devices_take_less_than_5_ms(layout: Layout) -> None:
 
 def timed(found: Resource, *question: Any) -> float:
     available, size = question
-    began = time.perf_counter()
+    began = time.thread_time()
     ttdp.preferred_allocation(found, available, [], size)
-    return time.perf_counter() - began
+    return time.thread_time() - began

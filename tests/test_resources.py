@@ -14,24 +14,22 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.world.node import CARDS
-from ttdp import Device, Fault, Health, Settings, Telemetry
+from ttdp import Chip, Fault, Health, Settings, Telemetry
 
 ASIC, OTHER_ASIC = "3B1D7A5620E41F08", "9F02C4B77A10E301"
 STRATEGIES = ("bdf", "asic", "index")
 
 
-def device(
-    bdf: str, ordinal: int = 0, *, arch: Any = "wormhole", pci_card: str | None = "n150", **known: Any
-) -> Device:
+def device(bdf: str, ordinal: int = 0, *, arch: Any = "wormhole", pci_card: str | None = "n150", **known: Any) -> Chip:
     """A device at an address; it is listed, and there, unless told."""
     path = f"/dev/tenstorrent/{ordinal}"
-    return Device(ttdp.Chip(bdf, arch, pci_card, None, ordinal, path, "/sys/devices/x", None), listed=True, **known)
+    return Chip(ttdp.PciFunction(bdf, arch, pci_card, None, ordinal, path, "/sys/devices/x"), listed=True, **known)
 
 
-def identifiers(devices: list[Device], strategy: Any) -> dict[str, str]:
+def identifiers(devices: list[Chip], strategy: Any) -> dict[str, str]:
     """Address by ID, over all resources."""
     listed = ttdp.resources(devices, Settings(device_id_strategy=strategy))
-    return {key: one.bdf for resource in listed.values() for key, one in resource.devices.items()}
+    return {key: one.chips[0].bdf for resource in listed.values() for key, one in resource.devices.items()}
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -141,7 +139,9 @@ def test_an_ordinal_that_was_reused_is_the_present_device() -> None:
     old = replace(device("0000:01:00.0", 0), present=False)
     new = device("0000:02:00.0", 0)
     assert identifiers([old, new], "index") == {"0": "0000:02:00.0"}
-    assert identifiers([replace(old, present=True), replace(new, chip=replace(new.chip, ordinal=1))], "index") == {
+    assert identifiers(
+        [replace(old, present=True), replace(new, function=replace(new.function, ordinal=1))], "index"
+    ) == {
         "0": "0000:01:00.0",
         "1": "0000:02:00.0",
     }
@@ -169,7 +169,7 @@ some_devices = st.lists(
 
 @hypothesis_settings(deadline=None)
 @given(some_devices, st.sampled_from(STRATEGIES), st.randoms())
-def test_every_present_device_has_exactly_one_id(devices: list[Device], strategy: Any, order: random.Random) -> None:
+def test_every_present_device_has_exactly_one_id(devices: list[Chip], strategy: Any, order: random.Random) -> None:
     """However ordinals and ASIC IDs are mixed up: short and unique IDs, the same in whatever order devices come."""
     found = identifiers(devices, strategy)
     assert sorted(found.values()) == sorted(set(found.values()))
@@ -185,7 +185,7 @@ def test_every_present_device_has_exactly_one_id(devices: list[Device], strategy
 def test_the_list_tells_health_and_numa_node_where_it_is_known() -> None:
     """Node 0 is a node; a device of unknown locality has no topology at all."""
     ill = replace(device("0000:02:00.0", 1), health=Health(fault=Fault.STALLED, reason="stalled"))
-    near = replace(device("0000:03:00.0", 2), chip=replace(device("0000:03:00.0").chip, numa_node=0))
+    near = replace(device("0000:03:00.0", 2), function=replace(device("0000:03:00.0").function, numa_node=0))
     (resource,) = ttdp.resources([device("0000:01:00.0"), ill, near], Settings()).values()
     listed = ttdp.device_list(resource).devices
     assert [(d.ID, d.health) for d in listed] == [

@@ -16,6 +16,8 @@ import grpc
 import pytest
 
 import ttdp
+from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import StartDaemon, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
@@ -257,7 +259,7 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
         await kubelet.registered(NAME)
         session = daemon.daemon.sessions[NAME]
         for number in range(400):
-            session.begin()
+            session.start()
             for _ in range(number % 40):
                 await asyncio.sleep(0)
         await kubelet.wait_for(lambda: state(daemon) == "registered with kubelet" and kubelet.healthy(NAME))
@@ -281,3 +283,26 @@ async def test_a_cancellation_that_comes_with_the_event_is_obeyed(steps: int) ->
     if waiting.cancel():
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+@pytest.mark.parametrize("since", ["before the registration", "after it"])
+async def test_a_stream_of_somebody_else_does_not_hide_that_the_kubelet_is_gone(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path, since: str
+) -> None:
+    """Whoever else watches the devices: a kubelet that drops its stream is registered with again."""
+    if since == "before the registration":
+        await kubelet.kill()
+    await start(interval=3600)
+    if since == "after it":
+        await kubelet.registered(NAME)
+    await until(lambda: plugin_sockets(directory))
+    async with grpc.aio.insecure_channel(f"unix:{directory}/{plugin_sockets(directory)[0]}") as channel:
+        stream = rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty())  # type: ignore[no-untyped-call]
+        assert (await stream.read()).devices
+        if since == "before the registration":
+            await kubelet.start()
+            await kubelet.registered(NAME)
+        before = len(kubelet.find("registered"))
+        await kubelet.drop_streams()
+        await kubelet.wait_for(lambda: len(kubelet.find("registered")) > before and kubelet.healthy(NAME), 2)
+        stream.cancel()

@@ -28,7 +28,7 @@ _tt_device_plugin() {
         ;;&
     *)
         if [[ $cur == -* ]]; then
-            COMPREPLY=($(compgen -W '--help --version --json --config-file --device-plugin-dir --sysfs-root --dev-root
+            COMPREPLY=($(compgen -W '--help --version --json --config-only --config-file --device-plugin-dir --sysfs-root --dev-root
                 --proc-root --resource-domain --resource-naming --device-id-strategy --visible-devices
                 --fail-on-init-error --log-level' -- "$cur"))
         else

@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,24 @@ def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Set
 class RunningDaemon:
     """The daemon in this process and on this loop, on a simulated node whose events reach it at once."""
 
-    def __init__(self, node: SimulatedNode, settings: ttdp.Settings) -> None:
+    def __init__(self, node: SimulatedNode, settings: ttdp.Settings, environ: Mapping[str, str] | None = None) -> None:
+        """environ: what a service manager would set, but for the NOTIFY_SOCKET."""
         self.node = node
         self.settings = settings
         self.loaded: Callable[[], ttdp.Settings] = lambda: self.settings
+        self.notes: list[str] = []  # what systemd would have heard
+        manager = ttdp.ServiceManager(environ or {})
+        manager._notify = self.notes.append  # type: ignore[assignment, method-assign]
         self._kernel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self.daemon = ttdp.Daemon(
-            settings, lambda: self.loaded(), ttdp.ServiceManager(os.environ), lambda: theirs, trusted
-        )
+        self.daemon = ttdp.Daemon(settings, lambda: self.loaded(), manager, lambda: theirs, trusted)
         self._errors = contextlib.ExitStack()
+
+    def notified(self, beginning: str) -> bool:
+        """Whether systemd has heard a message that begins so."""
+        return any(note.startswith(beginning) for note in self.notes)
+
+    def forget_notes(self) -> None:
+        self.notes.clear()
 
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
@@ -97,8 +106,8 @@ class RunningDaemon:
         self.settings = replace(self.settings, **changes)
         self.daemon.reload()
 
-    def device(self, bdf: str) -> ttdp.Device:
-        return self.daemon.fleet.devices[bdf]
+    def chip(self, bdf: str) -> ttdp.Chip:
+        return self.daemon.fleet.chips[bdf]
 
 
 def main(arguments: Sequence[str]) -> int:
