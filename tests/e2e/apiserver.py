@@ -194,8 +194,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _missing(self) -> None:
-        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-        self._answer(404, {**status, "message": f"{self.path} not found"})
+        self._refuse(404, "NotFound")
+
+    def _refuse(self, code: int, reason: str) -> None:
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+        self._answer(code, {**status, "message": f"{self.path}: {reason}"})
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -239,6 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         item, path = self._body(), urlsplit(self.path).path
         name = item.get("metadata", {}).get("name") or uuid.uuid4().hex
+        if self.server.api.read(f"{path}/{name}"):  # a kubelet that starts again creates its node and is told so
+            return self._refuse(409, "AlreadyExists")
         self._answer(201, self.server.api.write(f"{path}/{name}", item))
 
     def do_PUT(self) -> None:

@@ -81,6 +81,11 @@ _PACKAGES = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "mount": "mount",
+    "gcc": "gcc libc6-dev",
+    "mmdebstrap": "mmdebstrap",
+    "podman": "podman",
+    "promtool": "prometheus",
+    "prometheus-node-exporter": "prometheus-node-exporter",
 }
 _MINIMUM_GO = (1, 21)
 """The oldest Go that fetches by itself the newer one that a go.mod asks for."""
@@ -438,6 +443,7 @@ class Containerd:
             self._env["PATH"] = f"{bin_dir}:{self._env['PATH']}"
         self._binary = shutil.which("containerd", path=self._env["PATH"]) or "containerd"
         self._ctr = shutil.which("ctr", path=self._env["PATH"]) or "ctr"
+        self.images: list[Path] = []  # archives of further ones, for the next start
         self.process: Process | None = None
 
     def start(self, timeout: float = 30) -> None:
@@ -450,8 +456,9 @@ class Containerd:
         wait_until(self._answers, "containerd's socket", timeout)
         archive = self.machine.scratch / "image.tar"
         if not archive.exists():
-            archive.write_bytes(_image_archive())
-            self.ctr("images", "import", str(archive))
+            archive.write_bytes(image_archive(IMAGE, busybox_layer()))
+            for each in [archive, *self.images]:
+                self.ctr("images", "import", str(each))
 
     def _answers(self) -> bool:
         assert self.process is not None
@@ -483,7 +490,7 @@ class Containerd:
     def _config(self) -> str:
         """Defaults, but for the pause image (nothing can be pulled here) and what a restricted root may not do."""
         said = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
-        found = re.search(r" v?(\d+)\.\d+\.\d+", said)
+        found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
             lines = [
@@ -494,6 +501,8 @@ class Containerd:
             ]
         else:
             lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']", f"sandbox_image = '{IMAGE}'"]
+            if (int(found[1]), int(found[2])) >= (1, 7):
+                lines.append("enable_cdi = true")  # the default of 2.0
         if not _has_capability(_CAP_SYS_RESOURCE):
             lines.append("restrict_oom_score_adj = true")  # else runc fails: pods want less than our own
         return "\n".join(lines) + "\n"
@@ -511,8 +520,8 @@ _SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
 """Unlike a bare sleep, which as its PID namespace's first process gets no SIGTERM, this ends when it is told to."""
 
 
-def _image_archive() -> bytes:
-    """An OCI image archive: busybox, static, under the names that the tests use; it sleeps unless told otherwise."""
+def busybox_layer() -> bytes:
+    """A layer of an image: busybox, static, under the names that the tests use."""
     busybox = shutil.which("busybox")
     assert busybox is not None
     layer = io.BytesIO()
@@ -526,6 +535,11 @@ def _image_archive() -> bytes:
             link = tarfile.TarInfo(f"bin/{applet}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
+    return layer.getvalue()
+
+
+def image_archive(name: str, layer: bytes) -> bytes:
+    """An OCI image archive of one layer, a tarball; the image sleeps unless told otherwise."""
     blobs: dict[str, bytes] = {}
 
     def store(content: bytes, media_type: str) -> JSON:
@@ -538,7 +552,7 @@ def _image_archive() -> bytes:
         }
 
     architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
-    stored_layer = store(layer.getvalue(), "layer.v1.tar")
+    stored_layer = store(layer, "layer.v1.tar")
     config = {
         "architecture": architecture,
         "os": "linux",
@@ -561,7 +575,7 @@ def _image_archive() -> bytes:
     files["index.json"] = json.dumps(
         {
             "schemaVersion": 2,
-            "manifests": [manifest | {"annotations": {"io.containerd.image.name": IMAGE}}],
+            "manifests": [manifest | {"annotations": {"io.containerd.image.name": name}}],
         }
     ).encode()
     archive = io.BytesIO()
@@ -584,17 +598,25 @@ def pod(
     command: Sequence[str] | None = None,
     restart: str = "Always",
     env: Mapping[str, str] | None = None,
+    image: str = IMAGE,
+    own_shm: bool = False,
+    selector: Mapping[str, str] | None = None,
 ) -> JSON:
-    """A static pod's manifest whose containers (main, main-1, …) each ask for these resources and sleep."""
+    """A static pod's manifest whose containers (main, main-1, …) each ask for these resources and sleep.
+
+    `own_shm`: with a volume at /dev/shm, as pods have that need more than the usual 64 MiB there.
+    """
     wanted = {resource: str(count) for resource, count in (resources or {}).items()}
     container: JSON = {
-        "image": IMAGE,
+        "image": image,
         "imagePullPolicy": "Never",
         "resources": {"limits": wanted, "requests": wanted},
         "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
     }
     if command is not None:
         container["command"] = list(command)
+    if own_shm:
+        container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -604,7 +626,9 @@ def pod(
             "restartPolicy": restart,
             "terminationGracePeriodSeconds": 1,
             "enableServiceLinks": False,
+            "nodeSelector": dict(selector or {}),
             "containers": [{"name": f"main-{n}" if n else "main"} | container for n in range(containers)],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
         },
     }
 

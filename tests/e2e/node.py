@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ from tests.world.processes import ROOT, NotifySocket, wait_until
 
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 RUNTIME_DIRECTORY = "/run/tt-device-plugin"
+CDI_DIRECTORY = "/run/cdi"
 
 # fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
 # (10:200) would not do: runc lets every container open it.
@@ -92,21 +93,32 @@ class Program:
 class Daemon:
     """The daemon on a machine, under the hand of a service manager that is this class."""
 
-    def __init__(self, machine: Machine, cards: SimulatedNode, program: Program, *, interval: float = 5.0) -> None:
-        """`interval`: seconds between two polls of the cards' health; the default is the daemon's own."""
+    def __init__(
+        self, machine: Machine, cards: SimulatedNode, program: Program, *, interval: float = 5.0, config: str = ""
+    ) -> None:
+        """`interval`: seconds between two polls of the cards' health; the default is the daemon's own.
+
+        `config`: keys and tables for the configuration file.
+        """
         self.machine = machine
         self.process: Process | None = None
         self._program = program
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
-        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many to wait.
-        self._config.write_text(f"[health]\ninterval = {interval}\nheartbeat_misses = {max(2, round(5 / interval))}\n")
+        self._interval = interval
+        self.configure(config)
         self._installed = 0
         self.install()
 
     @property
     def log(self) -> Path:
         return self.machine.logs / "tt-device-plugin.log"
+
+    def configure(self, config: str) -> None:
+        """Write its configuration file, which counts from the next start or SIGHUP on."""
+        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many to wait.
+        health = f"[health]\ninterval = {self._interval}\nheartbeat_misses = {max(2, round(5 / self._interval))}\n"
+        self._config.write_text(f"{config}\n{health}")
 
     def install(self) -> None:
         """Install the program, or over the installed one; the next start runs it."""
@@ -118,7 +130,8 @@ class Daemon:
     def start(self, timeout: float = 30) -> None:
         """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
         assert self.process is None, "it runs already"
-        self.machine.path(RUNTIME_DIRECTORY).mkdir(exist_ok=True)
+        for directory in (RUNTIME_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
+            self.machine.path(directory).mkdir(exist_ok=True)
         manager = NotifySocket(self.machine.scratch / "notify")
         with contextlib.closing(manager):
             self.process = self.machine.spawn(
@@ -168,12 +181,25 @@ RUNNING: Outcome = "running"
 class Node:
     """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
 
-    def __init__(self, version: str, program: Program, *, static_pods: bool = True, config: JSON | None = None) -> None:
-        """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's."""
+    def __init__(
+        self,
+        version: str,
+        program: Program,
+        *,
+        static_pods: bool = True,
+        config: JSON | None = None,
+        containerd: Path | None = None,
+        images: Sequence[Path] = (),
+    ) -> None:
+        """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's.
+
+        `containerd`: a directory with another one than the host's. `images`: archives of further ones than busybox.
+        """
         self.version = version
         self.program = program
         self.machine = Machine(numa_nodes=2)
-        self.containerd = Containerd(self.machine)
+        self.containerd = Containerd(self.machine, containerd)
+        self.containerd.images += images
         self.api = None if static_pods else ApiServer()
         self.kubelet = Kubelet(
             version,
@@ -226,17 +252,24 @@ class Node:
         assert self._daemon is not None, "no daemon was started"
         return self._daemon
 
-    def start_daemon(self, *, interval: float = 5.0) -> None:
-        """Install the daemon for the cards that there are, start it, and wait until the kubelet has all of them."""
-        self._daemon = Daemon(self.machine, self.cards, self.program, interval=interval)
-        self._daemon.start()
-        self.wait_complete()
+    def start_daemon(
+        self, *, interval: float = 5.0, config: str = "", expected: Mapping[str, set[str]] | None = None
+    ) -> None:
+        """Install the daemon for the cards that there are, start it, and wait until the kubelet has all of them.
 
-    def wait_complete(self) -> None:
-        """Until every card that is there is allocatable."""
-        expected: dict[str, set[str]] = {}
-        for chip in self.cards.chips:
-            expected.setdefault(resource_of(chip.facts.telemetry["tt_card_type"]), set()).add(chip.bdf)
+        `config`: for its configuration file. `expected`: IDs by resource, where they are not what they are by default.
+        """
+        self._daemon = Daemon(self.machine, self.cards, self.program, interval=interval, config=config)
+        self._daemon.start()
+        self.wait_complete(expected)
+
+    def wait_complete(self, expected: Mapping[str, set[str]] | None = None) -> None:
+        """Until every card that is there is allocatable, or these IDs are, by resource."""
+        if expected is None:
+            by_resource: dict[str, set[str]] = {}
+            for chip in self.cards.chips:
+                by_resource.setdefault(resource_of(chip.facts.telemetry["tt_card_type"]), set()).add(chip.bdf)
+            expected = by_resource
         for resource, devices in expected.items():
             self.kubelet.wait_allocatable(resource, devices)
 
@@ -254,6 +287,11 @@ class Node:
             )
 
         wait_until(probe, f"the node's status to be {expected}", 30)
+
+    def label(self, labels: Mapping[str, str]) -> None:
+        """Give the node these labels, as nfd-master does."""
+        assert self.api is not None
+        self.api.patch(f"/api/v1/nodes/{NODE_NAME}", {"metadata": {"labels": dict(labels)}})
 
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""
@@ -295,10 +333,10 @@ class Node:
 
     # Pods
 
-    def run(self, resources: Mapping[str, int], *, containers: int = 1, user: int | None = None) -> str:
-        """Give the kubelet a pod whose containers ask for these each; its name."""
+    def run(self, resources: Mapping[str, int], *, user: int | None = None, **others: Any) -> str:
+        """Give the kubelet a pod whose containers ask for these each; its name. `others`: of `machine.pod`."""
         name = f"pod-{next(_names)}"
-        manifest = pod(name, resources, containers=containers)
+        manifest = pod(name, resources, **others)
         if user is not None:
             manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
         self._pods.append(name)

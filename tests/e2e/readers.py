@@ -1,0 +1,141 @@
+"""The real programs that read what the daemon writes, and what it takes to run them here."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from tests.e2e.machine import CACHE, HERE, IMAGE, JSON, Machine, busybox_layer, image_archive
+from tests.e2e.node import OPENABLE, Daemon, Program
+from tests.world.node import SimulatedNode, Ticker
+
+JUDGES = HERE / "judges"
+
+A = TypeVar("A", bound="Alone")
+_numbers = itertools.count(1)
+
+
+class Alone:
+    """A machine with cards and the daemon, and no kubelet. The daemon polls five times a second."""
+
+    def __init__(self, machine: Machine, program: Program) -> None:
+        self.machine = machine
+        self.cards = SimulatedNode(machine.scratch / f"cards-{next(_numbers)}", nodes="mknod", numbers=OPENABLE)
+        self.daemon = Daemon(machine, self.cards, program, interval=0.2)
+        self.daemon.log.unlink(missing_ok=True)  # of another one, which has ended
+        self._ticker = contextlib.ExitStack()
+
+    def start(self, config: str = "") -> None:
+        """Start the daemon, with this in its configuration file."""
+        self.daemon.configure(config)
+        self.daemon.start()
+
+    def __enter__(self: A) -> A:
+        self._ticker.enter_context(Ticker(self.cards))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.daemon.process:
+            self.daemon.stop()
+        self._ticker.close()
+
+
+def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of the programs below judges/, which is built where that was not done before (a minute)."""
+    sources = [JUDGES / file for file in ("go.mod", "go.sum", f"{name}/main.go")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    program = CACHE / f"judge-{name}-{digest[:16]}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "judges.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            partial = program.with_name(f"{program.name}.partial")
+            subprocess.run(
+                ["nice", "go", "build", "-trimpath", "-buildvcs=false", "-o", str(partial), f"./{name}"],
+                cwd=JUDGES,
+                env=os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"},
+                check=True,
+            )
+            partial.rename(program)
+    return subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=30)
+
+
+def packages(suite: str, *names: str) -> Path:
+    """A directory with the files of these Debian packages and of what they need; nothing of it is set up or run."""
+    command = ["mmdebstrap", "--quiet", "--variant=extract", f"--include={','.join(names)}"]
+    command += ["--aptopt=Acquire::Check-Valid-Until false", "--format=directory", suite]
+    tree = CACHE / f"{suite}-{hashlib.sha256(repr(command).encode()).hexdigest()[:12]}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{tree.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not tree.exists():
+            partial = tree.with_name(f"{tree.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            made = subprocess.run(["nice", *command, str(partial)], capture_output=True, text=True)
+            assert made.returncode == 0, f"{' '.join(command)}:\n{made.stderr}"
+            partial.rename(tree)
+    return tree
+
+
+def containerd_of(suite: str) -> Path:
+    """A directory with containerd as that release of Debian has it, to be run on this one; runc is the host's own.
+
+    These programs need nothing but a C library, which may be older than the one that they were built with.
+    """
+    here = packages(suite, "containerd") / "usr/bin"
+    chosen = CACHE / f"{here.parents[1].name}-containerd"
+    chosen.mkdir(exist_ok=True)
+    for name in ("containerd", "containerd-shim-runc-v2", "ctr"):
+        if not (chosen / name).exists():
+            shutil.copy2(here / name, chosen / name)
+    return chosen
+
+
+class Podman:
+    """Debian's podman on a machine, with busybox's image."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        archive = machine.scratch / "podman.tar"
+        archive.write_bytes(image_archive(IMAGE, busybox_layer()))
+        loaded = self._podman("load", "--input", str(archive))
+        assert loaded.returncode == 0, loaded.stderr
+
+    def _podman(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return self._machine.run(["podman", "--cgroup-manager=cgroupfs", "--events-backend=none", *argv])
+
+    def run(self, device: str, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+        """A shell script in a container with this device, `podman run --device`."""
+        argv = ["run", "--rm", "--network=none", f"--cgroup-parent={self._machine.cgroup}", f"--device={device}"]
+        return self._podman(*argv, *options, "--entrypoint=/bin/sh", IMAGE, "-c", script)
+
+
+def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], input=text, capture_output=True, text=True, timeout=60)
+
+
+def device_numbers(container: JSON) -> dict[str, tuple[int, int]]:
+    """Device nodes of a container by path, in the OCI runtime's words."""
+    return {node["path"]: (node["major"], node["minor"]) for node in container.get("linux", {}).get("devices", ())}
+
+
+def read_features(text: str) -> dict[str, str]:
+    """Labels by key, as node-feature-discovery's local source reads a feature file.
+
+    Lines are stripped; empty ones and those with a `#` in front are none; without a `=` the value is "true". A file of
+    more than 64 KiB is not read at all.
+    """
+    assert len(text.encode()) <= 65536
+    lines = [line.strip() for line in text.split("\n")]
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return {key: value if equals else "true" for key, equals, value in pairs}

@@ -1,0 +1,80 @@
+"""Tenstorrent's user-mode driver, tt-umd, as programs in containers use it: an image with Python and its wheel."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from tests.e2e.machine import CACHE, HERE, busybox_layer, image_archive
+from tests.e2e.readers import packages
+
+IMAGE = "localhost/tt-umd:1"
+
+RELEASE = "0.9.14"
+HASHES = {  # of the wheels for CPython 3.11
+    "x86_64": "sha256:6d7b561b9fe1c4e38b0d112d0ab91e745f6e672fe44f1e30fc2f9bbb42359555",
+    "aarch64": "sha256:dc0ced68b315e0da28515ba9c0f6d261ca53d3ad88f61a1b8a9ead7e8207abbd",
+}
+DEBIAN = ("python3.11-minimal", "libpython3.11-stdlib", "libstdc++6", "libatomic1")  # of bookworm
+DRIVER = HERE / "driver.c"
+
+
+def image() -> Path:
+    """The image's archive; from the cache, or made of Debian packages and the wheel (half a minute)."""
+    key = hashlib.sha256(repr((IMAGE, RELEASE, HASHES, DEBIAN, DRIVER.read_text())).encode()).hexdigest()[:16]
+    archive = CACHE / f"tt-umd-{key}.tar"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "tt-umd.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not archive.exists():
+            partial = archive.with_suffix(".partial")
+            partial.write_bytes(image_archive(IMAGE, _layer()))
+            partial.rename(archive)
+    return archive
+
+
+def _layer() -> bytes:
+    layer = io.BytesIO(busybox_layer())
+    with tarfile.open(fileobj=layer, mode="a") as tar, tempfile.TemporaryDirectory() as directory:
+        tree = packages("bookworm", *DEBIAN)
+        for name in ("lib", "lib64", "usr"):
+            if (tree / name).exists():
+                tar.add(tree / name, name, filter=_without_documentation)
+        made = Path(directory)
+        with zipfile.ZipFile(_wheel(made)) as wheel:
+            wheel.extractall(made / "site")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-o", made / "driver.so", DRIVER], check=True)
+        tar.add(made / "site", "usr/lib/python3.11")
+        tar.add(made / "driver.so", "driver.so")
+    return layer.getvalue()
+
+
+def _without_documentation(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if member.name.startswith("usr/share/") else member
+
+
+def _wheel(directory: Path) -> Path:
+    machine = os.uname().machine
+    (directory / "requirements.txt").write_text(f"tt-umd=={RELEASE} --hash={HASHES[machine]}\n")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    which = ["--python-version=3.11", f"--platform=manylinux_2_28_{machine}", f"--dest={directory}"]
+    subprocess.run([*pip, *which, f"--requirement={directory / 'requirements.txt'}"], check=True)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+def python(text: str, cards: str | None = None) -> list[str]:
+    """The command that runs a program with tt-umd in it.
+
+    `cards`: PCI addresses by number of the node, "0=0000:01:00.0 1=…": what the driver says if it is asked.
+    """
+    driver = [] if cards is None else ["env", "LD_PRELOAD=/driver.so", f"CARDS={cards}"]
+    return [*driver, "/usr/bin/python3.11", "-u", "-c", text]
