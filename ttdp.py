@@ -54,6 +54,8 @@ from google.protobuf.message import DecodeError
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
+from generated import podresources_pb2 as pods
+from generated import podresources_pb2_grpc as pod_rpc
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,6 +74,7 @@ log = logging.getLogger("tt-device-plugin")
 ResourceNaming = Literal["board", "card", "arch"]
 DeviceIdStrategy = Literal["bdf", "asic", "index"]
 VisibleDevices = Literal["bdf", "index", "none"]
+Unit = Literal["chip", "board"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
@@ -106,6 +109,29 @@ class HealthSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedResource:
+    """An entry [[sharing.resources]]: several containers on each of these devices."""
+
+    name: str  # as it is called unshared, without the domain: "n300"
+    replicas: int  # how many containers a device is for
+    rename: str | None = None  # the name under which they are offered, without the domain
+    devices: Literal["all"] | int | tuple[str, ...] = "all"  # so many, or by PCI address, ID or ordinal
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Section [sharing] of the configuration file."""
+
+    rename_by_default: bool = False
+    fail_requests_greater_than_one: bool = True
+    lock_dir: str = "/dev/shm/tt-device-plugin"  # "": containers get no common locks
+    resources: tuple[SharedResource, ...] = ()
+
+    def shared_name(self, entry: SharedResource) -> str:
+        return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that the configuration can say. Every path is absolute."""
 
@@ -117,9 +143,12 @@ class Settings:
     resource_naming: ResourceNaming = "board"
     device_id_strategy: DeviceIdStrategy = "bdf"
     visible_devices: VisibleDevices = "bdf"
+    unit: Unit = "chip"
+    pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
     fail_on_init_error: bool = False
     log_level: LogLevel = "info"
     health: HealthSettings = field(default_factory=HealthSettings)
+    sharing: Sharing = field(default_factory=Sharing)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
     state_dir: str | None = None  # systemd's StateDirectory=, for what a restart must not forget; None: it forgets
 
@@ -130,75 +159,68 @@ NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "st
 Parser = Callable[[Any], Any]
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a string")
-    return value
-
-
-def _directory(value: object) -> str:
-    path = _text(value)
-    if not path or "\0" in path:
-        raise ValueError("the path of a directory")
-    return os.path.abspath(path)
-
-
-def _device_plugin_dir(value: object) -> str:
-    path = _directory(value)
-    most = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
-    if len(os.fsencode(path)) > most:
-        raise ValueError(f"a path of at most {most} bytes: the sockets in it have to fit into a unix socket address")
-    return path
-
-
-def _absolute(value: object) -> str:
-    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        raise ValueError("an absolute path")
-    return value
-
-
-def _domain(value: object) -> str:
-    """A DNS subdomain that the API server takes as the prefix of an extended resource.
-
-    Kubernetes reserves *.kubernetes.io and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
-    """
-    text = _text(value)
-    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    ours = re.fullmatch(rf"{label}(\.{label})*", text) and len(text) <= 244
-    if not ours or "kubernetes.io" in text or text.startswith("requests."):
-        raise ValueError("a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com")
-    return text
-
-
-def _switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def _switch_in_words(text: str) -> bool:
-    """A boolean as flags and variables have it."""
-    if text.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        raise ValueError("true, yes, on, 1, false, no, off or 0")
-    return text.lower() in ("true", "yes", "on", "1")
-
-
-def _one_of(choices: tuple[str, ...]) -> Parser:
-    def parse(value: object) -> str:
-        if _text(value) not in choices:
-            raise ValueError(" or ".join([", ".join(choices[:-1]), choices[-1]]))
-        return str(value)
-
-    return parse
-
-
-def _number(least: float, most: float, valid: str, *kinds: type) -> Parser:
+def _valid(what: str, is_valid: Callable[[Any], object]) -> Parser:
     def parse(value: Any) -> Any:
-        if type(value) not in kinds or not least <= value <= most:  # a boolean is an int to Python
-            raise ValueError(valid)
+        if not is_valid(value):
+            raise ValueError(what)
         return value
 
     return parse
+
+
+def _one_of(choices: tuple[str, ...]) -> Parser:
+    return _valid(" or ".join([", ".join(choices[:-1]), choices[-1]]), lambda value: value in choices)
+
+
+def _number(least: float, most: float, what: str, *kinds: type) -> Parser:
+    return _valid(what, lambda value: type(value) in kinds and least <= value <= most)  # a boolean is an int to Python
+
+
+def _path(what: str, most: int = 4095, *, or_none: bool = False) -> Parser:
+    """An absolute path from any path, of so many bytes at most; or_none: also "", for none."""
+
+    def parse(value: Any) -> str:
+        if value == "" and or_none:
+            return ""
+        if not isinstance(value, str) or not value or "\0" in value or len(os.fsencode(os.path.abspath(value))) > most:
+            raise ValueError(what)
+        return os.path.abspath(value)
+
+    return parse
+
+
+def _is_domain(value: Any) -> bool:
+    """Whether it is a DNS subdomain that the API server takes as the prefix of an extended resource.
+
+    Kubernetes reserves *.kubernetes.io and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
+    """
+    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    ours = isinstance(value, str) and re.fullmatch(rf"{label}(\.{label})*", value) and len(value) <= 244
+    return bool(ours) and "kubernetes.io" not in value and not value.startswith("requests.")
+
+
+def _selection(value: Any) -> Any:
+    if value == "all" or (type(value) is int and value >= 1):
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, str) or type(item) is int for item in value):
+        return tuple(str(item) for item in value)
+    raise ValueError('"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals')
+
+
+_switch = _valid("true or false", lambda value: isinstance(value, bool))
+_in_words = _one_of(("true", "yes", "on", "1", "false", "no", "off", "0"))
+_absolute = _valid("an absolute path", lambda v: isinstance(v, str) and v.startswith("/") and "\0" not in v)
+_directory = _path("the path of a directory")
+_resource_name = _valid(
+    "the name of a resource, such as n300 or tenstorrent.com/n300",
+    lambda v: isinstance(v, str) and re.fullmatch(r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", v),
+)
+_left_out = _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False)
+
+
+def _boolean(text: str) -> bool:
+    """As flags and variables have it."""
+    return _in_words(text.lower()) in ("true", "yes", "on", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +244,28 @@ class Option:
         return self.parse is _switch
 
 
+_PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
+_DOMAIN = "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com"
 _NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
 _IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
 _VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
+_PLUGIN_DIR = f"a path of at most {_PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
 
 OPTIONS = (
-    Option("device_plugin_dir", _device_plugin_dir, "the kubelet's device plugin directory"),
+    Option("device_plugin_dir", _path(_PLUGIN_DIR, _PLUGIN_DIR_MAX), "the kubelet's device plugin directory"),
     Option("sysfs_root", _directory, "where sysfs is mounted"),
     Option("dev_root", _directory, "where the device nodes are"),
     Option("proc_root", _directory, "where procfs is mounted"),
-    Option("resource_domain", _domain, "the resource's name before the slash"),
+    Option("resource_domain", _valid(_DOMAIN, _is_domain), "the resource's name before the slash"),
     Option("resource_naming", _one_of(get_args(ResourceNaming)), _NAMING),
     Option("device_id_strategy", _one_of(get_args(DeviceIdStrategy)), _IDS),
     Option("visible_devices", _one_of(get_args(VisibleDevices)), _VISIBLE),
+    Option("unit", _one_of(get_args(Unit)), "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"),
+    Option(
+        "pod_resources_socket",
+        _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", SOCKET_PATH_MAX),
+        "where the kubelet tells which pod holds which device",
+    ),
     Option("fail_on_init_error", _switch, "exit with status 1 if there is no driver or no device at start"),
     Option("log_level", _one_of(get_args(LogLevel)), "debug, info, warning or error"),
 )
@@ -247,6 +278,20 @@ _HEALTH: Mapping[str, Parser] = {
     "trip_holdoff": _number(0, 1e9, "a number of seconds from 0 on", int, float),
 }
 _MOUNT: Mapping[str, Parser] = {"host": _absolute, "container": _absolute, "read_only": _switch}
+_SHARING: Mapping[str, Parser] = {
+    "rename_by_default": _switch,
+    "fail_requests_greater_than_one": _switch,
+    "lock_dir": _path("the path of a directory, or empty", or_none=True),
+    "resources": lambda value: value,
+}
+_SHARED_RESOURCE: Mapping[str, Parser] = {
+    "name": _resource_name,
+    "replicas": _number(2, 100, "a whole number of containers for each device, from 2 to 100", int),
+    "rename": _resource_name,
+    "devices": _selection,
+    # What other vendors' plugins have beside it.
+    **dict.fromkeys(("memory_gb", "memory", "mps", "cores", "timeslice"), _left_out),
+}
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
@@ -254,38 +299,35 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
 
     An empty environment variable counts as not set. Raises ConfigError.
     """
-    path, explicit = DEFAULT_CONFIG_FILE, False
-    for value in (environ.get("TTDP_CONFIG_FILE"), flags.get("config_file")):
-        if value:
-            path, explicit = value, True
     if flags.get("config_file") == "":
         raise _invalid("--config-file", "", "the path of a file")
-    values = _read_config_file(path, must_exist=explicit)
+    named = flags.get("config_file") or environ.get("TTDP_CONFIG_FILE")
+    path = named or DEFAULT_CONFIG_FILE
+    values = _read_config_file(path, must_exist=bool(named))
     values["state_dir"] = (environ.get("STATE_DIRECTORY") or "").partition(":")[0] or None
     for option in OPTIONS:
-        parse = _switch_in_words if option.is_switch else option.parse
-        for source, text in (
-            (option.variable, environ.get(option.variable) or None),
-            (option.flag, flags.get(option.key)),
-        ):
+        parse = _boolean if option.is_switch else option.parse
+        variable, flag = environ.get(option.variable) or None, flags.get(option.key)
+        for source, text in ((option.variable, variable), (option.flag, flag)):
             if text is not None:
                 values[option.key] = _parsed(parse, text, source)
-    return Settings(**values)
+    settings = Settings(**values)
+    return replace(settings, sharing=_checked_sharing(settings, path)) if settings.sharing.resources else settings
 
 
-def _invalid(source: str, value: object, valid: object) -> ConfigError:
+def _invalid(source: str, value: object, what: object) -> ConfigError:
     try:
         shown = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # thousands of digits or brackets
         shown = f"this {type(value).__name__}"
-    return ConfigError(f"{source}: {shown if len(shown) <= 80 else shown[:80] + '…'} is not valid; it must be {valid}")
+    return ConfigError(f"{source}: {shown if len(shown) <= 80 else shown[:80] + '…'} is not valid; it must be {what}")
 
 
 def _parsed(parse: Parser, value: object, source: str) -> Any:
     try:
         return parse(value)
-    except ValueError as valid:
-        raise _invalid(source, value, valid) from None
+    except ValueError as what:
+        raise _invalid(source, value, what) from None
 
 
 def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
@@ -304,13 +346,12 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not valid TOML: {reason}") from None
 
-    sections: dict[str, Parser] = {"health": lambda value: value, "mounts": lambda value: value}
-    values = _table(f"{path}: ", document, {option.key: option.parse for option in OPTIONS} | sections)
-    if "health" in values:
-        values["health"] = HealthSettings(**_table(f"{path}: [health] ", values["health"], _HEALTH))
-    if "mounts" in values:
-        values["mounts"] = _mounts(path, values["mounts"])
-    return values
+    sections: dict[str, Parser] = {
+        "health": lambda table: HealthSettings(**_table(f"{path}: [health] ", table, _HEALTH)),
+        "sharing": lambda table: _sharing(path, table),
+        "mounts": lambda tables: _mounts(path, tables),
+    }
+    return _table(f"{path}: ", document, {option.key: option.parse for option in OPTIONS} | sections)
 
 
 def _table(where: str, table: object, keys: Mapping[str, Parser]) -> dict[str, Any]:
@@ -324,17 +365,67 @@ def _table(where: str, table: object, keys: Mapping[str, Parser]) -> dict[str, A
     return {key: _parsed(keys[key], value, f"{where}{key}") for key, value in table.items()}
 
 
-def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
+def _tables(where: str, tables: object, keys: Mapping[str, Parser], *needed: str) -> list[dict[str, Any]]:
+    """The values of all tables of one name. where: "FILE: [[NAME]] ". needed: keys that each of them must have."""
+    file, _, heading = where.partition(": ")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _invalid(f"{path}: mounts", tables, "tables: [[mounts]]")
+        raise _invalid(f"{file}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
+    for table, key in itertools.product(tables, needed):
+        if key not in table:
+            raise ConfigError(f"{where}{key} is missing")
+    return [_table(where, table, keys) for table in tables]
+
+
+def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     where, mounts = f"{path}: [[mounts]] ", list[Mount]()
-    for table in tables:
-        values = _table(where, {"host": None} | table, _MOUNT)
+    for values in _tables(where, tables, _MOUNT, "host"):
         mount = Mount(**{"container": values["host"]} | values)
         if any(mount.container == other.container for other in mounts):
             raise _invalid(f"{where}container", mount.container, "another path in each of them")
         mounts.append(mount)
     return tuple(mounts)
+
+
+def _sharing(path: str, table: object) -> Sharing:
+    values = _table(f"{path}: [sharing] ", table, _SHARING)
+    where = f"{path}: [[sharing.resources]] "
+    entries = _tables(where, values.pop("resources", []), _SHARED_RESOURCE, "name", "replicas")
+    return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
+
+
+# What the program itself may call a resource.
+_OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
+
+
+def _checked_sharing(settings: Settings, path: str) -> Sharing:
+    """The section with names that have lost their domain; raises ConfigError if its entries contradict each other."""
+    where, domain, entries = f"{path}: [[sharing.resources]] ", settings.resource_domain, list[SharedResource]()
+    for entry in settings.sharing.resources:
+        for name in filter(None, (entry.name, entry.rename)):
+            if "/" in name and not name.startswith(f"{domain}/"):
+                raise ConfigError(f"{where}{name}: its domain is not {domain}")
+        entry = replace(entry, name=entry.name.split("/")[-1], rename=entry.rename and entry.rename.split("/")[-1])
+        if wrong := _contradiction(settings.sharing, entry, entries):
+            raise ConfigError(f"{where}{entry.name}: {wrong}")
+        entries.append(entry)
+    return replace(settings.sharing, resources=tuple(entries))
+
+
+def _contradiction(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
+    shared = sharing.shared_name(entry)
+    if len(shared) > 63:
+        return f"{shared} is longer than the 63 characters of a resource's name"
+    if entry.devices != "all" and shared == entry.name:
+        return "a selection of its devices needs a name of its own: rename"
+    if shared != entry.name and _OWN_NAME.fullmatch(shared):
+        return f"{shared} can be another resource's name; choose another one to rename it"
+    for other in others:
+        if sharing.shared_name(other) == shared:
+            return f"{shared} is the name of two entries; choose another one to rename it"
+        mine, others_own = (set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other))
+        if other.name == entry.name and ("all" in (entry.devices, other.devices) or mine & others_own):
+            return f"{min(mine & others_own, default='every device')} is selected twice"
+    return None
 
 
 # ======================================================================================================================
@@ -841,6 +932,11 @@ class Chip:
         return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", self.card_type or self.function.arch)
 
     @property
+    def board_chips(self) -> int:
+        """How many chips with a node the whole board has; of a Galaxy, its tray."""
+        return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
+
+    @property
     def board(self) -> tuple[object, ...]:
         """Key of the board: the chips of one board share its serial. Without one a chip is a board of its own.
 
@@ -873,16 +969,38 @@ def with_identity(chip: Chip, telemetry: Telemetry) -> Chip:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A container that was given a device, under the name and ID that it had then."""
+
+    resource: str
+    identifier: str
+    pod: str  # "namespace/name"
+    container: str = ""
+
+    def __str__(self) -> str:
+        return f"held by {self.pod} as {self.resource} {self.identifier}, until that ends"
+
+
+ASKING = "the kubelet is being asked who holds it"
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """What the kubelet knows under one ID."""
+    """What the kubelet knows under one ID or, where it is shared, under several: a chip, or a board with its chips."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
+    whole: int = 1  # how many chips it has when all are there
+    held: str | None = None  # by whom under another name or ID, in words: two pods would have it
 
     @property
     def reason(self) -> str | None:
         """Why it is not healthy, in words; None if it is."""
-        return next((chip.health.reason for chip in self.chips if chip.health.fault), None)
+        if ill := next((chip for chip in self.chips if chip.health.fault), None):
+            return f"{ill.bdf}: {ill.health.reason}" if self.whole > 1 else ill.health.reason
+        if len(self.chips) != self.whole:
+            return f"{len(self.chips)} of {self.whole} chips"
+        return self.held
 
     @property
     def address(self) -> tuple[int, ...]:
@@ -899,11 +1017,28 @@ class Resource:
     """What the kubelet knows as one extended resource."""
 
     name: str  # "tenstorrent.com/n300"
-    devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
+    devices: Mapping[str, Device]  # by ID, in the order of PCI addresses; a shared one by each ID that it has
+    replicas: int = 0  # how many containers a device is for; 0: it is not shared
+    one_each: bool = False  # a container gets one replica at most
+    unshared: str = ""  # its name without the domain, as it would be if it were not shared
+
+    @property
+    def distinct(self) -> list[Device]:
+        """Each of the devices once."""
+        return list({device.identifier: device for device in self.devices.values()}.values())
 
     @property
     def healthy(self) -> int:
-        return sum(device.reason is None for device in self.devices.values())
+        return sum(device.reason is None for device in self.distinct)
+
+
+def replica_ids(identifier: str, replicas: int) -> list[str]:
+    """The IDs under which the kubelet has a device."""
+    return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
+
+
+def without_replica(identifier: str) -> str:
+    return identifier.partition("::")[0]
 
 
 def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
@@ -917,9 +1052,7 @@ def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str,
     def wanted(chip: Chip) -> str:
         if strategy == "index":
             return str(chip.function.ordinal)
-        if strategy == "asic" and chip.asic_id:
-            return f"{chip.function.arch}-{chip.asic_id}"
-        return chip.bdf
+        return asic_name(chip) or chip.bdf if strategy == "asic" else chip.bdf
 
     present = collections.Counter(wanted(chip) for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
@@ -929,18 +1062,92 @@ def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str,
     return ids
 
 
+def asic_name(chip: Chip) -> str | None:
+    """As udev's by-id links have it."""
+    return f"{chip.function.arch}-{chip.asic_id}" if chip.asic_id else None
+
+
+def board_name(chip: Chip) -> str | None:
+    """The ID of a board of several chips, which none of them can change; None while it is not known.
+
+    A p300's is its serial, a Galaxy tray's is its buses: domain, and the high nibble of the bus.
+    """
+    return chip.bdf[: chip.bdf.rindex(":") - 1] + "0" if chip.board_chips == 8 else chip.serial
+
+
 def resource_name(chip: Chip, settings: Settings) -> str:
+    """Without the domain."""
     names = {"board": chip.board_type, "card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
-    return f"{settings.resource_domain}/{names[settings.resource_naming]}"
+    return names[settings.resource_naming] + ("-board" if settings.unit == "board" and chip.board_chips > 1 else "")
 
 
-def resources(chips: Collection[Chip], settings: Settings) -> dict[str, Resource]:
-    """Every resource that has a device, by name."""
+def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, list[Device]]:
+    """The devices by the name of their resource, unshared; those of a resource in the order of PCI addresses.
+
+    A chip of a p300 whose board is not known yet belongs to none, and waits.
+    """
     devices: dict[str, list[Device]] = {}
-    for identifier, chip in device_ids(chips, settings.device_id_strategy).items():
+    boards: dict[tuple[str, str], list[Chip]] = {}
+    for chip in chips:
+        if settings.unit == "board" and chip.board_chips > 1 and (board := board_name(chip)):
+            boards.setdefault((resource_name(chip, settings), board), []).append(chip)
+    alone = [chip for chip in chips if settings.unit == "chip" or chip.board_chips == 1]
+    for identifier, chip in device_ids(alone, settings.device_id_strategy).items():
         devices.setdefault(resource_name(chip, settings), []).append(Device(identifier, (chip,)))
-    in_order = {name: sorted(devices[name], key=lambda device: device.address) for name in sorted(devices)}
-    return {name: Resource(name, {device.identifier: device for device in in_order[name]}) for name in in_order}
+    for (name, board), members in boards.items():
+        # A card that was put into another slot has left its chips at the old addresses, too.
+        here = [chip for chip in members if chip.present] if len(members) > members[0].board_chips else members
+        in_order = tuple(sorted(here, key=lambda chip: address(chip.bdf)))
+        devices.setdefault(name, []).append(Device(board, in_order, members[0].board_chips))
+    return {name: sorted(devices[name], key=lambda device: device.address) for name in sorted(devices)}
+
+
+Holders = Mapping[str, Collection[Holder]]  # of chips, by PCI address
+
+
+def resources(
+    chips: Collection[Chip], settings: Settings, holders: Holders, asking: Collection[str] = ()
+) -> dict[str, Resource]:
+    """Every resource that has a device, by name. asking: PCI addresses of which nobody knows yet who holds them."""
+    found: dict[str, Resource] = {}
+
+    def offer(short: str, unshared: str, devices: Sequence[Device], replicas: int) -> None:
+        name, listed = f"{settings.resource_domain}/{short}", dict[str, Device]()
+        for device in devices:
+            ids = replica_ids(device.identifier, replicas)
+            holding = itertools.chain.from_iterable(holders.get(chip.bdf, ()) for chip in device.chips)
+            others = [str(h) for h in holding if h.resource != name or h.identifier not in ids]
+            others += [ASKING for chip in device.chips if chip.bdf in asking]
+            listed |= dict.fromkeys(ids, replace(device, held=others[0]) if others else device)
+        one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
+        found[name] = Resource(name, listed, replicas, one_each, unshared)
+
+    for unshared, devices in devices_by_name(chips, settings).items():
+        rest = devices
+        for entry in settings.sharing.resources:
+            if entry.name == unshared and (selected := selection(entry, rest)):
+                rest = [device for device in rest if device not in selected]
+                offer(settings.sharing.shared_name(entry), unshared, selected, entry.replicas)
+        if rest:
+            offer(unshared, unshared, rest, 0)
+    return found
+
+
+def selection(entry: SharedResource, devices: Sequence[Device]) -> list[Device]:
+    """Those of the devices that the entry selects."""
+    if entry.devices == "all":
+        return list(devices)
+    if isinstance(entry.devices, int):
+        return list(devices[: entry.devices])
+    return [device for device in devices if called(device) & set(entry.devices)]
+
+
+def called(device: Device) -> set[str]:
+    """Everything that the configuration can call a device: its ID, and its chips' PCI addresses, ASICs and ordinals."""
+    names = {device.identifier}
+    for chip in device.chips:
+        names |= {chip.bdf, asic_name(chip) or chip.bdf, str(chip.function.ordinal) if chip.present else chip.bdf}
+    return names
 
 
 # ======================================================================================================================
@@ -955,6 +1162,7 @@ class InvalidRequest(ValueError):
 class Cost(NamedTuple):
     """What it costs to choose a set of devices, the weightiest count first. Costs of disjoint sets add up."""
 
+    users: int = 0  # that the devices have already, where they are shared
     boards: int = 0
     trays: int = 0
     numa_nodes: int = 0
@@ -967,17 +1175,18 @@ class Cost(NamedTuple):
         return Cost._make(map(operator.add, self, other))
 
 
-IMPOSSIBLE = Cost(boards=1 << 30)
+IMPOSSIBLE = Cost(users=1 << 30)
 BySize = list[Cost]  # the least cost of choosing no device of a group, one, two, and so on
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An available device."""
+    """A device in the search."""
 
     identifier: str
     bit: int  # in Cost.addresses
     must: bool  # it has to be chosen
+    users: int
     board: object
     tray: object
     numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
@@ -988,8 +1197,7 @@ def preferred_allocation(
 ) -> list[str]:
     """The `size` best of the available IDs, in the order of PCI addresses. Raises InvalidRequest.
 
-    Best is the set that costs least. As costs add up, the cheapest set of each size follows from the cheapest ones of
-    its parts: boards make up trays, trays make up NUMA nodes, and these the host.
+    Of a shared resource, distinct devices come first, then those with the fewest users, then neighbours.
     """
     free, must = frozenset(available), frozenset(must_include)
     if unknown := sorted((free | must) - resource.devices.keys()):
@@ -1001,16 +1209,42 @@ def preferred_allocation(
     if not len(must) <= size <= len(free):
         raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(must)} of them a must")
 
+    if not resource.replicas:
+        return _nearest(resource.devices, free, must, size, {})
+    devices = {device.identifier: device for device in resource.distinct}
+    replicas = {name: [i for i in replica_ids(name, resource.replicas) if i in free] for name in devices}
+    users = {name: resource.replicas - len(replicas[name]) for name in devices}
+    chosen = set(must)
+    while len(chosen) < size:
+        left = {name: [i for i in replicas[name] if i not in chosen] for name in devices}
+        taken = collections.Counter(map(without_replica, chosen))
+        fewest = min(taken[name] for name in devices if left[name])
+        pool = {name for name in devices if left[name] and taken[name] == fewest}
+        near = taken.keys() - pool
+        count = len(near) + min(size - len(chosen), len(pool))
+        chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) if name in pool}
+    return [identifier for identifier in resource.devices if identifier in chosen]
+
+
+def _nearest(
+    devices: Mapping[str, Device], free: Collection[str], must: Collection[str], size: int, users: Mapping[str, int]
+) -> list[str]:
+    """The `size` best of the free devices, the musts included.
+
+    Best is the set that costs least. As costs add up, the cheapest set of each size follows from the cheapest ones of
+    its parts: boards make up trays, trays make up NUMA nodes, and these the host.
+    """
     places = [
         Place(
             identifier=identifier,
-            bit=1 << (len(resource.devices) - position),
+            bit=1 << (len(devices) - position),
             must=identifier in must,
+            users=users.get(identifier, 0),
             board=device.chips[0].board,
             tray=device.chips[0].tray,
             numa_nodes=frozenset(device.numa_nodes or (None,)),
         )
-        for position, (identifier, device) in enumerate(resource.devices.items())
+        for position, (identifier, device) in enumerate(devices.items())
     ]
     search = _Search([place for place in places if place.identifier not in free], size)
     chosen = search.host([place for place in places if place.identifier in free])[size]
@@ -1057,11 +1291,12 @@ class _Search:
         return _with_fee(self._joined(map(self._board, boards)), fee)
 
     def _board(self, places: Sequence[Place]) -> BySize:
-        """Within a board all devices are equal but for their addresses: the musts, then the lowest."""
+        """Within a board devices differ by users and addresses only: the musts, then the freest, then the lowest."""
         least = sum(place.must for place in places)
-        in_order = sorted(places, key=lambda place: (not place.must, -place.bit))
-        numbers = itertools.accumulate((place.bit for place in in_order), initial=0)
-        costs = [Cost(addresses=-number) if count >= least else IMPOSSIBLE for count, number in enumerate(numbers)]
+        in_order = sorted(places, key=lambda place: (not place.must, place.users, -place.bit))
+        single = (Cost(users=place.users, addresses=-place.bit) for place in in_order)
+        costs: BySize = list(itertools.accumulate(single, Cost.and_also, initial=Cost()))
+        costs[:least] = [IMPOSSIBLE] * least
         return _with_fee(costs, Cost(boards=1, whole_boards=places[0].board not in self._broken_boards))
 
     def _joined(self, parts: Iterable[BySize]) -> BySize:
@@ -1132,6 +1367,14 @@ def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
 
 def default_mounts(settings: Settings) -> tuple[Mount, ...]:
     return tuple(Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in ("hugepages-1G", "hugepages"))
+
+
+def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
+    """What containers on shared devices get as their /dev/shm: tt-umd's locks are there, by which users take turns."""
+    if not resource.replicas or not sharing.lock_dir:
+        return None
+    joined = sharing.lock_dir == "/dev/shm"  # with the host's own processes
+    return sharing.lock_dir if joined else f"{sharing.lock_dir}/{resource.name.partition('/')[2]}"
 
 
 def container_edits(
@@ -1215,6 +1458,11 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
         raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
     if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
+    if resource.one_each and (greedy := next((ids for ids in containers if len(ids) > 1), None)):
+        reason = (
+            f"{len(greedy)} of {resource.name} for one container: each is a share of a device, two are no more of it"
+        )
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
     for identifier in wanted:
         if fault := resource.devices[identifier].reason:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
@@ -1361,6 +1609,7 @@ CHANNEL_OPTIONS = (
     # Subchannels are shared between channels by default, and with them the back-off from a dead kubelet's socket.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
 )
 
 
@@ -1515,7 +1764,7 @@ class KubeletSession:
                     raise RegistrationError(f"kubelet has not answered within {REGISTER_TIMEOUT:g} s") from None
                 reason = " ".join((error.details() or error.code().name).split())
                 raise RegistrationError(f"kubelet refuses: {reason}") from None
-        log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.devices), "device"))
+        log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.distinct), "device"))
         self._tell(REGISTERED)
 
     async def _until_lost(self) -> NoReturn:
@@ -1590,6 +1839,76 @@ def surviving(what: str) -> Iterator[None]:
         yield
     except Exception:
         log.exception("internal error in %s; going on", what)
+
+
+# ======================================================================================================================
+#  OWNERS: who holds which chip, which the kubelet knows
+# ======================================================================================================================
+
+ASK_TIMEOUT = 1.0  # seconds
+ADMISSION = 10.0  # seconds after an allocation by which the kubelet lists the pod, or never will
+
+
+class Owners:
+    """The holders of chips: those that the kubelet lists, and those that it was answered about since."""
+
+    def __init__(self, stood_for: dict[str, dict[str, list[str]]]) -> None:
+        """stood_for: the PCI addresses of what was handed out last under an ID, by resource and ID."""
+        self.stood_for = stood_for
+        self._listed: list[Holder] = []
+        self._granted: dict[Holder, float] = {}  # and when
+        self._complained = False  # that the kubelet does not tell
+
+    def granted(self, resource: str, ids: Mapping[str, Device], now: float) -> None:
+        """These devices are being given to a pod, under these IDs."""
+        for identifier, device in ids.items():
+            chips = [chip.bdf for chip in device.chips]
+            if chips != [device.identifier]:  # an address stands for itself; an ordinal can be another chip's by then
+                self.stood_for.setdefault(resource, {})[device.identifier] = chips
+            self._granted[Holder(resource, identifier, "a pod that is being admitted")] = now
+
+    def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
+        """By PCI address; `now` by the same clock as that of `granted`."""
+        known = {(holder.resource, holder.identifier) for holder in self._listed}
+        fresh = [h for h, at in self._granted.items() if now - at < ADMISSION]
+        held: dict[str, list[Holder]] = {}
+        for holder in [*self._listed, *(h for h in fresh if (h.resource, h.identifier) not in known)]:
+            for bdf in self._chips_of(holder, chips):
+                held.setdefault(bdf, []).append(holder)
+        return held
+
+    def _chips_of(self, holder: Holder, chips: Mapping[str, Chip]) -> Collection[str]:
+        identifier = without_replica(holder.identifier)
+        if known := self.stood_for.get(holder.resource, {}).get(identifier):
+            return known
+        boards = (chip for chip in chips.values() if chip.board_chips > 1 and board_name(chip) == identifier)
+        return [chip.bdf for chip in boards] or [
+            chip.bdf for chip in chips.values() if identifier in (chip.bdf, asic_name(chip))
+        ]
+
+    async def ask(self, kubelet: str) -> str | None:
+        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does."""
+        if not listens(kubelet):
+            return ""
+        try:
+            async with grpc.aio.insecure_channel(f"unix:{kubelet}", options=CHANNEL_OPTIONS) as channel:
+                lister = pod_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
+                answer = await lister.List(pods.ListPodResourcesRequest(), timeout=ASK_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            reason = " ".join((error.details() or error.code().name).split())
+            if not self._complained:
+                log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
+            self._complained = True
+            return reason
+        self._complained = False
+        self._listed = [
+            Holder(devices.resource_name, identifier, f"{pod.namespace}/{pod.name}", container.name)
+            for pod in answer.pod_resources
+            for container in pod.containers
+            for devices in container.devices
+            for identifier in devices.device_ids
+        ]
+        return None
 
 
 # ======================================================================================================================
@@ -2121,30 +2440,52 @@ class OwnFile:
 
 
 class Memory:
-    """What outlives the daemon, in a file: JSON, the chips by PCI address; of this boot only."""
+    """What outlives the daemon, in a file: JSON; who the chips are, of this boot only, and what IDs have stood for."""
 
     def __init__(self, settings: Settings) -> None:
         self._path = f"{settings.state_dir}/state.json" if settings.state_dir else None
         self._file = OwnFile(self._path) if self._path else None
         self._boot = _read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self.chips: dict[str, dict[str, Any]] = {}  # by PCI address, as Fleet.memory has it
+        self.stood_for: dict[str, dict[str, list[str]]] = {}  # as Owners has it
+        with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):  # none, or garbage
+            with open(self._path or "", encoding="utf-8") as file:
+                content = json.load(file)
+            if content["boot"] == self._boot:
+                self.chips = {bdf: dict(chip) for bdf, chip in content["chips"].items()}
+            self.stood_for = {
+                resource: {identifier: [str(bdf) for bdf in bdfs] for identifier, bdfs in ids.items()}
+                for resource, ids in content["stood_for"].items()
+            }
 
-    def chips(self) -> dict[str, dict[str, Any]]:
-        """Nothing, where there is no file or none that can be used."""
-        with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
-            if self._path:
-                with open(self._path, encoding="utf-8") as file:
-                    content = json.load(file)
-                chips = content["chips"] if content["boot"] == self._boot else {}
-                return {bdf: dict(chip) for bdf, chip in chips.items()}
-        return {}
-
-    def keep(self, chips: Mapping[str, Mapping[str, Any]]) -> None:
+    def keep(self, chips: Mapping[str, Mapping[str, Any]], stood_for: Mapping[str, Mapping[str, list[str]]]) -> None:
         if self._file:
-            self._file.write(json.dumps({"boot": self._boot, "chips": chips}, indent=1))
+            content = {"boot": self._boot, "chips": chips, "stood_for": stood_for}
+            self._file.write(json.dumps(content, indent=1))
+
+
+def make_lock_directory(path: str) -> None:
+    """A directory in which everybody may make locks, and nobody remove another's. Raises OSError.
+
+    /dev/shm is everybody's: what somebody else has put there under the name is not used.
+    """
+    if path == "/dev/shm":
+        return
+    for directory in (os.path.dirname(path), path):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory)
+        status = os.lstat(directory)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is somebody else's", directory)
+    if stat.S_IMODE(status.st_mode) != 0o1777:
+        os.chmod(path, 0o1777)
 
 
 BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind to what is on the bus
 MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
+NEW_KUBELET_PAUSE = 0.05  # seconds for which a kubelet that starts is left alone with the registrations
+
+Offer = tuple[str, str, str, int]  # a chip's PCI address, and the resource, ID and replicas under which it is offered
 THOROUGH = 12  # every so many polls everything is read again, a minute by default
 
 
@@ -2162,7 +2503,8 @@ class Daemon:
         """load: reads the configuration again, for SIGHUP. uevents, trusted: where kernel events come from."""
         self.settings = settings
         self.memory = Memory(settings)
-        self.fleet = Fleet(self.memory.chips())
+        self.fleet = Fleet(self.memory.chips)
+        self.owners = Owners(self.memory.stood_for)
         self.sessions: dict[str, KubeletSession] = {}
         self._load = load
         self._manager = manager
@@ -2171,6 +2513,10 @@ class Daemon:
         self._refused = ""  # why the configuration on disk is not the one in force
         self._serving = False  # the first look at every chip is done
         self._published = -1  # the fleet's version that the kubelet knows
+        self._settled: set[Offer] | None = None  # what is offered with the kubelet asked; None: it was asked just now
+        self._asking: asyncio.Task[None] | None = None
+        self._held: dict[tuple[str, str], str] = {}  # who holds what under another name, which was logged
+        self._kubelet = socket_identity(f"{settings.device_plugin_dir}/{KUBELET_SOCKET}")  # the last one that was asked
         self._polls = 0
         self._stop = asyncio.Event()
         self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
@@ -2213,6 +2559,7 @@ class Daemon:
         self._read(self.fleet.observe(self.settings))
         while not self._readers.is_settled():
             await self._news(math.inf)
+        await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
         self.publish_changes()
         version = driver_version(self.settings)
@@ -2277,8 +2624,9 @@ class Daemon:
             Request(chip.function, None if thorough else chip.telemetry, periodic=True) for chip in present
         )
         self._watch.check()
-        for session in self.sessions.values():
-            session.check_sockets()
+        self._directory_changed((), ())
+        if any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct):
+            self._ask_kubelet()
         self.publish_changes()
 
     def _read(self, functions: Iterable[PciFunction]) -> None:
@@ -2290,8 +2638,14 @@ class Daemon:
         if not self._serving or self._published == self.fleet.version:
             return
         self._published = self.fleet.version
-        self.memory.keep(self.fleet.memory())
-        wanted = resources([chip for chip in self.fleet.chips.values() if chip.listed], self.settings)
+        self.memory.keep(self.fleet.memory(), self.owners.stood_for)
+        wanted = self._settled_resources()
+        self._log_holders(wanted.values())
+        for resource in wanted.values():
+            if locks := lock_directory(self.settings.sharing, resource):
+                # After a reboot containers start with the old answer: what it names has to be there.
+                with surviving(f"making {locks}"):
+                    make_lock_directory(locks)
         for name in self.sessions.keys() - wanted.keys():
             log.info("%s: no device is of this resource any longer", name)
             session = self.sessions.pop(name)
@@ -2308,17 +2662,80 @@ class Daemon:
                 self.sessions[name].start()
         self._show_status()
 
+    def _settled_resources(self) -> dict[str, Resource]:
+        """As they can be published: no chip is offered under another name before the kubelet has said who holds it."""
+        chips = [chip for chip in self.fleet.chips.values() if chip.listed]
+        holders = self.owners.holders(self.fleet.chips, time.monotonic())
+        wanted = resources(chips, self.settings, holders)
+        offers = {
+            (chip.bdf, resource.name, device.identifier, resource.replicas)
+            for resource in wanted.values()
+            for device in resource.distinct
+            for chip in device.chips
+        }
+        self._settled = offers if self._settled is None else self._settled & offers
+        if new := offers - self._settled:
+            if not listens(self.settings.pod_resources_socket):
+                self._settled |= new
+                return wanted
+            self._ask_kubelet(new)
+            return resources(chips, self.settings, holders, {bdf for bdf, *_ in new})
+        return wanted
+
+    def _log_holders(self, wanted: Iterable[Resource]) -> None:
+        """Who holds what under another name than it has now, when that begins and when it ends."""
+        held = {(r.name, d.identifier): d.held for r in wanted for d in r.distinct if d.held and d.held != ASKING}
+        for (resource, identifier), holder in held.items():
+            if self._held.get((resource, identifier)) != holder:
+                log.warning("%s %s: unhealthy: %s", resource, identifier, holder)
+        for resource, identifier in self._held.keys() - held.keys():
+            log.info("%s %s: nobody holds it under another name any longer", resource, identifier)
+        self._held = held
+
+    def _ask_kubelet(self, new: Collection[Offer] = (), *, after: float = 0.0) -> None:
+        """Learn who holds what, and publish what follows from it. new: offers that wait for the answer."""
+
+        async def ask() -> None:
+            await asyncio.sleep(after)
+            deadline = time.monotonic() + ASK_TIMEOUT
+            while (reason := await self.owners.ask(self.settings.pod_resources_socket)) == "" and after:
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(after)  # a kubelet that starts serves this later than it takes registrations
+            if reason and new:
+                log.warning("whether pods still hold what is offered anew cannot be known: %s", reason)
+            if self._settled is not None:
+                self._settled |= set(new)
+            self._published = -1
+            self.publish_changes()
+
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(ask())
+
     async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
+        if self._asking and not self._asking.done():
+            await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
         mounts = await self._existing_mounts()
-        check_allocation(plugin.resource, containers)
-        chosen = [[plugin.resource.devices[identifier] for identifier in container] for container in containers]
-        for device in itertools.chain.from_iterable(chosen):
+        resource = plugin.resource
+        check_allocation(resource, containers)
+        chosen = [{identifier: resource.devices[identifier] for identifier in container} for container in containers]
+        for device in itertools.chain.from_iterable(ids.values() for ids in chosen):
             for chip in device.chips:
                 if fault := node_fault_now(chip.function):  # the news of it is under way
                     reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
                     raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if locks := lock_directory(self.settings.sharing, resource):
+            mounts = (*mounts, Mount(locks, "/dev/shm"))
+            try:
+                make_lock_directory(locks)
+            except OSError as error:
+                reason = f"no directory for the locks of {resource.name}: {error.filename}: {error.strerror}"
+                raise Refusal(grpc.StatusCode.UNAVAILABLE, reason) from None
+        for ids in chosen:
+            self.owners.granted(resource.name, ids, time.monotonic())
+        self.memory.keep(self.fleet.memory(), self.owners.stood_for)
         path = functools.partial(node_path, self.settings)
-        return [container_edits(devices, self.settings.visible_devices, mounts, path) for devices in chosen]
+        return [container_edits(ids.values(), self.settings.visible_devices, mounts, path) for ids in chosen]
 
     async def _existing_mounts(self) -> tuple[Mount, ...]:
         """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
@@ -2377,6 +2794,10 @@ class Daemon:
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
+        kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
+        if self._serving and kubelet not in (None, self._kubelet):
+            self._kubelet = kubelet
+            self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
 
@@ -2395,9 +2816,10 @@ def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
         return "no Tenstorrent device on this node; waiting for one"
     counts = []
     for resource, _ in listed:
-        reasons = [f"{name}: {device.reason}" for name, device in resource.devices.items() if device.reason]
+        reasons = [f"{device.identifier}: {device.reason}" for device in resource.distinct if device.reason]
         unhealthy = f" ({reasons[0]}{', …' if len(reasons) > 1 else ''})" if reasons else ""
-        counts.append(f"{len(resource.devices)} × {resource.name}, {resource.healthy} healthy{unhealthy}")
+        shared = f", shared by {resource.replicas}" if resource.replicas else ""
+        counts.append(f"{len(resource.distinct)} × {resource.name}{shared}, {resource.healthy} healthy{unhealthy}")
     states = {state for _, state in listed}
     if len(states) > 1:
         states = {f"{resource.name} {state}" for resource, state in listed if state != REGISTERED}
@@ -2494,7 +2916,7 @@ async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
 
 async def survey(settings: Settings) -> Fleet:
     """The node's chips, asked twice, one second apart: a heartbeat that stands still shows only then."""
-    fleet = Fleet(Memory(settings).chips())
+    fleet = Fleet(Memory(settings).chips)
     told = asyncio.Event()
     rules = replace(settings.health, heartbeat_misses=1)
 
@@ -2521,7 +2943,7 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
     fleet = asyncio.run(survey(settings))
     rows = [
         _row(identifier, device.chips[0], resource.name)
-        for resource in resources(list(fleet.chips.values()), settings).values()
+        for resource in resources(list(fleet.chips.values()), settings, {}).values()
         for identifier, device in resource.devices.items()
     ]
     rows.sort(key=lambda row: address(str(row["bdf"])))

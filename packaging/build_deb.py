@@ -20,6 +20,7 @@ from build_pyz import BUILD, TOP
 # What the package installs, and where dpkg-buildpackage gets it from; the rest of packaging/deb is debian/.
 BESIDE = {
     "tt-device-plugin": "bin/tt-device-plugin",
+    "back-off": "back-off",
     "config.toml": "config.toml",
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
@@ -44,9 +45,11 @@ def main() -> int:
     for name, place in BESIDE.items():
         (source / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TOP / "packaging/deb" / name, source / place)
-    (source / "bin/tt-device-plugin").chmod(0o755)
-    shutil.copy(TOP / "packaging/systemd/tt-device-plugin.service", source / "debian/tt-device-plugin.service")
-    shutil.copy(TOP / "packaging/systemd/kubelet-dir.conf", source / "kubelet-dir.conf")
+    for script in ("bin/tt-device-plugin", "back-off"):
+        (source / script).chmod(0o755)
+    shutil.copytree(TOP / "packaging/systemd", source / "systemd")
+    for unit in ("tt-device-plugin.service", "tt-device-plugin-metrics.socket"):
+        (source / "systemd" / unit).rename(source / "debian" / unit)
     epoch = {**os.environ, "SOURCE_DATE_EPOCH": str(build_pyz.source_date_epoch())}
     build = [sys.executable, str(TOP / "packaging/build_pyz.py"), "--arch", options.arch]
     subprocess.run([*build, "--output", str(source / "tt-device-plugin.pyz")], check=True, env=epoch)

@@ -5,8 +5,8 @@
     build_pyz.py --lock                                 writes the hashes of all files into shiv.toml
 
 The wheels are chosen, not compiled: any machine can build for any architecture. The same commit gives the same bytes,
-wherever and whenever it is built: modes and times are fixed, and what shiv takes in the file system's order is sorted
-here.
+wherever and whenever it is built: modes and times are fixed. shiv packs; what starts the packed program is start.py and
+extract.py beside this file.
 """
 
 from __future__ import annotations
@@ -186,28 +186,41 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
     from shiv.bootstrap.environment import Environment  # type: ignore[import-not-found]
 
     assert __version__ == settings["build"]["shiv"]
-    bootstrap = Path(builder.__file__).parent / "bootstrap"
-    shutil.copyfile(TOP / "packaging/start.py", bootstrap / "start.py")
-    files = sorted(path for path in bootstrap.glob("*.py"))
-    for path in files:
-        path.chmod(0o644)
-    builder.iter_package_files = lambda package: [(path, path.name) for path in files]
+    packed = sorted(path for path in tree.rglob("*") if path.is_file())
+    contents = "".join(f"{path.relative_to(tree)} {_sha256(path.read_bytes())}\n" for path in packed)
+    build_id = _sha256(contents.encode())[:16]
+    abis = sorted(path.name.split(".")[1] for path in tree.glob("grpc/_cython/cygrpc.*.so"))
+    bootstrap = BUILD / "bootstrap"
+    shutil.rmtree(bootstrap, ignore_errors=True)
+    bootstrap.mkdir(parents=True)
+    for name, text in bootstrap_files(build_id, settings["entry-point"], abis).items():
+        (bootstrap / name).write_text(text)
+        (bootstrap / name).chmod(0o644)
+    builder.iter_package_files = lambda package: [(path, path.name) for path in sorted(bootstrap.iterdir())]
     environment = Environment(
         built_at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(source_date_epoch())),
+        build_id=build_id,
         entry_point=settings["entry-point"],
         shiv_version=__version__,
-        compile_pyc=False,  # Python compiles what is imported, and the package's installation everything
         reproducible=True,
-        no_modify=True,
     )
-    packed = sorted(path for path in tree.rglob("*") if path.is_file())
-    environment.hashes = {str(path.relative_to(tree)): _sha256(path.read_bytes()) for path in packed}
     half = output.with_suffix(".tmp")
     builder.create_archive(
         [tree], target=half, interpreter="/usr/bin/python3", main="_bootstrap.start:start", env=environment
     )
     half.chmod(0o755)
     half.rename(output)
+
+
+def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dict[str, str]:
+    """What starts the packed program, in place of shiv's own bootstrap: files of the package `_bootstrap`."""
+    module, _, function = entry_point.partition(":")
+    constants = {"BUILD": build_id, "MODULE": module, "FUNCTION": function, "ABIS": tuple(abis)}
+    return {
+        "__init__.py": "",
+        "packed.py": "".join(f"{name} = {value!r}\n" for name, value in constants.items()),
+        **{name: (TOP / "packaging" / name).read_text() for name in ("start.py", "extract.py")},
+    }
 
 
 def source_date_epoch() -> int:

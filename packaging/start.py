@@ -1,79 +1,112 @@
-"""Starts the zipapp, which holds this file beside shiv's bootstrap: never runs a tree that is not what was packed.
+"""Starts the program in the zipapp that holds this file, as `_bootstrap.start`.
 
-shiv extracts the packed tree once, under a lock and with a rename at the end, and from then on uses whatever is there.
-Its own check (--no-modify) sees changed Python sources, but neither missing files nor extension modules. The one here
-takes its place and sees them all. A tree that is damaged, by a crash before the disk had it or by hand, is said to be
-so and extracted anew; where that does not help, the program does not start (status 78).
+An extension module cannot be loaded from a zip, so the first start extracts what this Python needs (extract.py). Each
+start after that is only what stands here: it compares the tree's sizes, times and inode numbers with those that were
+noted when every content was known to be right, and goes on in the same interpreter. So nothing is imported here that
+the program would not import itself: zipfile, hashlib and what comes with them would stay in its memory for good.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import os
+import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
+from typing import NoReturn
 
-import _bootstrap  # type: ignore[import-not-found]
+from . import packed
 
-_umask = 0o022  # the caller's
-
-
-def damage(tree: Path, hashes: Mapping[str, str]) -> str | None:
-    """The first file that is not as it was packed, in words. Other Pythons' extension modules only have to be there."""
-    for name, digest in hashes.items():
-        path = tree / name
-        try:
-            if path.suffix == ".so" and not is_ours(path):
-                path.stat()
-            elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-                return f"{path} is not what was packed"
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-    for path in tree.rglob("*"):
-        if path.suffix in (".py", ".so", ".pth") and str(path.relative_to(tree)) not in hashes:
-            return f"{path} was not packed"
-    return None
+ARCHIVE: str = __loader__.archive  # type: ignore[name-defined]
+ABI = EXTENSION_SUFFIXES[0].split(".")[1]  # "cpython-311-x86_64-linux-gnu"
+TREE = f"{packed.BUILD}-{ABI}"  # each build and each Python has its own
+STAMP = "stamp"  # in the tree: the number of files and directories, and for each a line with mark, digest and path
+CHECKED = "TTDP_CHECKED_TREE"  # tells the next process that a tree was checked in full
 
 
-def is_ours(library: Path) -> bool:
-    """Whether this Python would load the extension module, by its name."""
-    return library.name[library.name.index(".") :] in EXTENSION_SUFFIXES
+def start() -> NoReturn:
+    sys.dont_write_bytecode = True  # the tree stays as it was noted
+    checked = os.environ.pop(CHECKED, None)
+    for root in roots():
+        tree = f"{root}/{TREE}"
+        if tree == checked or is_as_noted(tree):
+            run(tree)
+    from . import extract
+
+    extract.prepare()
 
 
-def ensure_as_packed(tree: Path, hashes: Mapping[str, str]) -> None:
-    """shiv calls this before it imports anything from the tree."""
-    for library in (name for name in hashes if "/cygrpc." in name):
-        if is_ours(Path(library)):
-            break
-    else:
-        sys.exit(give_up(f"nothing is packed for Python {sys.version_info[0]}.{sys.version_info[1]} on this machine"))
-    if fault := damage(tree, hashes):
-        say(f"the extracted program is damaged: {fault}; extracting it anew")
-        try:
-            with _bootstrap.current_zipfile() as archive:
-                _bootstrap.extract_site_packages(archive, tree.parent, force=True)
-            fault = damage(tree, hashes)
-        except OSError as error:
-            fault = f"{error.filename}: {error.strerror}"
-        if fault:
-            sys.exit(give_up(f"{fault}; make room and run as root: rm -r {tree.parent}"))
-    os.umask(_umask)
+def roots() -> Iterator[str]:
+    """Where the tree can be: in $SHIV_ROOT, which the package sets; else in a directory of the user's own."""
+    if root := os.environ.get("SHIV_ROOT"):
+        yield root
+        return
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = [f"{cache}/tt-device-plugin"]
+    for temporary in (os.environ.get("TMPDIR", "/tmp"), "/var/tmp"):
+        places.append(f"{temporary}/tt-device-plugin-{os.geteuid()}")
+    yield from (place for place in places if os.path.isabs(place) and is_private(place))
 
 
-def say(text: str, priority: int = 4) -> None:
-    """A line on stderr, with its priority where the journal may read it."""
-    print(f"<{priority}>{text}" if "JOURNAL_STREAM" in os.environ else text, file=sys.stderr)
+def is_private(directory: str) -> bool:
+    """Whether nobody else can have put something there. True while there is nothing."""
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return True
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def give_up(text: str) -> int:
+def is_as_noted(tree: str) -> bool:
+    """Whether all that the stamp names is as it was. A directory's time changes with its entries."""
+    try:
+        return all(line.startswith(mark(f"{tree}/{path_in(line)}")) for line in lines_of_stamp(tree))
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def lines_of_stamp(tree: str) -> list[str]:
+    """One for each file and directory. Raises OSError or ValueError."""
+    with open(f"{tree}/{STAMP}") as stamp:
+        number, *lines = stamp.read().splitlines() or [""]
+    if number != str(len(lines)):
+        raise ValueError(f"{STAMP} is not complete")
+    return lines
+
+
+def path_in(line: str) -> str:
+    return line.split(" ", 4)[4]
+
+
+def mark(path: str) -> str:
+    """What tells a file from a changed one without reading it."""
+    found = os.lstat(path)
+    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns} "
+
+
+def run(tree: str) -> NoReturn:
+    sys.path[:] = [f"{tree}/site-packages", *(place for place in sys.path if place != ARCHIVE)]
+    try:
+        program = importlib.import_module(packed.MODULE)
+    except (ImportError, OSError) as error:
+        give_up(f"{tree} {'is mounted noexec' if is_noexec(tree) else f'cannot be loaded: {error}'}")
+    sys.exit(getattr(program, packed.FUNCTION)())
+
+
+def is_noexec(path: str) -> bool:
+    """Whether no extension module can be loaded from there."""
+    return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+
+
+def say(text: str, priority: int) -> None:
+    """A line on stderr, with its priority if that is the journal."""
+    stderr = os.fstat(2)
+    is_journal = os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}"
+    print(f"<{priority}>{text}" if is_journal else f"tt-device-plugin: {text}", file=sys.stderr)
+
+
+def give_up(text: str) -> NoReturn:
+    """Ends the process with the status after which systemd does not try again."""
     say(text, priority=3)
-    return 78
-
-
-def start() -> None:
-    global _umask
-    _umask = os.umask(0o022)  # what root extracts, every user may run
-    _bootstrap.ensure_no_modify = ensure_as_packed
-    _bootstrap.bootstrap()
+    sys.exit(78)

@@ -19,7 +19,17 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.world.processes import finished
-from ttdp import OPTIONS, ConfigError, HealthSettings, Mount, Option, Settings, load_settings
+from ttdp import (
+    OPTIONS,
+    ConfigError,
+    HealthSettings,
+    Mount,
+    Option,
+    Settings,
+    SharedResource,
+    Sharing,
+    load_settings,
+)
 
 PROGRAM = Path(ttdp.__file__)
 unhurried = hypothesis_settings(deadline=None)
@@ -28,7 +38,9 @@ unhurried = hypothesis_settings(deadline=None)
 DEFAULTS: dict[str, Any] = {
     "device_plugin_dir": "/var/lib/kubelet/device-plugins", "sysfs_root": "/sys", "dev_root": "/dev",
     "proc_root": "/proc", "resource_domain": "tenstorrent.com", "resource_naming": "board",
-    "device_id_strategy": "bdf", "visible_devices": "bdf", "fail_on_init_error": False, "log_level": "info",
+    "device_id_strategy": "bdf", "visible_devices": "bdf", "unit": "chip",
+    "pod_resources_socket": "/var/lib/kubelet/pod-resources/kubelet.sock", "fail_on_init_error": False,
+    "log_level": "info",
 }  # fmt: skip
 
 # Values for file, environment and flag. Each differs from the default where it can, and from the next one always.
@@ -41,6 +53,8 @@ SAMPLES: dict[str, tuple[str, str, str]] = {
     "resource_naming": ("card", "arch", "card"),
     "device_id_strategy": ("asic", "index", "asic"),
     "visible_devices": ("index", "none", "index"),
+    "unit": ("board", "chip", "board"),
+    "pod_resources_socket": ("/file/pods.sock", "/variable/pods.sock", "/flag/pods.sock"),
     "fail_on_init_error": ("true", "false", "true"),
     "log_level": ("error", "warning", "debug"),
 }
@@ -59,6 +73,8 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "resource_naming": (["", "cards", "BOARD", " board"], ["board", "card", "arch"]),
     "device_id_strategy": (["", "uuid", "bdf "], ["bdf", "asic", "index"]),
     "visible_devices": (["", "all", "0"], ["bdf", "index", "none"]),
+    "unit": (["", "tray", "chips"], ["chip", "board"]),
+    "pod_resources_socket": (["", "/" + "x" * 107], ["path"]),
     "fail_on_init_error": (["", "maybe", "2", "tru"], ["true", "yes", "on", "1", "false", "no", "off", "0"]),
     "log_level": (["", "verbose", "INFO", "10"], ["debug", "info", "warning", "error"]),
 }  # fmt: skip
@@ -69,6 +85,8 @@ def toml(value: object) -> str:
     """A value as TOML: strings, booleans, numbers."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, str):
         return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value) + '"'
     return repr(value)
@@ -213,7 +231,8 @@ def test_a_value_of_the_wrong_type_is_named(option: Option, value: str, tmp_path
         value = '"true"' if option.is_switch else "true"
     line = refusal_of_file(tmp_path, f"{option.key} = {value}")
     assert line.startswith(option.key)
-    assert line.endswith("must be true or false" if option.is_switch else "must be a string")
+    words = ["true or false"] if option.is_switch else WRONG[option.key][1]
+    assert all(word in line.partition("must be")[2] for word in words)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +242,9 @@ def test_a_value_of_the_wrong_type_is_named(option: Option, value: str, tmp_path
         ("config_file = '/x'", "config_file", "resource_domain"),
         ("[health]\nintervall = 1", "intervall", "interval, temperature_limit, heartbeat_misses, trip_holdoff"),
         ("[[mounts]]\nhost = '/x'\nreadonly = true", "readonly", "host, container, read_only"),
-        ("[options]\nx = 1", "options", "health, mounts"),
+        ("[options]\nx = 1", "options", "health, sharing, mounts"),
+        ("[sharing]\nreplicas = 2", "replicas", "lock_dir, resources"),
+        ("[[sharing.resources]]\nname = 'n300'\nreplicas = 2\nnumber = 4", "number", "replicas, rename, devices"),
         ('"two\\nlines" = 1', "two", "log_level"),
         ('[health]\n"two\\nlines" = 1', "two", "interval"),
     ],
@@ -278,7 +299,6 @@ def test_a_mount_needs_a_host_path_only() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[[mounts]]\ncontainer = '/x'", "mounts host None"),
         ("[[mounts]]\nhost = 'x'", "mounts host 'x'"),
         ("[[mounts]]\nhost = ''", "mounts host ''"),
         ("[[mounts]]\nhost = 1", "mounts host 1"),
@@ -302,6 +322,94 @@ def test_a_wrong_mount_or_section_is_named(text: str, named: str, tmp_path: Path
     """Paths have to be absolute, no two mounts may have one place, and a section has to be one."""
     source, must_be, _ = refusal_of_file(tmp_path, text).partition("must be")
     assert must_be and all(word in source for word in named.split())
+
+
+SHARED = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
+
+
+def test_what_is_shared_has_a_name_and_replicas_and_the_rest_has_its_default() -> None:
+    """The domain may be left out of names; devices are all, a number, or named by address, ID or ordinal."""
+    text = f"""
+        {SHARED}
+        [[sharing.resources]]
+        name = "tenstorrent.com/p300"
+        replicas = 2
+        rename = "tenstorrent.com/p300-half"
+        devices = ["0000:03:00.0", 3]
+        [[sharing.resources]]
+        name = "p150"
+        replicas = 100
+        rename = "p150.many"
+        devices = 2
+    """
+    assert from_file(text).sharing == Sharing(
+        resources=(
+            SharedResource("n300", 4),
+            SharedResource("p300", 2, "p300-half", ("0000:03:00.0", "3")),
+            SharedResource("p150", 100, "p150.many", 2),
+        )
+    )
+    assert Sharing() == Sharing(False, True, "/dev/shm/tt-device-plugin", ())
+    assert from_file("[sharing]\nlock_dir = ''\nrename_by_default = true").sharing == Sharing(True, lock_dir="")
+
+
+def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
+    """By an entry's own name, or all of them with `.shared`."""
+    plain, named = SharedResource("n300", 4), SharedResource("n300", 4, "quarter")
+    assert [Sharing().shared_name(entry) for entry in (plain, named)] == ["n300", "quarter"]
+    assert [Sharing(rename_by_default=True).shared_name(e) for e in (plain, named)] == ["n300.shared", "quarter"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SHARED.replace("4", "1"), ["replicas: 1", "from 2 to 100"]),
+        (SHARED.replace("4", "101"), ["replicas: 101", "from 2 to 100"]),
+        (SHARED.replace("4", "2.0"), ["replicas: 2.0", "whole number"]),
+        (SHARED.replace("4", "true"), ["replicas: true"]),
+        ("[[sharing.resources]]\nname = 'n300'", ["replicas is missing"]),
+        ("[[sharing.resources]]\nreplicas = 2", ["name is missing"]),
+        (SHARED.replace("n300", "a/b/c"), ["name: 'a/b/c'", "name of a resource"]),
+        (SHARED.replace("n300", "-x"), ["name: '-x'", "name of a resource"]),
+        (SHARED.replace("'n300'", "5"), ["name: 5"]),
+        (SHARED.replace("n300", "example.org/n300"), ["example.org/n300", "domain is not tenstorrent.com"]),
+        (SHARED + "rename = 'example.org/x'", ["example.org/x", "domain is not tenstorrent.com"]),
+        (SHARED + "rename = 'n150'", ["n150 can be another resource's name"]),
+        (SHARED + "rename = 'p300-board'", ["p300-board can be another resource's name"]),
+        (SHARED + "rename = 'wormhole'", ["wormhole can be another resource's name"]),
+        (SHARED + "rename = '" + "x" * 64 + "'", ["rename", "name of a resource"]),
+        ("[sharing]\nrename_by_default = true\n" + SHARED.replace("n300", "x" * 60), ["63 characters"]),
+        (SHARED + SHARED, ["n300 is the name of two entries"]),
+        (SHARED + "rename = 'a'\n" + SHARED + "rename = 'a'", ["a is the name of two entries"]),
+        (SHARED + "rename = 'a'\n" + SHARED + "rename = 'b'", ["every device is selected twice"]),
+        (SHARED + "rename = 'a'\ndevices = 2\n" + SHARED + "rename = 'b'", ["every device is selected twice"]),
+        (SHARED + "rename = 'a'\ndevices = [1, 2]\n" + SHARED + "rename = 'b'\ndevices = ['2']",
+         ["2 is selected twice"]),
+        (SHARED + "devices = 2", ["n300: a selection of its devices needs a name of its own"]),
+        (SHARED + "devices = ['0000:01:00.0']", ["a selection of its devices needs a name of its own"]),
+        (SHARED + "devices = 0", ["devices: 0", '"all", a number']),
+        (SHARED + "devices = []", ["devices: []"]),
+        (SHARED + "devices = 'some'", ["devices: 'some'"]),
+        (SHARED + "devices = [1.5]", ["devices: [1.5]"]),
+        (SHARED + "memory_gb = 4", ["memory_gb", "left out", "turns", "memory"]),
+        (SHARED + "mps = true", ["mps", "left out", "turns"]),
+        ("[sharing]\nlock_dir = 5", ["lock_dir: 5", "path of a directory"]),
+        ("sharing = true", ["sharing: true", "a table: [sharing]"]),
+        ("[sharing]\nresources = 'n300'", ["sharing.resources: 'n300'", "tables: [[sharing.resources]]"]),
+    ],
+)  # fmt: skip
+def test_sharing_that_cannot_be_has_a_sentence_of_its_own(text: str, words: list[str], tmp_path: Path) -> None:
+    """What is missing, what contradicts what, and what exists for other hardware only."""
+    line = refusal_of_file(tmp_path, text)
+    assert all(word in line for word in words)
+
+
+def test_a_name_of_another_domain_is_right_where_that_is_the_domain(tmp_path: Path) -> None:
+    """Wherever the domain comes from: the file, the environment or a flag."""
+    file = tmp_path / "config.toml"
+    file.write_text(SHARED.replace("n300", "example.org/n300"))
+    flags = {"config_file": str(file), "resource_domain": "example.org"}
+    assert load_settings(flags, {}).sharing.resources == (SharedResource("n300", 4),)
 
 
 @pytest.mark.parametrize(
@@ -401,14 +509,30 @@ def as_toml(settings: Settings) -> str:
     text = [f"{key} = {toml(getattr(settings, key))}" for key in DEFAULTS]
     health = {f.name: getattr(settings.health, f.name) for f in fields(HealthSettings)}
     text += ["[health]", *(f"{key} = {toml(value)}" for key, value in health.items() if value is not None)]
+    sharing = settings.sharing
+    text += ["[sharing]", *(f"{f.name} = {toml(getattr(sharing, f.name))}" for f in fields(Sharing)[:3])]
+    for entry in sharing.resources:
+        shown = {f.name: getattr(entry, f.name) for f in fields(SharedResource)}
+        shown["devices"] = list(entry.devices) if isinstance(entry.devices, tuple) else entry.devices
+        text += ["[[sharing.resources]]", *(f"{k} = {toml(v)}" for k, v in shown.items() if v is not None)]
     for mount in settings.mounts or ():
         text += ["[[mounts]]", *(f"{f.name} = {toml(getattr(mount, f.name))}" for f in fields(Mount))]
     return "\n".join(["mounts = []", *text] if settings.mounts == () else text)
 
 
+def contradicts_itself(sharing: Sharing) -> bool:
+    entries = sharing.resources
+    return any(ttdp._contradiction(sharing, entry, entries[:number]) for number, entry in enumerate(entries))
+
+
 paths = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12
 ).map(lambda text: os.path.abspath("/" + text.lstrip("/")))  # fmt: skip
+shared_resources = st.builds(
+    SharedResource, st.sampled_from(["n150", "n300", "p150", "p300-board"]), st.integers(2, 100),
+    st.none() | st.sampled_from(["one", "two"]),
+    st.just("all") | st.integers(1, 9) | st.sets(st.sampled_from(["0000:01:00.0", "0", "7"]), min_size=1).map(tuple),
+)  # fmt: skip
 seconds = st.floats(0.1, 3600) | st.integers(1, 3600)
 mount_lists = st.lists(st.builds(Mount, paths, paths, st.booleans()), max_size=3, unique_by=lambda m: m.container)
 whole = st.builds(
@@ -417,10 +541,15 @@ whole = st.builds(
     resource_naming=st.sampled_from(["board", "card", "arch"]),
     device_id_strategy=st.sampled_from(["bdf", "asic", "index"]),
     visible_devices=st.sampled_from(["bdf", "index", "none"]),
+    unit=st.sampled_from(["chip", "board"]),
+    pod_resources_socket=paths,
     fail_on_init_error=st.booleans(),
     log_level=st.sampled_from(["debug", "info", "warning", "error"]),
     health=st.builds(HealthSettings, seconds, st.none() | st.floats(1, 200), st.integers(1, 99), st.floats(0, 1e9)),
     mounts=st.none() | mount_lists.map(tuple),
+    sharing=st.builds(
+        Sharing, st.booleans(), st.booleans(), st.just("") | paths, st.lists(shared_resources, max_size=2).map(tuple)
+    ).filter(lambda sharing: not contradicts_itself(sharing)),
 )  # fmt: skip
 
 

@@ -402,7 +402,7 @@ async def test_a_memory_of_garbage_or_of_another_boot_is_none(
     daemon = await start(interval=3600, state_dir=str(short_tmp))
     await ready(daemon)
     assert daemon.chip(chip.bdf).health.fault is None
-    assert ttdp.Memory(daemon.settings).chips()[chip.bdf]["serial"] == daemon.chip(chip.bdf).serial
+    assert ttdp.Memory(daemon.settings).chips[chip.bdf]["serial"] == daemon.chip(chip.bdf).serial
 
 
 async def test_a_state_directory_that_is_full_is_a_line_and_no_more(

@@ -172,7 +172,7 @@ def test_the_resources_of_a_capture_are_named_after_its_cards(captured: tuple[st
         ("card", lambda f: f.card),
         ("arch", lambda f: f.arch),
     ):
-        listed = ttdp.resources(found, settings(node, resource_naming=naming))
+        listed = ttdp.resources(found, settings(node, resource_naming=naming), {})
         assert {resource: list(listed[resource].devices) for resource in listed} == {
             f"tenstorrent.com/{wanted}": [f.bdf for f in facts if name_of(f) == wanted]
             for wanted in sorted({name_of(f) for f in facts})
@@ -246,7 +246,9 @@ def test_a_card_that_nobody_knows_is_its_architecture(node: SimulatedNode, subsy
     (device,) = devices(node).values()
     assert (device.card_type, device.board_type) == (None, "wormhole")
     for naming in ("board", "card", "arch"):
-        assert list(ttdp.resources([device], settings(node, resource_naming=naming))) == ["tenstorrent.com/wormhole"]
+        assert list(ttdp.resources([device], settings(node, resource_naming=naming), {})) == [
+            "tenstorrent.com/wormhole"
+        ]
 
 
 # -- chips that are dead, and garbage ----------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ def test_garbage_in_pci_attributes_never_raises(fuzzed: Chip, content: dict[str,
             fuzzed.restore(attribute)
     assert "0000:02:00.0" in scanned.functions and scanned.functions.keys() <= {"0000:01:00.0", "0000:02:00.0"}
     for resource in ttdp.resources(
-        [ttdp.Chip(chip) for chip in scanned.functions.values()], settings(fuzzed.node)
+        [ttdp.Chip(chip) for chip in scanned.functions.values()], settings(fuzzed.node), {}
     ).values():
         ttdp.device_list(resource)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 import time
@@ -289,6 +290,52 @@ def test_no_exchange_of_one_chip_betters_the_answer(question: tuple[Layout, list
     for out in set(chosen) - set(must):
         for into in set(available) - set(chosen):
             assert cost(layout, available, [into, *(place for place in chosen if place != out)]) > best
+
+
+# -- shared devices ----------------------------------------------------------------------------------------------------
+
+
+def shared(layout: Layout, replicas: int) -> Resource:
+    alone = resource(layout)
+    listed = {i: device for device in alone.devices.values() for i in ttdp.replica_ids(device.identifier, replicas)}
+    return Resource(alone.name, listed, replicas)
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> tuple[Layout, int, list[str], list[str], int]:
+    """A layout of few devices, how often each is shared, which replicas are available, musts, and a size."""
+    layout = draw(some(singles, boards, trays, most=4))
+    replicas = draw(st.integers(2, 3))
+    available = [identifier for identifier in shared(layout, replicas).devices if draw(st.integers(0, 3))]
+    must = [identifier for identifier in available if not draw(st.integers(0, 5))]
+    return layout, replicas, available, must, draw(st.integers(len(must), len(available)))
+
+
+@hypothesis_settings(deadline=None, max_examples=300)
+@given(shares())
+def test_shared_devices_are_distinct_then_the_least_used_then_neighbours(
+    question: tuple[Layout, int, list[str], list[str], int],
+) -> None:
+    """Against every set of replicas: as evenly spread as can be, over the freest, and of those the best neighbours."""
+    layout, replicas, available, must, size = question
+    found = ttdp.preferred_allocation(shared(layout, replicas), available, must, size)
+    assert len(set(found)) == size and set(must) <= set(found) <= set(available)
+    by_bdf = {place.bdf: place for place in layout}
+    users = {bdf: replicas - sum(i.startswith(f"{bdf}::") for i in available) for bdf in by_bdf}
+
+    def badness(chosen: Iterable[str]) -> tuple[object, ...]:
+        """How often devices are taken again, most often first; then users; then what neighbours are compared by."""
+        times = collections.Counter(identifier.partition("::")[0] for identifier in chosen)
+        rounds = sorted(times.values(), reverse=True)
+        last = [bdf for bdf, count in times.items() if count == max(times.values(), default=0)]
+        free = [place for place in layout if any(i.startswith(f"{place.bdf}::") for i in available)]
+        near = cost(layout, free, [by_bdf[bdf] for bdf in times]) if max(times.values(), default=0) == 1 else ()
+        return (rounds, sum(users[bdf] for bdf in last), *near)
+
+    sets = (
+        set(c) | set(must) for c in itertools.combinations([i for i in available if i not in must], size - len(must))
+    )
+    assert badness(found) == min(map(badness, sets))
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------
