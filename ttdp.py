@@ -2299,7 +2299,8 @@ class TelemetryReaders:
             elif not request.periodic or self._asked[bdf].function != request.function:
                 # So soon after the other reading its heartbeat proves nothing.
                 self._again[bdf] = request._replace(last=None, periodic=False)
-        self._attend()
+        if readings := self._attend():
+            self._loop.call_soon(self._deliver, readings)
 
     def seconds_under_way(self, bdf: str) -> float:
         """How long the read of a chip has been under way; 0 if there is none."""

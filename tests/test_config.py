@@ -404,7 +404,7 @@ def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
         (SHARED + "devices = [1.5]", ["devices: [1.5]"]),
         (SHARED + "memory_gb = 4", ["memory_gb", "left out", "turns", "memory"]),
         (SHARED + "mps = true", ["mps", "left out", "turns"]),
-        ("[sharing]\nlock_dir = 5", ["lock_dir: 5", "path of a directory"]),
+        ("[sharing]\nlock_dir = 5", ["lock_dir: 5", "a path, or empty"]),
         ("sharing = true", ["sharing: true", "a table: [sharing]"]),
         ("[sharing]\nresources = 'n300'", ["sharing.resources: 'n300'", "tables: [[sharing.resources]]"]),
     ],

@@ -403,12 +403,14 @@ async def test_a_state_directory_that_is_full_is_a_line_and_no_more(
 ) -> None:
     """Nothing else depends on it; when there is room again it is written."""
     state = short_tmp / "state"
+    state.touch()
     chip = node.add("n150")[0]
     daemon = await start(interval=3600, state_dir=str(state))
     await ready(daemon)
     chip.vanish()
     await until(lambda: not daemon.chip(chip.bdf).present)
     assert [r.levelname for r in caplog.records if "state.json" in r.message] == ["WARNING"]
+    state.unlink()
     state.mkdir()
     chip.come_back()
     await until(lambda: (state / "state.json").exists())
