@@ -89,7 +89,6 @@ async def test_one_that_hangs_holds_up_nobody(chips: Chips) -> None:
     assert chips.readers.seconds_under_way(ONE.bdf) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a request takes in what was read, and delivers it to nobody")
 async def test_what_was_read_when_another_is_asked_for_is_delivered(chips: Chips) -> None:
     """The first chip has answered, and before the loop has come to hear of that an event has the second one asked."""
     threads = threading.active_count()
