@@ -157,6 +157,11 @@ class Daemon:
         """systemctl stop; its exit status has to be 0."""
         assert self.end(signal.SIGTERM) == 0, tail(self.log)
 
+    def reload(self) -> None:
+        """systemctl reload: it reads its configuration again, soon."""
+        assert self.process is not None, "it does not run"
+        os.kill(self.process.pid, signal.SIGHUP)
+
     def kill(self) -> None:
         """As the kernel's OOM killer does."""
         self.end(signal.SIGKILL)
@@ -301,14 +306,16 @@ class Node:
         self._ticker.close()
         self._daemon = self._cards = None
 
-    def withdraw(self) -> None:
-        """Take out the pods."""
-        for name in self._pods:
+    def withdraw(self, *names: str) -> None:
+        """Take out these pods, or all of them."""
+        going = names or tuple(self._pods)
+        for name in going:
             if self.api:
                 self.api.delete_pod(name)
             else:
                 self.kubelet.withdraw_pod(name)
-        self._going, self._pods = self._pods, []
+        self._going += going
+        self._pods = [name for name in self._pods if name not in going]
 
     def wait_clear(self) -> None:
         """Until the pods are gone that were taken out, with their containers."""
