@@ -44,7 +44,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -75,6 +75,7 @@ ResourceNaming = Literal["board", "card", "arch"]
 DeviceIdStrategy = Literal["bdf", "asic", "index"]
 VisibleDevices = Literal["bdf", "index", "none"]
 Unit = Literal["chip", "board"]
+DeviceListStrategy = Literal["device-specs", "cdi"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
@@ -144,6 +145,10 @@ class Settings:
     device_id_strategy: DeviceIdStrategy = "bdf"
     visible_devices: VisibleDevices = "bdf"
     unit: Unit = "chip"
+    device_list_strategy: DeviceListStrategy = "device-specs"
+    cdi_dir: str = "/var/run/cdi"  # "" here and in the next two: nothing is written
+    labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
+    metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
     pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
     fail_on_init_error: bool = False
     log_level: LogLevel = "info"
@@ -211,6 +216,7 @@ _switch = _valid("true or false", lambda value: isinstance(value, bool))
 _in_words = _one_of(("true", "yes", "on", "1", "false", "no", "off", "0"))
 _absolute = _valid("an absolute path", lambda v: isinstance(v, str) and v.startswith("/") and "\0" not in v)
 _directory = _path("the path of a directory")
+_or_none = _path("a path, or empty", or_none=True)
 _resource_name = _valid(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     lambda v: isinstance(v, str) and re.fullmatch(r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", v),
@@ -249,6 +255,8 @@ _DOMAIN = "a DNS name in lower case that is not Kubernetes' own, such as tenstor
 _NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
 _IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
 _VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
+_STRATEGY = "how a container gets its devices: device-specs (from the kubelet) or cdi (from the CDI file)"
+_PODS = f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes"
 _PLUGIN_DIR = f"a path of at most {_PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
 
 OPTIONS = (
@@ -261,11 +269,11 @@ OPTIONS = (
     Option("device_id_strategy", _one_of(get_args(DeviceIdStrategy)), _IDS),
     Option("visible_devices", _one_of(get_args(VisibleDevices)), _VISIBLE),
     Option("unit", _one_of(get_args(Unit)), "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"),
-    Option(
-        "pod_resources_socket",
-        _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", SOCKET_PATH_MAX),
-        "where the kubelet tells which pod holds which device",
-    ),
+    Option("device_list_strategy", _one_of(get_args(DeviceListStrategy)), _STRATEGY),
+    Option("cdi_dir", _or_none, "where runtimes look for CDI files, if it exists; empty: no file"),
+    Option("labels_dir", _or_none, "where node-feature-discovery looks for features, if it exists; empty: no file"),
+    Option("metrics_file", _or_none, "the file for node_exporter, if its directory exists; empty: no file"),
+    Option("pod_resources_socket", _path(_PODS, SOCKET_PATH_MAX), "where the kubelet tells which pod has which device"),
     Option("fail_on_init_error", _switch, "exit with status 1 if there is no driver or no device at start"),
     Option("log_level", _one_of(get_args(LogLevel)), "debug, info, warning or error"),
 )
@@ -281,7 +289,7 @@ _MOUNT: Mapping[str, Parser] = {"host": _absolute, "container": _absolute, "read
 _SHARING: Mapping[str, Parser] = {
     "rename_by_default": _switch,
     "fail_requests_greater_than_one": _switch,
-    "lock_dir": _path("the path of a directory, or empty", or_none=True),
+    "lock_dir": _or_none,
     "resources": lambda value: value,
 }
 _SHARED_RESOURCE: Mapping[str, Parser] = {
@@ -664,9 +672,25 @@ def node_fault_now(function: PciFunction) -> str | None:
     return _node_fault(function.path, number) if number else f"{function.path} is going away"
 
 
-def open_descriptors(settings: Settings, ordinal: int) -> int:
-    """How many descriptors are open on a node (driver 2.5 and later; 0 where it does not say)."""
-    return len((_read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids") or "").split())
+class Process(NamedTuple):
+    pid: int
+    command: str
+    of_pod: bool  # it runs in a pod's container
+
+
+def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
+    """Who has a node open; None where that cannot be known: a driver before 2.5, or another PID namespace's view."""
+    text = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids")
+    pids = None if text is None else sorted({int(word) for word in text.split() if word.isdecimal()})
+    if pids is None or 0 in pids:
+        return None
+    directories = {pid: f"{settings.proc_root}/{pid}" for pid in pids}
+    commands = {pid: _read_quick(f"{directory}/comm") for pid, directory in directories.items()}
+    return [
+        Process(pid, command, "kubepods" in (_read_quick(f"{directories[pid]}/cgroup") or ""))
+        for pid, command in commands.items()
+        if command is not None  # it has ended meanwhile
+    ]
 
 
 def node_path(settings: Settings, function: PciFunction) -> str:
@@ -977,6 +1001,10 @@ class Holder:
     pod: str  # "namespace/name"
     container: str = ""
 
+    def as_json(self) -> dict[str, str]:
+        namespace, _, pod = self.pod.rpartition("/")
+        return {"namespace": namespace, "pod": pod, "container": self.container}
+
     def __str__(self) -> str:
         return f"held by {self.pod} as {self.resource} {self.identifier}, until that ends"
 
@@ -1102,7 +1130,7 @@ def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, li
     return {name: sorted(devices[name], key=lambda device: device.address) for name in sorted(devices)}
 
 
-Holders = Mapping[str, Collection[Holder]]  # of chips, by PCI address
+Holders = Mapping[str, Sequence[Holder]]  # of chips, by PCI address
 
 
 def resources(
@@ -1352,6 +1380,7 @@ class ContainerEdits:
     environment: Mapping[str, str]
     nodes: tuple[DeviceNode, ...]
     mounts: tuple[Mount, ...]
+    cdi_devices: tuple[str, ...] = ()  # names, instead of nodes
 
 
 def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
@@ -1379,25 +1408,169 @@ def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
 
 def container_edits(
     devices: Iterable[Device],
-    style: VisibleDevices,
+    settings: Settings,
     mounts: tuple[Mount, ...],
+    locks: str | None,
     host_path: Callable[[PciFunction], str],
 ) -> ContainerEdits:
-    """Edits for a container that gets these devices. host_path: by which path its runtime shall find a node."""
+    """Edits for a container that gets these devices.
+
+    mounts: those that exist. locks: its /dev/shm. host_path: by which path its runtime shall find a node.
+    """
     chips = sorted(
         {chip.bdf: chip for device in devices for chip in device.chips}.values(), key=lambda c: address(c.bdf)
     )
     environment = {"TT_DEVICE_PLUGIN_DEVICES": ",".join(chip.bdf for chip in chips)}
-    visible = visible_devices(chips, style)
+    visible = visible_devices(chips, settings.visible_devices)
     if visible is not None:
         environment["TT_VISIBLE_DEVICES"] = visible
+    shm = (Mount(locks, "/dev/shm"),) if locks else ()
+    if settings.device_list_strategy == "cdi":
+        names = tuple(cdi_name(settings, chip.bdf) for chip in chips)
+        return ContainerEdits(environment, nodes=(), mounts=shm, cdi_devices=names)
     functions = [chip.function for chip in chips]
-    return ContainerEdits(
-        environment=environment,
-        # Under the host's number: tt-umd names its files and locks after it.
-        nodes=tuple(DeviceNode(host_path(function), f"/dev/tenstorrent/{function.ordinal}") for function in functions),
-        mounts=mounts,
+    # Under the host's number: tt-umd names its files and locks after it.
+    nodes = tuple(DeviceNode(host_path(function), f"/dev/tenstorrent/{function.ordinal}") for function in functions)
+    return ContainerEdits(environment, nodes, (*mounts, *shm))
+
+
+def cdi_name(settings: Settings, device: str) -> str:
+    """By which a runtime finds a device in the CDI file."""
+    return f"{settings.resource_domain}/device={device}"
+
+
+# ======================================================================================================================
+#  WHAT OTHERS READ: CDI for runtimes, labels for node-feature-discovery, metrics for Prometheus. Pure
+# ======================================================================================================================
+
+CDI_FILE = "tenstorrent.com-device.json"
+LABELS_FILE = "tt-device-plugin"
+
+
+def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]) -> str | None:
+    """A CDI file with each of these chips by its PCI address, and `all`; None without any: CDI knows no empty file.
+
+    Its nodes are named by their own paths: a runtime refuses a link there. It is written anew when they change.
+    """
+    nodes = {
+        function.bdf: {"path": f"/dev/tenstorrent/{function.ordinal}", "hostPath": function.path, "permissions": "rw"}
+        for function in functions
+    }
+    devices = [{"name": bdf, "containerEdits": {"deviceNodes": [node]}} for bdf, node in nodes.items()]
+    everything = {"name": "all", "containerEdits": {"deviceNodes": [*nodes.values()]}}
+    shared = [
+        {"hostPath": m.host, "containerPath": m.container, "options": ["rbind", "ro" if m.read_only else "rw"]}
+        for m in mounts
+    ]
+    spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": [*devices, everything]}
+    return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1) if nodes else None
+
+
+def label_value(text: str) -> str:
+    """The text as Kubernetes takes it for a label's value: at most 63 of its characters, alphanumeric at both ends."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:63].strip("._-")
+
+
+def feature_file(resources: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None) -> str:
+    """Labels for node-feature-discovery's local source. Counts are of devices that exist, healthy or not."""
+    labels = {f"arch.{chip.function.arch}": "true" for chip in chips if chip.present}
+    for resource in resources:
+        there = [device for device in resource.distinct if any(chip.present for chip in device.chips)]
+        boards = {chip.board_type for device in there for chip in device.chips}
+        name = resource.name.partition("/")[2]
+        same_name = resource.replicas > 0 and name == resource.unshared
+        labels |= {
+            f"{name}.count": str(len(there)),
+            f"{name}.product": (boards.pop() if len(boards) == 1 else "mixed") + ("-SHARED" if same_name else ""),
+            f"{name}.replicas": str(resource.replicas or 1),
+            f"{name}.sharing": str(resource.replicas > 0).lower(),
+        }
+    numbers = re.match(r"(\d+)\.(\d+)", driver or "")
+    firmware = {chip.firmware for chip in chips if chip.present and chip.firmware}
+    labels |= {
+        "driver.version": driver or "",
+        "driver.major": numbers[1] if numbers else "",
+        "driver.minor": numbers[2] if numbers else "",
+        "firmware.version": "mixed" if len(firmware) > 1 else "".join(firmware),
+        "plugin.version": __version__,
+    }
+    lines = [f"{settings.resource_domain}/{key}={label_value(value)}" for key, value in sorted(labels.items())]
+    return "".join(
+        f"{line}\n" for line in lines if not line.endswith("=") and len(line.split("=")[0].split("/")[1]) <= 63
     )
+
+
+Labels = Mapping[str, object]
+Family = tuple[str, str, str, Iterable[tuple[Labels, float]]]  # name, type, help text; labels and value of each sample
+
+
+def exposition(families: Iterable[Family]) -> str:
+    """Prometheus' text format; what has no sample is left out."""
+
+    def labelled(labels: Labels) -> str:
+        texts = ((k, str(v).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for k, v in labels.items())
+        return "{" + ",".join(f'{key}="{text}"' for key, text in texts) + "}" if labels else ""
+
+    lines: list[str] = []
+    for name, kind, text, samples in families:
+        if shown := [f"{name}{labelled(labels)} {value:.15g}" for labels, value in samples]:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *shown]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], holders: Holders) -> list[Family]:
+    """What is known of each chip; `device` is its PCI address."""
+    told = [({"device": chip.bdf}, chip, chip.telemetry or Telemetry()) for chip in chips]
+
+    def info(chip: Chip) -> Labels:
+        resource = resource_of.get(chip.bdf)
+        facts = {"device": chip.bdf, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
+                 "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
+                 "resource": resource.name if resource else None}  # fmt: skip
+        return {key: "" if fact is None else fact for key, fact in facts.items()}
+
+    def held(chip: Chip) -> Iterator[Labels]:
+        return ({"device": chip.bdf, **holder.as_json()} for holder in holders.get(chip.bdf, ()))
+
+    return [
+        ("tt_device_info", "gauge", "A chip, and what it is.", [(info(chip), 1) for _, chip, _ in told]),
+        ("tt_device_healthy", "gauge", "Whether nothing is wrong with a chip.",
+         [(labels, chip.health.fault is None) for labels, chip, _ in told]),
+        ("tt_device_fault", "gauge", "What is wrong with a chip, while it is.",
+         [({**labels, "kind": chip.health.fault.name.lower()}, 1) for labels, chip, _ in told if chip.health.fault]),
+        ("tt_device_temperature_celsius", "gauge", "The chip's temperature at the last poll.",
+         [(labels, t.temperature) for labels, chip, t in told if chip.present and t.temperature is not None]),
+        ("tt_device_temperature_limit_celsius", "gauge", "The limit that the card itself names.",
+         [(labels, t.temperature_limit) for labels, _, t in told if t.temperature_limit is not None]),
+        ("tt_device_thermal_trips_total", "counter", "Thermal trips that the firmware has counted.",
+         [(labels, t.trips) for labels, _, t in told if t.trips is not None]),
+        ("tt_device_allocated", "gauge", "A container that was given the chip.",
+         [(labels, 1) for _, chip, _ in told for labels in held(chip)]),
+    ]  # fmt: skip
+
+
+def plugin_metrics(
+    listed: Iterable[tuple[Resource, bool]], registrations: Mapping[str, int],
+    allocations: Mapping[tuple[str, str], int], started: float,
+) -> list[Family]:  # fmt: skip
+    """What is known of the resources, each with whether it is registered, and of the daemon. started: Unix time."""
+    listed = list(listed)
+    counts = {
+        (resource.name, health): sum((device.reason is None) == (health == "healthy") for device in resource.distinct)
+        for resource, _ in listed for health in ("healthy", "unhealthy")
+    }  # fmt: skip
+    return [
+        ("tt_resource_devices", "gauge", "Devices of a resource, as the kubelet knows them.",
+         [({"resource": name, "health": health}, count) for (name, health), count in counts.items()]),
+        ("tt_kubelet_registered", "gauge", "Whether the kubelet has a resource.",
+         [({"resource": resource.name}, registered) for resource, registered in listed]),
+        ("tt_kubelet_registrations_total", "counter", "Registrations with the kubelet that succeeded.",
+         [({"resource": name}, count) for name, count in registrations.items()]),
+        ("tt_allocations_total", "counter", "The kubelet's requests for devices, by what came of them.",
+         [({"resource": name, "result": result}, count) for (name, result), count in allocations.items()]),
+        ("tt_plugin_info", "gauge", "The version that runs.", [({"version": __version__}, 1)]),
+        ("tt_plugin_start_time_seconds", "gauge", "When it was started, in Unix time.", [({}, started)]),
+    ]  # fmt: skip
 
 
 # ======================================================================================================================
@@ -1437,6 +1610,7 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
             pb.DeviceSpec(container_path=node.container, host_path=node.host, permissions=node.permissions)
             for node in edits.nodes
         ],
+        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi_devices],
     )
 
 
@@ -1486,7 +1660,7 @@ class DevicePlugin(rpc.DevicePluginServicer):
     def __init__(
         self,
         resource: Resource,
-        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Awaitable[list[ContainerEdits]]],
+        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Coroutine[Any, Any, list[ContainerEdits]]],
     ) -> None:
         """allocate: answers for IDs per container, or raises Refusal."""
         self.resource = resource
@@ -1624,7 +1798,7 @@ class KubeletSession:
     attempt and starts the next at once; without any event, attempts that fail come again after a growing pause.
     """
 
-    def __init__(self, plugin: DevicePlugin, directory: str, changed: Callable[[], None]) -> None:
+    def __init__(self, plugin: DevicePlugin, directory: str, changed: Callable[[KubeletSession], None]) -> None:
         """changed: called when `state` has become another."""
         self.plugin = plugin
         self.name = plugin.resource.name
@@ -1783,7 +1957,7 @@ class KubeletSession:
         if state != REGISTERED:
             level = logging.INFO if state.startswith("waiting") else logging.WARNING
             log.log(level, "%s: %s", self.name, state)
-        self._changed()
+        self._changed(self)
 
 
 SocketIdentity = tuple[int, int, int]
@@ -1856,6 +2030,7 @@ class Owners:
         """stood_for: the PCI addresses of what was handed out last under an ID, by resource and ID."""
         self.stood_for = stood_for
         self._listed: list[Holder] = []
+        self._told = -math.inf  # when
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
 
@@ -1866,6 +2041,10 @@ class Owners:
             if chips != [device.identifier]:  # an address stands for itself; an ordinal can be another chip's by then
                 self.stood_for.setdefault(resource, {})[device.identifier] = chips
             self._granted[Holder(resource, identifier, "a pod that is being admitted")] = now
+
+    def age(self, now: float) -> float:
+        """How many seconds ago the kubelet told."""
+        return now - self._told
 
     def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
         """By PCI address; `now` by the same clock as that of `granted`."""
@@ -1900,7 +2079,7 @@ class Owners:
                 log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
             self._complained = True
             return reason
-        self._complained = False
+        self._complained, self._told = False, time.monotonic()
         self._listed = [
             Holder(devices.resource_name, identifier, f"{pod.namespace}/{pod.name}", container.name)
             for pod in answer.pod_resources
@@ -2120,7 +2299,8 @@ class TelemetryReaders:
             elif not request.periodic or self._asked[bdf].function != request.function:
                 # So soon after the other reading its heartbeat proves nothing.
                 self._again[bdf] = request._replace(last=None, periodic=False)
-        self._attend()
+        if readings := self._attend():
+            self._loop.call_soon(self._deliver, readings)
 
     def seconds_under_way(self, bdf: str) -> float:
         """How long the read of a chip has been under way; 0 if there is none."""
@@ -2230,6 +2410,7 @@ class ServiceManager:
     """What systemd wants to know of a Type=notify service; does nothing where nobody listens."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
         self._notifier = sdnotify.SystemdNotifier()
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not make us hang
@@ -2242,6 +2423,14 @@ class ServiceManager:
     def _notify(self, state: str) -> None:
         # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the bytes of that.
         self._notifier.notify(state.encode().decode("latin-1"))
+
+    def sockets(self, name: str) -> list[socket.socket]:
+        """The listening sockets of this name that it has handed in (sd_listen_fds(3))."""
+        count = _decimal(self._environ.get("LISTEN_FDS")) or 0
+        if not count or self._environ.get("LISTEN_PID") != str(os.getpid()):
+            return []
+        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
+        return [socket.socket(fileno=3 + number) for number, given in enumerate(names) if given == name]
 
     def ready(self) -> None:
         self._notify("READY=1")
@@ -2297,6 +2486,99 @@ def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
             logging.Formatter("%(asctime)s %(levelname)-7s %(message)s" if timestamps else "%(message)s")
         )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+# ======================================================================================================================
+#  FILES AND METRICS: the ways out for what others read
+# ======================================================================================================================
+
+
+class OwnFile:
+    """A file that we write for others: as a whole or not at all, and only when its text has become another."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._text: str | None = None  # as written last
+        self._failed = False  # which was said
+
+    def is_wanted(self) -> bool:
+        """Whether the directory is there."""
+        return os.path.isdir(os.path.dirname(self.path))
+
+    def write(self, text: str | None) -> None:
+        """Nobody ever sees half of it, everybody may read it; None: there shall be no file.
+
+        Where its directory is not there nobody wants it. What fails is logged once, and tried again the next time.
+        """
+        if text == self._text and text is not None:
+            return
+        new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
+        try:
+            if text is None:
+                os.unlink(self.path)
+            else:
+                with open(new, "w", encoding="utf-8") as file:
+                    file.write(text)
+                    os.fchmod(file.fileno(), 0o644)
+                os.replace(new, self.path)
+            self._text, self._failed = text, False
+        except FileNotFoundError:
+            self._text = None
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            if not self._failed:
+                log.warning("%s cannot be written: %s", self.path, error.strerror)
+            self._failed = True
+
+
+class MetricsConnection(asyncio.Protocol):
+    """One scrape by HTTP. Whatever a client does costs its own connection and nothing else."""
+
+    MOST, HEAD_MAX, SECONDS = 32, 8192, 5.0  # connections at a time; bytes of a request; for all of it
+
+    def __init__(self, text: Callable[[], Coroutine[Any, Any, str]], others: set[MetricsConnection]) -> None:
+        """text: what is answered. others: the connections that are open."""
+        self._text = text
+        self._others = others
+        self._head = b""
+        self._answer: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._others.add(self)
+        self._deadline = asyncio.get_running_loop().call_later(self.SECONDS, transport.abort)
+        if len(self._others) > self.MOST:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:
+            self._head += data
+            if len(self._head) > self.HEAD_MAX:
+                self._transport.abort()
+            elif b"\r\n\r\n" in self._head or b"\n\n" in self._head:
+                self._answer = asyncio.get_running_loop().create_task(self._respond())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._others.discard(self)
+        self._deadline.cancel()
+        if self._answer:
+            self._answer.cancel()
+
+    async def _respond(self) -> None:
+        method, path, *_ = [*self._head.decode("latin-1").split("\n")[0].split(), "", ""]
+        found = path.partition("?")[0] == "/metrics"
+        status, text = "404 Not Found", "there is /metrics\n"
+        if method not in ("GET", "HEAD"):
+            status, text = "405 Method Not Allowed", "GET /metrics\n"
+        elif found:
+            status, text = "200 OK", await self._text()
+        body = text.encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self._transport.write(head.encode() + (b"" if method == "HEAD" else body))
+        self._transport.close()
 
 
 # ======================================================================================================================
@@ -2412,33 +2694,6 @@ def _introduction(chip: Chip) -> str:
     return ", ".join([chip.function.path, *told] if told else [chip.function.path, "its firmware is silent"])
 
 
-class OwnFile:
-    """A file that we write for others: as a whole or not at all, and only when its text has become another."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._text: str | None = None  # as written last
-        self._failed = False  # which was said
-
-    def write(self, text: str) -> None:
-        """Nobody ever sees half of it, everybody may read it; what fails is logged once, and tried again next time."""
-        if text == self._text:
-            return
-        new = f"{os.path.dirname(self._path)}/.{os.path.basename(self._path)}.new"
-        try:
-            with open(new, "w", encoding="utf-8") as file:
-                file.write(text)
-                os.fchmod(file.fileno(), 0o644)
-            os.replace(new, self._path)
-            self._text, self._failed = text, False
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(new)
-            if not self._failed:
-                log.warning("%s cannot be written: %s", self._path, error.strerror)
-            self._failed = True
-
-
 class Memory:
     """What outlives the daemon, in a file: JSON; who the chips are, of this boot only, and what IDs have stood for."""
 
@@ -2484,9 +2739,10 @@ def make_lock_directory(path: str) -> None:
 BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind to what is on the bus
 MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
 NEW_KUBELET_PAUSE = 0.05  # seconds for which a kubelet that starts is left alone with the registrations
+METRICS_PAUSE = 15.0  # seconds between two writes of the metrics' file, and for which holders count as known
+THOROUGH = 12  # every so many polls everything is read again, a minute by default
 
 Offer = tuple[str, str, str, int]  # a chip's PCI address, and the resource, ID and replicas under which it is offered
-THOROUGH = 12  # every so many polls everything is read again, a minute by default
 
 
 class Daemon:
@@ -2522,17 +2778,26 @@ class Daemon:
         self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
         self._rescheduled = asyncio.Event()  # another interval between polls
         self._closing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()  # what may be dropped at the end
         self._readers = TelemetryReaders(self._telemetry_arrived)
         self._host_paths = HostPaths()
         self._watch = DirectoryWatch(settings.device_plugin_dir, self._directory_changed)
+        self._files: dict[str, OwnFile] = {}  # for others to read, by kind
+        self._described: object = None  # what they were made of
+        self._measured = -math.inf  # when the metrics were written last
+        self._scrapes: set[MetricsConnection] = set()
+        self._started = time.time()
+        self._registrations = collections.Counter[str]()
+        self._allocations = collections.Counter[tuple[str, str]]()
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         log.setLevel(self.settings.log_level.upper())
+        self._choose_files()
         kernel = None
         try:
             kernel = self._open_uevents()
@@ -2547,13 +2812,16 @@ class Daemon:
             return serving.result() if serving.done() else 0
         finally:
             self._manager.stopping()
-            serving.cancel()
-            stop.cancel()
+            for task in (serving, stop, *self._background):
+                task.cancel()
             if kernel:
                 loop.remove_reader(kernel)
                 kernel.close()
             self._watch.close(loop)
             await asyncio.gather(*(session.close() for session in self.sessions.values()), *self._closing)
+
+    def stop(self) -> None:
+        self._stop.set()
 
     async def _serve(self) -> int:
         self._read(self.fleet.observe(self.settings))
@@ -2562,6 +2830,9 @@ class Daemon:
         await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
         self.publish_changes()
+        for listening in self._manager.sockets("metrics"):
+            protocol = functools.partial(MetricsConnection, self._metrics, self._scrapes)
+            await asyncio.get_running_loop().create_server(protocol, sock=listening)
         version = driver_version(self.settings)
         await self._until_bound(functions_on_bus(self.settings) if version is not None else [])
         if self.settings.fail_on_init_error and not self.fleet.chips:
@@ -2628,10 +2899,22 @@ class Daemon:
         if any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct):
             self._ask_kubelet()
         self.publish_changes()
+        self._in_background(self._describe())
+        metrics = self._files.get("metrics")
+        if time.monotonic() - self._measured >= METRICS_PAUSE and metrics and metrics.is_wanted():
+            self._measured = time.monotonic()
+            self._in_background(self._write_metrics(metrics))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _read(self, functions: Iterable[PciFunction]) -> None:
         """Ask these chips for everything, because of an event."""
         self._readers.request(Request(function, None, periodic=False) for function in functions)
+
+    # What the kubelet gets
 
     def publish_changes(self) -> None:
         """Bring resources, their sessions and systemd's status in line with the chips, if anything is new of them."""
@@ -2641,11 +2924,6 @@ class Daemon:
         self.memory.keep(self.fleet.memory(), self.owners.stood_for)
         wanted = self._settled_resources()
         self._log_holders(wanted.values())
-        for resource in wanted.values():
-            if locks := lock_directory(self.settings.sharing, resource):
-                # After a reboot containers start with the old answer: what it names has to be there.
-                with surviving(f"making {locks}"):
-                    make_lock_directory(locks)
         for name in self.sessions.keys() - wanted.keys():
             log.info("%s: no device is of this resource any longer", name)
             session = self.sessions.pop(name)
@@ -2654,13 +2932,18 @@ class Daemon:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for name, resource in wanted.items():
+            if locks := lock_directory(self.settings.sharing, resource):
+                # After a reboot containers start with the old answer: what it names has to be there.
+                with surviving(f"making {locks}"):
+                    make_lock_directory(locks)
             if name in self.sessions:
                 self.sessions[name].plugin.publish(resource)
             else:
                 plugin = DevicePlugin(resource, self._allocate)
-                self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._show_status)
+                self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._session_changed)
                 self.sessions[name].start()
         self._show_status()
+        self._in_background(self._describe())
 
     def _settled_resources(self) -> dict[str, Resource]:
         """As they can be published: no chip is offered under another name before the kubelet has said who holds it."""
@@ -2682,16 +2965,6 @@ class Daemon:
             return resources(chips, self.settings, holders, {bdf for bdf, *_ in new})
         return wanted
 
-    def _log_holders(self, wanted: Iterable[Resource]) -> None:
-        """Who holds what under another name than it has now, when that begins and when it ends."""
-        held = {(r.name, d.identifier): d.held for r in wanted for d in r.distinct if d.held and d.held != ASKING}
-        for (resource, identifier), holder in held.items():
-            if self._held.get((resource, identifier)) != holder:
-                log.warning("%s %s: unhealthy: %s", resource, identifier, holder)
-        for resource, identifier in self._held.keys() - held.keys():
-            log.info("%s %s: nobody holds it under another name any longer", resource, identifier)
-        self._held = held
-
     def _ask_kubelet(self, new: Collection[Offer] = (), *, after: float = 0.0) -> None:
         """Learn who holds what, and publish what follows from it. new: offers that wait for the answer."""
 
@@ -2712,11 +2985,32 @@ class Daemon:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(ask())
 
+    def _log_holders(self, wanted: Iterable[Resource]) -> None:
+        """Who holds what under another name than it has now, when that begins and when it ends."""
+        held = {(r.name, d.identifier): d.held for r in wanted for d in r.distinct if d.held and d.held != ASKING}
+        for (resource, identifier), holder in held.items():
+            if self._held.get((resource, identifier)) != holder:
+                log.warning("%s %s: unhealthy: %s", resource, identifier, holder)
+        for resource, identifier in self._held.keys() - held.keys():
+            log.info("%s %s: nobody holds it under another name any longer", resource, identifier)
+        self._held = held
+
     async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
-        if self._asking and not self._asking.done():
-            await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
-        mounts = await self._existing_mounts()
-        resource = plugin.resource
+        result = "refused"
+        try:
+            if self._asking and not self._asking.done():
+                await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
+            mounts = await self._existing_mounts()
+            edits = self._edits(plugin.resource, containers, mounts)
+            result = "granted"
+            return edits
+        finally:
+            self._allocations[plugin.resource.name, result] += 1
+
+    def _edits(
+        self, resource: Resource, containers: Sequence[Sequence[str]], mounts: tuple[Mount, ...]
+    ) -> list[ContainerEdits]:
+        """What containers with these IDs get, as things stand at this moment. Raises Refusal."""
         check_allocation(resource, containers)
         chosen = [{identifier: resource.devices[identifier] for identifier in container} for container in containers]
         for device in itertools.chain.from_iterable(ids.values() for ids in chosen):
@@ -2724,8 +3018,8 @@ class Daemon:
                 if fault := node_fault_now(chip.function):  # the news of it is under way
                     reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
                     raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        if locks := lock_directory(self.settings.sharing, resource):
-            mounts = (*mounts, Mount(locks, "/dev/shm"))
+        locks = lock_directory(self.settings.sharing, resource)
+        if locks:
             try:
                 make_lock_directory(locks)
             except OSError as error:
@@ -2735,7 +3029,7 @@ class Daemon:
             self.owners.granted(resource.name, ids, time.monotonic())
         self.memory.keep(self.fleet.memory(), self.owners.stood_for)
         path = functools.partial(node_path, self.settings)
-        return [container_edits(ids.values(), self.settings.visible_devices, mounts, path) for ids in chosen]
+        return [container_edits(ids.values(), self.settings, mounts, locks, path) for ids in chosen]
 
     async def _existing_mounts(self) -> tuple[Mount, ...]:
         """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
@@ -2748,8 +3042,53 @@ class Daemon:
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the host's {mount.host}, a mount, does not answer")
         return tuple(itertools.compress(mounts, found))
 
-    def stop(self) -> None:
-        self._stop.set()
+    # What others get
+
+    def _choose_files(self) -> None:
+        """The files that the configuration wants; one that it no longer wants is removed."""
+        s = self.settings
+        paths = {
+            "cdi": s.cdi_dir and f"{s.cdi_dir}/{CDI_FILE}",
+            "labels": s.labels_dir and f"{s.labels_dir}/{LABELS_FILE}",
+            "metrics": s.metrics_file,
+        }
+        for kind, path in paths.items():
+            if kind in self._files and self._files[kind].path != path:
+                self._files.pop(kind).write(None)
+            if path:
+                self._files.setdefault(kind, OwnFile(path))
+        self._described, self._measured = None, -math.inf
+
+    async def _describe(self) -> None:
+        """Bring the files for runtimes and node-feature-discovery in line with what is there."""
+        try:
+            mounts = await self._existing_mounts()
+        except Refusal:
+            return  # what a runtime would wait for is better not named
+        if self._described == (made_of := (self.fleet.version, mounts)):
+            return
+        self._described, chips = made_of, [chip for chip in self.fleet.chips.values() if chip.listed]
+        with_node = [chip.function for chip in chips if chip.present and not chip.function.node_fault]
+        if cdi := self._files.get("cdi"):
+            cdi.write(cdi_spec(with_node, self.settings, mounts))
+        if labels := self._files.get("labels"):
+            listed = [session.plugin.resource for session in self.sessions.values()]
+            labels.write(feature_file(listed, chips, self.settings, driver_version(self.settings)))
+
+    async def _metrics(self) -> str:
+        if self.owners.age(time.monotonic()) >= METRICS_PAUSE:
+            await self.owners.ask(self.settings.pod_resources_socket)
+        listed = [(session.plugin.resource, session.state == REGISTERED) for session in self.sessions.values()]
+        resource_of = {c.bdf: resource for resource, _ in listed for d in resource.distinct for c in d.chips}
+        holders = self.owners.holders(self.fleet.chips, math.inf)  # without those that are just being admitted
+        chips = [chip for chip in self.fleet.chips.values() if chip.listed]
+        families = chip_metrics(chips, resource_of, holders)
+        return exposition([*families, *plugin_metrics(listed, self._registrations, self._allocations, self._started)])
+
+    async def _write_metrics(self, file: OwnFile) -> None:
+        file.write(await self._metrics())
+
+    # What happens
 
     def reload(self) -> None:
         """SIGHUP: take over what a running daemon can; a bad configuration changes nothing, and is told of."""
@@ -2764,9 +3103,12 @@ class Daemon:
             for key, value in kept.items():
                 if getattr(loaded, key) != value:
                     log.warning("%s needs a restart to change; until then it is %s", key, value)
+            if self.settings.sharing.lock_dir != loaded.sharing.lock_dir:
+                log.warning("lock_dir has changed: containers from before and after do not know of each other")
             self.settings, self._refused = replace(loaded, **kept), ""
             log.setLevel(self.settings.log_level.upper())
             log.info("configuration reloaded")
+            self._choose_files()
             self._published = -1
             self.publish_changes()
             self._rescheduled.set()
@@ -2800,6 +3142,10 @@ class Daemon:
             self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
+
+    def _session_changed(self, session: KubeletSession) -> None:
+        self._registrations[session.name] += session.state == REGISTERED
+        self._show_status()
 
     def _show_status(self) -> None:
         sessions = self.sessions.values()
@@ -2914,9 +3260,26 @@ async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
     return await Daemon(settings, load, ServiceManager(os.environ), open_uevent_socket, sent_by_kernel).run()
 
 
-async def survey(settings: Settings) -> Fleet:
+class Survey(NamedTuple):
+    """A node as it is found without the daemon."""
+
+    fleet: Fleet
+    resources: Mapping[str, Resource]
+    holders: Holders | None  # None: the kubelet does not tell
+
+    def device_of(self, chip: Chip) -> tuple[Resource | None, Device | None]:
+        """The resource and the device that a chip belongs to; none, while its board is not known."""
+        for resource in self.resources.values():
+            for device in resource.distinct:
+                if chip in device.chips:
+                    return resource, device
+        return None, None
+
+
+async def survey(settings: Settings) -> Survey:
     """The node's chips, asked twice, one second apart: a heartbeat that stands still shows only then."""
-    fleet = Fleet(Memory(settings).chips)
+    memory = Memory(settings)
+    fleet, owners = Fleet(memory.chips), Owners(memory.stood_for)
     told = asyncio.Event()
     rules = replace(settings.health, heartbeat_misses=1)
 
@@ -2936,19 +3299,17 @@ async def survey(settings: Settings) -> Fleet:
         ):
             told.clear()
             await told.wait()
-    return fleet
+    known = await owners.ask(settings.pod_resources_socket) is None
+    holders = owners.holders(fleet.chips, math.inf) if known else None
+    return Survey(fleet, resources(list(fleet.chips.values()), settings, holders or {}), holders)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
-    fleet = asyncio.run(survey(settings))
-    rows = [
-        _row(identifier, device.chips[0], resource.name)
-        for resource in resources(list(fleet.chips.values()), settings, {}).values()
-        for identifier, device in resource.devices.items()
-    ]
-    rows.sort(key=lambda row: address(str(row["bdf"])))
-    for oddity in fleet.oddities:
+    found = asyncio.run(survey(settings))
+    chips = sorted(found.fleet.chips.values(), key=lambda chip: address(chip.bdf))
+    for oddity in found.fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
+    rows = [_row(chip, found, settings) for chip in chips]
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -2958,10 +3319,14 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
     return 0
 
 
-def _row(identifier: str, chip: Chip, resource: str) -> dict[str, object]:
-    function = chip.function
+def _row(chip: Chip, found: Survey, settings: Settings) -> dict[str, Any]:
+    function, (resource, device) = chip.function, found.device_of(chip)
+    processes = processes_on(settings, function.ordinal) if chip.present else []
+    pods = None if found.holders is None else found.holders.get(chip.bdf, ())
+    waits = None if device else "its board is not known yet"
+    reason = chip.health.reason or (device.held if device else waits)
     return {
-        "id": identifier,
+        "id": device.identifier if device else None,
         "index": function.ordinal,
         "path": function.path if chip.present and not function.node_fault else None,
         "bdf": chip.bdf,
@@ -2972,21 +3337,45 @@ def _row(identifier: str, chip: Chip, resource: str) -> dict[str, object]:
         "asic_id": chip.asic_id,
         "numa_node": function.numa_node,
         "firmware": chip.firmware,
-        "healthy": chip.health.fault is None,
-        "reason": chip.health.reason,
-        "resource": resource,
+        "healthy": reason is None,
+        "reason": reason,
+        "resource": resource.name if resource else None,
+        "replicas": resource.replicas if resource else 0,
+        "pods": None if pods is None else [holder.as_json() for holder in pods],
+        "processes": None if processes is None else [process._asdict() for process in processes],
     }
 
 
-def _as_text(rows: Sequence[Mapping[str, object]]) -> str:
-    columns = ("id", "path", "card", "board", "arch", "serial", "numa_node", "firmware", "resource", "health")
-    titles = {"path": "NODE", "numa_node": "NUMA"}
-    lines = [[titles.get(column, column.upper()) for column in columns]]
-    for row in rows:
-        cells = {**row, "health": "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}"}
-        lines.append(["-" if cells[column] is None else str(cells[column]) for column in columns])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+def _as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of 100 columns, where names are of usual length."""
+
+    def used_by(row: Mapping[str, Any]) -> str:
+        pods = dict.fromkeys(f"{pod['namespace']}/{pod['pod']}" for pod in row["pods"] or ())
+        processes = [f"{p['command']}[{p['pid']}]" for p in row["processes"] or () if not (pods and p["of_pod"])]
+        return ", ".join([*pods, *processes]) or ("-" if None not in (row["pods"], row["processes"]) else "?")
+
+    def resource(row: Mapping[str, Any]) -> str | None:
+        shared = f" ×{row['replicas']}" if row["replicas"] else ""
+        return f"{row['resource'].partition('/')[2]}{shared}" if row["resource"] else None
+
+    columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "N": lambda row: row["index"] if row["path"] else None,
+        "ADDRESS": operator.itemgetter("bdf"),
+        "ID": operator.itemgetter("id"),
+        "CARD": operator.itemgetter("card"),
+        "SERIAL": operator.itemgetter("serial"),
+        "NUMA": operator.itemgetter("numa_node"),
+        "FIRMWARE": operator.itemgetter("firmware"),
+        "RESOURCE": resource,
+        "USED BY": used_by,
+        "HEALTH": lambda row: "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}",
+    }
+    if all(row["id"] in (row["bdf"], None) for row in rows):
+        del columns["ID"]
+    cells = [[*columns]]
+    cells += [["-" if (cell := show(row)) is None else str(cell) for show in columns.values()] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -3009,8 +3398,8 @@ def check(load: Callable[[], Settings], *, config_only: bool) -> int:
         findings.append(Finding("FAIL", "configuration", f"{error}{more}"))
         settings = Settings()
     if not config_only:
-        fleet = asyncio.run(survey(settings))
-        findings += [_check_driver(settings), *_check_chips(settings, fleet), *_check_hugepages(settings, fleet)]
+        found = asyncio.run(survey(settings))
+        findings += [_check_driver(settings), *_check_chips(settings, found), *_check_hugepages(settings, found.fleet)]
         findings += [*_check_kubelet(settings), *_check_sandbox(settings)]
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -3029,7 +3418,8 @@ def _check_driver(settings: Settings) -> Finding:
     return Finding("ok", "driver", version or "loaded; it does not say its version")
 
 
-def _check_chips(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
+def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
+    fleet = found.fleet
     on_bus = functions_on_bus(settings)
     if not fleet.chips and not fleet.oddities:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
@@ -3046,8 +3436,11 @@ def _check_chips(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         if chip.health.fault:
             yield Finding("FAIL", chip.bdf, f"{what}: {chip.health.reason}")
             continue
-        users = open_descriptors(settings, chip.function.ordinal)
-        yield Finding("ok", chip.bdf, f"{what}, healthy{f', open {users} times' if users else ''}")
+        yield Finding("ok", chip.bdf, f"{what}, healthy")
+        strangers = [p for p in processes_on(settings, chip.function.ordinal) or () if not p.of_pod]
+        if (pods := (found.holders or {}).get(chip.bdf)) and strangers:
+            who = f"{strangers[0].command} ({strangers[0].pid})"
+            yield Finding("warn", chip.bdf, f"{pods[0].pod} was given it, and {who} of the host has it open; end that")
         mode = stat.S_IMODE(os.stat(chip.function.path).st_mode)
         if mode & 0o666 != 0o666:
             advice = "containers that do not run as root cannot open it; install the driver's udev rules"

@@ -81,7 +81,7 @@ class Soak:
                 name = disturbance.__name__
                 self.disturbances[name] = self.disturbances.get(name, 0) + 1
                 await disturbance()
-        plain = not kubelet._faults
+        plain = kubelet.is_sound
         await (kubelet.stop() if number % 2 else kubelet.kill())
         await asyncio.sleep(self._random.choice((0, 0, 0.001, 0.005, 0.02)))
         await kubelet.start()

@@ -46,7 +46,7 @@ async def test_a_container_gets_its_node_its_address_and_the_hugepages(
     bdf = node.chips[0].bdf
     assert got.envs == {"TT_VISIBLE_DEVICES": bdf, "TT_DEVICE_PLUGIN_DEVICES": bdf}
     assert [(d.host_path, d.container_path, d.permissions) for d in got.devices] == [
-        (f"{node.root}/dev/tenstorrent/0", "/dev/tenstorrent/0", "rw")
+        (f"{node.root}/dev/tenstorrent/by-pci/{bdf}", "/dev/tenstorrent/0", "rw")
     ]
     assert [(m.host_path, m.container_path, m.read_only) for m in got.mounts] == [
         (f"{node.root}/dev/hugepages-1G", "/dev/hugepages-1G", False),
@@ -266,16 +266,14 @@ async def test_waits_for_nothing_that_the_driver_cannot_have(
     monkeypatch.setattr("ttdp.BIND_PATIENCE", 60)
     chip = node.add("n150")[0]
     chip.unbind()
-    function = node.root / "sys/bus/pci/devices" / chip.bdf
     if why == "no driver":
         node.unload_driver()
     elif why == "another driver":
-        (node.root / "sys/bus/pci/drivers/vfio-pci").mkdir()
-        (function / "driver").symlink_to(node.root / "sys/bus/pci/drivers/vfio-pci")
+        chip.bind_to("vfio-pci")
     elif why == "kept for another":
-        (function / "driver_override").write_text("vfio-pci\n")
+        chip.keep_for("vfio-pci")
     elif why == "not for the driver":
-        (function / "device").write_text("0xfaca\n")
+        chip.write("device", b"0xfaca\n")
     elif why == "gone":
         chip.vanish()
     daemon = await start(interval=3600)
@@ -291,23 +289,18 @@ async def test_a_node_is_named_by_udevs_link_exactly_if_that_leads_to_it(
     """The kubelet keeps the answer to Allocate over reboots; but a link that is stale would hand out another chip."""
     name = "tenstorrent.com/n150"
     chip, other = node.add("n150") + node.add("n150")
-    links = node.root / "dev/tenstorrent/by-pci"
-    links.mkdir(exist_ok=True)
-    link = links / chip.bdf
     await start(interval=3600)
     await kubelet.registered(name)
 
     async def host_path(target: str) -> str:
-        link.unlink(missing_ok=True)
-        if target:
-            link.symlink_to(target)
+        chip.mislead(target)
         got = await kubelet.admit(f"pod{target}", "main", {name: 2})
         kubelet.remove_pod(f"pod{target}")
         return next(d.host_path for d in got.devices if d.container_path == f"/dev/tenstorrent/{chip.ordinal}")
 
     right = [f"../{chip.ordinal}", str(chip.device_node)]
     stale = ["", f"../{other.ordinal}", "../7", "/dev/null", chip.bdf]
-    assert {await host_path(target) for target in right} == {str(link)}
+    assert {await host_path(target) for target in right} == {str(chip.by_pci)}
     assert {await host_path(target) for target in stale} == {str(chip.device_node)}
 
 
@@ -384,7 +377,7 @@ async def test_a_chip_that_is_dead_at_the_start_is_still_known_by_name(
     other.die()
     other.write("subsystem_device", b"0x0044\n")
     for settings in (daemon.settings, replace(daemon.settings, state_dir=None)):
-        fleet = await ttdp.survey(settings)
+        fleet = (await ttdp.survey(settings)).fleet
         dead, stranger = fleet.chips[chip.bdf], fleet.chips[other.bdf]
         wanted = (known.serial, known.firmware) if settings.state_dir else (None, None)
         assert (dead.serial, dead.firmware) == wanted and stranger.serial is None
@@ -410,12 +403,14 @@ async def test_a_state_directory_that_is_full_is_a_line_and_no_more(
 ) -> None:
     """Nothing else depends on it; when there is room again it is written."""
     state = short_tmp / "state"
+    state.touch()
     chip = node.add("n150")[0]
     daemon = await start(interval=3600, state_dir=str(state))
     await ready(daemon)
     chip.vanish()
     await until(lambda: not daemon.chip(chip.bdf).present)
     assert [r.levelname for r in caplog.records if "state.json" in r.message] == ["WARNING"]
+    state.unlink()
     state.mkdir()
     chip.come_back()
     await until(lambda: (state / "state.json").exists())
@@ -475,6 +470,6 @@ async def test_a_session_that_is_closed_before_it_could_serve_holds_up_nobody(
 ) -> None:
     """Whoever waits for it to have tried, as the start does, goes on."""
     plugin = ttdp.DevicePlugin(ttdp.Resource("tenstorrent.com/n150", {}), None)  # type: ignore[arg-type]
-    session = ttdp.KubeletSession(plugin, "/nowhere", lambda: None)
+    session = ttdp.KubeletSession(plugin, "/nowhere", lambda session: None)
     await session.close()
     await asyncio.wait_for(session.tried_to_serve.wait(), 1)

@@ -23,8 +23,9 @@ def device(bdf: str, ordinal: int, dev_root: str = "/dev") -> Device:
 THREE = [device("0000:c1:00.0", 0), device("0000:0a:00.0", 1), device("0000:03:00.0", 7)]
 
 
-def edits(devices: list[Device], style: Any = "bdf", mounts: tuple[Mount, ...] = ()) -> ContainerEdits:
-    return ttdp.container_edits(devices, style, mounts, lambda function: function.path)
+def edits(devices: list[Device], style: Any = "bdf", mounts: tuple[Mount, ...] = (), **others: Any) -> ContainerEdits:
+    settings = Settings(visible_devices=style, **others)
+    return ttdp.container_edits(devices, settings, mounts, None, lambda function: function.path)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_node_has_the_hosts_number_inside_the_container() -> None:
 
 def test_what_a_node_is_called_on_the_host_is_another_matter() -> None:
     """Inside the container everything is where software looks for it, by whatever path the runtime finds it."""
-    moved = ttdp.container_edits(THREE[2:], "bdf", (), lambda function: f"/host/by-pci/{function.bdf}")
+    moved = ttdp.container_edits(THREE[2:], Settings(), (), None, lambda function: f"/host/by-pci/{function.bdf}")
     assert moved.nodes == (DeviceNode("/host/by-pci/0000:03:00.0", "/dev/tenstorrent/7", "rw"),)
 
 

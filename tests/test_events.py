@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ttdp
-from tests.world.node import captured_uevents, wire
+from tests.world.captures import captured_uevents
+from tests.world.node import wire
 from tests.world.processes import PATIENCE, finished
 from ttdp import Uevent
 

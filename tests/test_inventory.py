@@ -19,7 +19,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, capture, capture_names, dead_value
+from tests.world.captures import capture, capture_names
+from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
 from tests.world.simulation import kernel_errors, settings_of
 from ttdp import Fleet, HealthSettings, Reading, Settings, Telemetry
 
@@ -665,13 +666,13 @@ def test_a_chip_that_offers_nothing_is_looked_up_in_its_configuration_space(node
     """Dead when the driver bound to it, it looks like one whose firmware is late, but for what PCI reads of it."""
     chip = node.add(card, firmware=False)[0]
     seen = ttdp.scan(settings(node)).functions[chip.bdf]
-    config = node.root / "sys/bus/pci/devices" / chip.bdf / "config"
-    config.unlink(missing_ok=True)
     assert ttdp.read_telemetry(seen) == Telemetry()
-    for content, dead in ((b"\x52\x1e\x1e\x40" + bytes(60), False), (b"\xff" * 64, True), (b"", False)):
-        config.write_bytes(content)
-        assert ttdp.read_telemetry(seen) == Telemetry(all_ones=dead, off_bus=dead)
-    config.write_bytes(b"\xff" * 64)
+    chip.write("config", b"")  # what cannot be read is no proof
+    assert ttdp.read_telemetry(seen) == Telemetry()
+    chip.remove("config")
+    assert ttdp.read_telemetry(seen) == Telemetry()
+    chip.die(bus=True)
+    assert ttdp.read_telemetry(seen) == Telemetry(all_ones=True, off_bus=True)
     verdict = ttdp.judge(ttdp.Health(), seen, ttdp.read_telemetry(seen), HealthSettings(), 0, periodic=True)
     assert verdict.fault is ttdp.Fault.NO_RESPONSE and "PCI configuration space" in str(verdict.reason)
 
@@ -706,6 +707,25 @@ def test_a_class_device_that_goes_while_it_is_read_is_not_taken_for_another_card
     assert (after.function.pci_card, after.function.numa_node) == ("n150", 1)
     assert (after.serial, after.asic_id) == (before.serial, before.asic_id)
     assert after.present is (reads > 6)
+
+
+def test_devices_that_come_and_go_are_seen_as_they_are_or_not_at_all(node: SimulatedNode) -> None:
+    """Looked at after every step of a plug, a rebinding, a renumbering and a removal, none is another card."""
+    fleet, looks = Fleet(), 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        for seen in fleet.observe(settings(node)):
+            card, numa_node = ("n300", 0) if seen.bdf == "0000:01:00.0" else ("p150a", 1)
+            assert (seen.pci_card, seen.numa_node) == (card, numa_node)
+
+    node.on_step = look
+    first, second = node.add("n300", numa_node=0) + node.add("p150a", numa_node=1)
+    first.rebind()
+    node.swap_ordinals(first.bdf, second.bdf)
+    second.vanish()
+    assert looks > 100 and len(fleet.chips) == 2
 
 
 def test_a_numa_node_that_the_kernel_does_not_know_is_no_torn_reading(node: SimulatedNode) -> None:

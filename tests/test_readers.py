@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.world.processes import until
+from tests.world.processes import until, wait_until
 from ttdp import HostPaths, PciFunction, Reading, Request, Telemetry, TelemetryReaders
 
 
@@ -87,6 +87,15 @@ async def test_one_that_hangs_holds_up_nobody(chips: Chips) -> None:
     chips.release(ONE)
     await until(lambda: ONE.bdf in chips.answered(), seconds=1)
     assert chips.readers.seconds_under_way(ONE.bdf) == 0
+
+
+async def test_what_was_read_when_another_is_asked_for_is_delivered(chips: Chips) -> None:
+    """The first chip has answered, and before the loop has come to hear of that an event has the second one asked."""
+    threads = threading.active_count()
+    chips.ask(ONE)
+    wait_until(lambda: threading.active_count() == threads)
+    chips.ask(TWO)
+    await until(lambda: len(chips.delivered) == 2, seconds=2)
 
 
 async def test_what_was_read_before_one_hangs_is_delivered(chips: Chips) -> None:

@@ -352,7 +352,8 @@ def test_one_replica_for_a_container_unless_more_are_allowed() -> None:
     settings = shared(SharedResource("n150", 2), fail_requests_greater_than_one=False)
     (lenient,) = ttdp.resources(FOUR, settings, {}).values()
     ttdp.check_allocation(lenient, wanted)
-    edits = ttdp.container_edits([lenient.devices[i] for i in wanted[0]], "bdf", (), lambda function: function.path)
+    chosen = [lenient.devices[i] for i in wanted[0]]
+    edits = ttdp.container_edits(chosen, Settings(), (), None, lambda function: function.path)
     assert [node.host for node in edits.nodes] == ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
     assert edits.environment["TT_VISIBLE_DEVICES"] == f"{BDFS[0]},{BDFS[1]}"
 

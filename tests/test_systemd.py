@@ -184,14 +184,16 @@ async def test_a_bad_file_is_refused_at_a_reload_and_the_old_settings_stay(
     config.write_text('resource_naming = "size"\nlog_level = "debug"\n')
     service.send(signal.SIGHUP)
     await service.note("RELOADING=1")
-    await service.status("1 × tenstorrent.com/p150", "the configuration on disk is refused", "resource_naming: 'size'")
     await service.note("READY=1")
+    await service.status("1 × tenstorrent.com/p150", "the configuration on disk is refused", "resource_naming: 'size'")
     (chip,) = node.chips
     chip.vanish()
     await service.status("1 × tenstorrent.com/p150, 0 healthy", "refused")
     config.write_text(good)
     service.send(signal.SIGHUP)
-    await until(lambda: "refused" not in list(service._statuses())[-1][1])
+    await service.note("RELOADING=1")
+    await service.note("READY=1")
+    assert "refused" not in await service.status("1 × tenstorrent.com/p150, 0 healthy")
     status, _ = await service.stop()
     (line,) = [line for line in service.said if str(config) in line]
     assert "resource_naming" in line and "'size'" in line and "board, card or arch" in line

@@ -208,13 +208,21 @@ class Host:
 
     def journal(self, since: float = 0.0) -> list[tuple[int, str]]:
         """Priorities and messages of the daemon's own lines."""
+        return [(priority, message) for _, priority, message in self._entries(since)]
+
+    def times_of(self, since: float, part: str) -> list[float]:
+        """When the daemon's lines came that hold a text."""
+        return [at for at, _, message in self._entries(since) if part in message]
+
+    def _entries(self, since: float) -> list[tuple[float, int, str]]:
         lines = self.container("journalctl", "--unit", UNIT, "--output=json", "--no-pager").splitlines()
         entries = [json.loads(line) for line in lines if line.startswith("{")]
-        return [
-            (int(entry["PRIORITY"]), str(entry["MESSAGE"]))
+        found = [
+            (int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6, int(entry["PRIORITY"]), str(entry["MESSAGE"]))
             for entry in entries
-            if entry.get("SYSLOG_IDENTIFIER") == UNIT and int(entry["__MONOTONIC_TIMESTAMP"]) >= since * 1e6
+            if entry.get("SYSLOG_IDENTIFIER") == UNIT
         ]
+        return [entry for entry in found if entry[0] >= since]
 
     def line(self, since: float, part: str, timeout: float = PATIENCE) -> tuple[int, str]:
         """The daemon's first line that holds a text, as soon as there is one."""

@@ -51,8 +51,8 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from generated import podresources_pb2, podresources_pb2_grpc
 from tests.world.processes import wait_until
 
 HERE = Path(__file__).resolve().parent
@@ -914,26 +914,21 @@ class Kubelet:
 
     # Devices
 
-    def _ask(self, method: str, request: str, answer: str) -> Any:
-        """Call the pod resources API: socket and service are the kubelet's, the messages those of `_POD_RESOURCES`."""
-        messages = _pod_resources_messages()
+    def _ask(self, method: str, request: Any) -> Any:
+        """Call the pod resources API."""
         socket_path = self.machine.path("/var/lib/kubelet/pod-resources/kubelet.sock")
         with grpc.insecure_channel(f"unix://{socket_path}") as channel:
-            call = channel.unary_unary(
-                f"/v1.PodResourcesLister/{method}",
-                request_serializer=messages[request].SerializeToString,
-                response_deserializer=messages[answer].FromString,
-            )
-            return call(messages[request](), timeout=10)
+            stub = podresources_pb2_grpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
+            return getattr(stub, method)(request, timeout=10)
 
     def allocatable(self, resource: str) -> set[str]:
         """The IDs of the resource's healthy devices, in use or not."""
-        answer = self._ask("GetAllocatableResources", "AllocatableResourcesRequest", "AllocatableResourcesResponse")
+        answer = self._ask("GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest())
         return {device for d in answer.devices if d.resource_name == resource for device in d.device_ids}
 
     def assigned(self, resource: str) -> dict[tuple[str, str], set[str]]:
         """Which devices the containers have, by pod and container."""
-        answer = self._ask("List", "ListPodResourcesRequest", "ListPodResourcesResponse")
+        answer = self._ask("List", podresources_pb2.ListPodResourcesRequest())
         found: dict[tuple[str, str], set[str]] = {}
         for p in answer.pod_resources:
             for c in p.containers:
@@ -975,40 +970,6 @@ def _klog_time(line: str) -> float:
     """Unix time of a line such as "I1121 12:54:07.123456   4711 manager.go:317] …", in local time without a year."""
     year = datetime.datetime.now().year
     return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
-
-
-# --- The pod resources API --------------------------------------------------------------------------------------------
-
-_POD_RESOURCES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "ListPodResourcesRequest": (),
-    "ListPodResourcesResponse": (("pod_resources", 1, "PodResources"),),
-    "AllocatableResourcesRequest": (),
-    "AllocatableResourcesResponse": (("devices", 1, "ContainerDevices"),),
-    "PodResources": (("name", 1, ""), ("namespace", 2, ""), ("containers", 3, "ContainerResources")),
-    "ContainerResources": (("name", 1, ""), ("devices", 2, "ContainerDevices")),
-    "ContainerDevices": (("resource_name", 1, ""), ("device_ids", 2, "*")),
-}
-"""The part of podresources v1 that is asked for, as it goes over the wire: field, number, and "" for a string, "*" for
-repeated strings, or the message that it repeats. ContainerDevices come one for each NUMA node."""
-
-
-@functools.cache
-def _pod_resources_messages() -> Mapping[str, Any]:
-    field_type = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="podresources.proto", package="v1", syntax="proto3")
-    for message, fields in _POD_RESOURCES.items():
-        described = file.message_type.add(name=message)
-        for name, number, kind in fields:
-            described.field.add(
-                name=name,
-                number=number,
-                label=field_type.LABEL_REPEATED if kind else field_type.LABEL_OPTIONAL,
-                type=field_type.TYPE_MESSAGE if kind not in ("", "*") else field_type.TYPE_STRING,
-                type_name=f".v1.{kind}" if kind not in ("", "*") else None,
-            )
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"v1.{name}")) for name in _POD_RESOURCES}
 
 
 if __name__ == "__main__":  # build the kubelets, which takes minutes the first time

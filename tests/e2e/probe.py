@@ -29,6 +29,13 @@ def writable(directory: str) -> Callable[[], None]:
     return act
 
 
+def lock_directory() -> None:
+    path = f"/dev/shm/probe-{os.getpid()}"
+    os.mkdir(path)
+    os.chmod(path, 0o1777)
+    os.rmdir(path)
+
+
 def new_namespace() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x10000000) < 0:
@@ -56,6 +63,10 @@ print(
             "unix sockets": attempt(lambda: socket.socket(socket.AF_UNIX).close()),
             "kernel events": attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 15).bind((0, 1))),
             "write to the kubelet's directory": attempt(writable("/var/lib/kubelet/device-plugins")),
+            "write to CDI's": attempt(writable("/var/run/cdi")),
+            "write to labels": attempt(writable("/etc/kubernetes/node-feature-discovery/features.d")),
+            "write to the node exporter's": attempt(writable("/var/lib/prometheus/node-exporter")),
+            "a directory for everybody's locks": attempt(lock_directory),
             "write to /etc": attempt(writable("/etc")),
             "write to /usr": attempt(writable("/usr")),
             "write to /var/lib": attempt(writable("/var/lib")),

@@ -1,4 +1,4 @@
-"""A reference kubelet: the device manager's side of the device plugin API, as strict as the original.
+"""A reference kubelet: its side of the device plugin API and the pod resources API, as strict as the original.
 
 It behaves as `pkg/kubelet/cm/devicemanager` of Kubernetes 1.31 to 1.37 does, oddities included, over real gRPC on real
 sockets, and can in addition be killed, restarted, made deaf and asked what happened when. `Kubelet.violations` lists
@@ -30,7 +30,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
+from generated import podresources_pb2 as pods_pb
 
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
@@ -48,8 +49,10 @@ CHECKPOINT = "kubelet_internal_checkpoint"
 HEALTHY = "Healthy"
 NO_NUMA_NODE = -1
 PRE_START_TIMEOUT = 30.0  # seconds; the only call to a plugin for which the kubelet has a deadline
+POD_CALLS_BURST, POD_CALLS_A_SECOND = 10, 100  # all callers of the pod resources API together; more are refused
 
 Policy = Literal["none", "single-numa-node"]
+Method = Literal["Register", "List"]
 T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -118,6 +121,17 @@ class Allocation:
             "annotations": [f"{key}={value}" for key, value in sorted(self.annotations.items())],
             "cdi": self.cdi_devices,
         }
+
+
+@dataclass(slots=True)
+class _Fault:
+    """What the next calls of a method meet instead of their answer, or before it."""
+
+    times: float
+    seconds: float = 0.0
+    code: grpc.StatusCode | None = None
+    message: str = ""
+    answer: bytes | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -209,6 +223,10 @@ class Kubelet:
       **and because the kubelet then forgets the old connection without closing it, that socket's name is refused from
       then on** until the kubelet restarts.
 
+    The pod resources API is served on the socket `pod_resources`, by default `pod-resources/kubelet.sock` beside the
+    directory, None for nowhere. Like the original's, a List right after a start knows of no pod: they are named from
+    their admission in this life of the kubelet on.
+
     `clock` counts the grace period (seconds); `seed` drives what is random order in the original (Go's maps).
     """
 
@@ -221,6 +239,7 @@ class Kubelet:
         numa_nodes: Sequence[int] = (0, 1),
         grace_period: float = 300.0,
         dial_timeout: float = 10.0,
+        pod_resources: Path | Literal["beside"] | None = "beside",
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
@@ -231,17 +250,19 @@ class Kubelet:
         self.numa_nodes = tuple(numa_nodes)
         self.grace_period = grace_period
         self.dial_timeout = dial_timeout
+        beside = self.directory.parent / "pod-resources/kubelet.sock"
+        self.pod_resources = beside if pod_resources == "beside" else pod_resources
         self.events: list[Event] = []
         self.violations: list[str] = []
         self._clock = clock
         self._random = random.Random(seed)
         self._on_event = on_event
         self._changed = asyncio.Event()
-        self._faults: deque[tuple[float, grpc.StatusCode | None, str]] = deque()
+        self._faults: dict[str, deque[_Fault]] = {"Register": deque(), "List": deque()}
         # The pods that the API server has for this node, their containers' requests, and which are init containers.
         self._pods: dict[str, dict[str, tuple[dict[str, int], bool]]] = {}
-        self._server: grpc.aio.Server | None = None
-        self._deaf: socket.socket | None = None
+        self._servers: list[grpc.aio.Server] = []
+        self._deaf: list[socket.socket] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._streams: set[asyncio.Task[None]] = set()
         self._forget()
@@ -256,6 +277,8 @@ class Kubelet:
         self._allocated: dict[str, set[str]] = {}
         self._held: dict[str, dict[str, dict[str, _Held]]] = {}  # pod, container, resource
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})  # a pod, and what its init containers leave behind
+        self._admitted: set[str] = set()  # pods, in this life
+        self._tokens, self._tokens_at = float(POD_CALLS_BURST), time.monotonic()
 
     # --------------------------------------------------------------------------------------------------- what happened
 
@@ -307,28 +330,53 @@ class Kubelet:
 
     async def start(self, *, deaf: bool = False) -> None:
         """Reads the checkpoint, empties the directory, creates `kubelet.sock`; `deaf`: and never answers on it."""
-        if self._server or self._deaf:
+        if self._servers or self._deaf:
             raise RuntimeError("the kubelet runs already")
         self._forget()
+        if self.pod_resources:
+            self.pod_resources.unlink(missing_ok=True)
+            self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            server = self._new_server(deaf)
+            if server:
+                server.add_generic_rpc_handlers((_PodResources(self),))
+            async with self._bound(server, self.pod_resources):  # it accepts from the moment on at which it is there
+                if server:
+                    await server.start()
         # 0755: the checkpoint's store makes the directory before the registration server would make it 0750.
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._read_checkpoint()
         self._sweep()
-        if deaf:
-            self._deaf = socket.socket(socket.AF_UNIX)
-            self._deaf.bind(str(self.socket))
-            self._deaf.listen()
-        else:
-            # gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing: so gRPC binds a
-            # name of its own, and kubelet.sock is a second name of the same socket.
-            self._server = grpc.aio.server()
-            rpc.add_RegistrationServicer_to_server(_Registration(self), self._server)
-            with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=self.directory.parent) as private:
-                self._server.add_insecure_port(f"unix:{private}/s")
-                os.link(f"{private}/s", self.socket)
+        server = self._new_server(deaf)
+        if server:
+            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
+        async with self._bound(server, self.socket):
+            pass
         self._record("started", socket=str(self.socket), version=".".join(map(str, self.version)), deaf=deaf)
-        if self._server:
-            await self._server.start()
+        if server:
+            await server.start()
+
+    def _new_server(self, deaf: bool) -> grpc.aio.Server | None:
+        if deaf:
+            return None
+        self._servers.append(grpc.aio.server())
+        return self._servers[-1]
+
+    @contextlib.asynccontextmanager
+    async def _bound(self, server: grpc.aio.Server | None, path: Path) -> AsyncIterator[None]:
+        """Bound to a name of its own inside, and at the end to this path; a socket that only listens without a server.
+
+        gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing: so `path` is a second
+        name of the same socket.
+        """
+        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=self.directory.parent) as private:
+            if server:
+                server.add_insecure_port(f"unix:{private}/s")
+            else:
+                self._deaf.append(listening := socket.socket(socket.AF_UNIX))
+                listening.bind(f"{private}/s")
+                listening.listen()
+            yield
+            os.link(f"{private}/s", path)
 
     async def stop(self) -> None:
         """The original's orderly `Stop`: the streams end, everything turns unhealthy, `kubelet.sock` is removed.
@@ -358,11 +406,11 @@ class Kubelet:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        if self._server:
-            await self._server.stop(None)
-        if self._deaf:
-            self._deaf.close()
-        self._server = self._deaf = None
+        for server in self._servers:
+            await server.stop(None)
+        for listening in self._deaf:
+            listening.close()
+        self._servers, self._deaf = [], []
         for client in abandoned:
             await client.close()
         for stream in self._streams:  # those that a newer registration replaced are in nobody's list any more
@@ -394,13 +442,41 @@ class Kubelet:
 
     # ---------------------------------------------------------------------------------------------------------- faults
 
-    def refuse_with(self, code: grpc.StatusCode, message: str = "refused", times: int = 1) -> None:
-        """The next `times` calls of Register fail with this status."""
-        self._faults.extend([(0.0, code, message)] * times)
+    def refuse_with(
+        self, code: grpc.StatusCode, message: str = "refused", times: float = 1, method: Method = "Register"
+    ) -> None:
+        """The next `times` calls fail with this status; UNIMPLEMENTED from List is a kubelet that does not know it."""
+        self._faults[method].append(_Fault(times, code=code, message=message))
 
-    def hang(self, seconds: float, times: int = 1) -> None:
-        """The next `times` calls of Register are taken up only after that long."""
-        self._faults.extend([(seconds, None, "")] * times)
+    def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
+        """The next `times` calls are taken up only after that long."""
+        self._faults[method].append(_Fault(times, seconds=seconds))
+
+    def garble(self, answer: bytes = b"\xff\xff\xff", times: float = 1) -> None:
+        """The next `times` calls of List are answered with these bytes."""
+        self._faults["List"].append(_Fault(times, answer=answer))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no call that comes will fail or wait."""
+        return not any(self._faults.values())
+
+    def heal(self) -> None:
+        """It is, from now on."""
+        for faults in self._faults.values():
+            faults.clear()
+
+    async def _meet_fault(self, method: Method) -> _Fault | None:
+        """The fault that this call has to suffer, after the time that it takes."""
+        faults = self._faults[method]
+        if not faults:
+            return None
+        fault = faults[0]
+        fault.times -= 1
+        if fault.times < 1:
+            faults.popleft()
+        await asyncio.sleep(fault.seconds)
+        return fault
 
     async def drop_streams(self, resource: str | None = None) -> None:
         """Breaks the connections to plugins from this side, as when the original meets an error on a stream."""
@@ -614,6 +690,44 @@ class Kubelet:
 
     # ------------------------------------------------------------------------------------------------------------ pods
 
+    def listed_pods(self) -> pods_pb.ListPodResourcesResponse:
+        """What List of the pod resources API answers, in no order.
+
+        One entry for each device, or for each of its NUMA nodes if it has any; of resources whose plugin is gone, too.
+        What an init container holds by itself is not named. A pod's name can be `namespace/name`.
+        """
+        answer = pods_pb.ListPodResourcesResponse()
+        for pod in self._shuffled(self._admitted):
+            *namespace, name = pod.split("/")
+            listed = answer.pod_resources.add(name=name, namespace=namespace[0] if namespace else "default")
+            for container, (_, init) in self._pods[pod].items():
+                if init:
+                    continue
+                devices = listed.containers.add(name=container).devices
+                for resource, held in self._shuffled(self._held.get(pod, {}).get(container, {}).items()):
+                    for ident in self._shuffled(ident for ids in held.per_node.values() for ident in ids):
+                        devices.add(resource_name=resource, device_ids=[ident])
+        return answer
+
+    def allocatable_devices(self) -> pods_pb.AllocatableResourcesResponse:
+        """What GetAllocatableResources answers: every healthy device, held or not, as List names them."""
+        answer = pods_pb.AllocatableResourcesResponse()
+        for resource, healthy in self._shuffled(self._healthy.items()):
+            for ident in self._shuffled(healthy):
+                for _ in _nodes(self._devices.get(resource, {}).get(ident)) or [NO_NUMA_NODE]:
+                    answer.devices.add(resource_name=resource, device_ids=[ident])
+        return answer
+
+    def _may_call(self) -> bool:
+        """Takes one of the tokens of the pod resources API, if there is one."""
+        now = time.monotonic()
+        refilled = self._tokens + (now - self._tokens_at) * POD_CALLS_A_SECOND
+        self._tokens, self._tokens_at = min(POD_CALLS_BURST, refilled), now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
     async def admit(self, pod: str, container: str, request: Mapping[str, int], *, init: bool = False) -> Allocation:
         """Admits a container of a pod and starts it. AdmissionError if not; a rejected pod gives back all it had.
 
@@ -634,6 +748,7 @@ class Kubelet:
     def remove_pod(self, pod: str) -> None:
         """The pod is gone. (The original notices at the next admission, and writes the checkpoint only then.)"""
         self._pods.pop(pod, None)
+        self._admitted.discard(pod)
         if self._held.pop(pod, None) is not None:
             self._write_checkpoint()
         self._recount()
@@ -666,6 +781,7 @@ class Kubelet:
             if error.reason != "CreateContainerConfigError":
                 self.remove_pod(pod)
             raise
+        self._admitted.add(pod)
         allocation = self._edits(pod, container)
         self._record("admitted", pod=pod, container=container, **allocation.fields())
         return allocation
@@ -961,17 +1077,41 @@ class _Registration:
         kubelet._record("register", **who)
         code: grpc.StatusCode | None = None
         try:
-            if kubelet._faults:
-                delay, code, message = kubelet._faults.popleft()
-                await asyncio.sleep(delay)
-                if code is not None:
-                    raise _Failure(message)
+            if (fault := await kubelet._meet_fault("Register")) and (code := fault.code):
+                raise _Failure(fault.message)
             await kubelet._register(request)
         except _Failure as failure:
             kubelet._record("refused", **who, message=str(failure))
             await context.abort(code or grpc.StatusCode.UNKNOWN, str(failure))
         kubelet._record("registered", **who, seconds=time.monotonic() - begin)
         return pb.Empty()
+
+
+class _PodResources(grpc.GenericRpcHandler):
+    """The service `v1.PodResourcesLister`; generic, so that it can also answer what is no message."""
+
+    def __init__(self, kubelet: Kubelet) -> None:
+        self._kubelet = kubelet
+
+    def service(self, handler_call_details: Any) -> Any:
+        answers = {"List": self._kubelet.listed_pods, "GetAllocatableResources": self._kubelet.allocatable_devices}
+        service, _, method = str(handler_call_details.method)[1:].partition("/")
+        if service != "v1.PodResourcesLister" or method not in answers:
+            return None  # UNIMPLEMENTED
+
+        async def call(request: bytes, context: Any) -> bytes:
+            kubelet = self._kubelet
+            if not kubelet._may_call():
+                kubelet._violation(f"{method} of the pod resources API is called too often")
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+            fault = await kubelet._meet_fault("List") if method == "List" else None
+            if fault and fault.code:
+                await context.abort(fault.code, fault.message)
+            answer = fault.answer if fault and fault.answer is not None else answers[method]().SerializeToString()
+            kubelet._record("asked", method=method, bytes=len(answer))
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(call)
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -1061,6 +1201,7 @@ async def _main(options: argparse.Namespace) -> None:
         policy=options.policy,
         numa_nodes=options.numa_nodes,
         grace_period=options.grace_period,
+        pod_resources=options.pod_resources,
         on_event=say,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -1096,6 +1237,12 @@ def main() -> None:
     parser.add_argument("--policy", choices=["none", "single-numa-node"], default="none", help="topology policy")
     parser.add_argument("--numa-nodes", type=int, nargs="+", default=[0, 1], metavar="N", help="(default: 0 1)")
     parser.add_argument("--grace-period", type=float, default=300.0, metavar="SECONDS", help="(default: 300)")
+    parser.add_argument(
+        "--pod-resources",
+        type=Path,
+        metavar="SOCKET",
+        help="serve the pod resources API here (default: not at all)",
+    )
     parser.add_argument("--deaf", action="store_true", help="create the socket, but never answer on it")
     asyncio.run(_main(parser.parse_args()))
 

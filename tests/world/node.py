@@ -1,17 +1,11 @@
 """A simulated node: the sysfs, /dev and /proc of a machine with Tenstorrent cards, as a directory tree.
 
 `SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd) and udev show them:
-same names, links, formats, order of appearance and kernel uevents. The model was recorded with the real driver on
-emulated PCI functions: `tests/world/data/captures.json` holds the trees and `tests/world/data/uevents.json` the events.
+same names, links, formats, order of appearance and kernel uevents; tests.world.captures has what it is modelled on.
 
-Where a plain tree cannot do what the kernel does, these conventions hold:
-
-* **A read that fails.** A file cannot return ENODATA, so an attribute that shall fail with an errno is a dangling
-  symlink to `errno:NAME` (`errno:ENODATA`, `errno:EIO`, any name of the errno module). `errno_of(path)` recognises it;
-  whoever launches the program under test wraps `os.open` with it and raises OSError there (the driver: at read()).
-* **A read that blocks.** A FIFO stands in the attribute's place: open() for reading waits until `unblock()`.
-* **A device node** is a real character device where the process may make one ("mknod"); elsewhere it is a symlink to
-  /dev/null or one of its siblings ("link"), whose number sysfs's `dev` then repeats: stat() agrees either way.
+A plain tree cannot do all that the kernel does: for reads that fail or block see tests.world.tree. A device node is a
+real character device where the process may make one ("mknod"); elsewhere it is a symlink to /dev/null or one of its
+siblings ("link"), whose number sysfs's `dev` then repeats: stat() agrees either way.
 
 The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes can work on one tree:
 `SimulatedNode.open(root)`, or by hand `python -m tests.world.node DIR --help`.
@@ -23,12 +17,10 @@ import argparse
 import contextlib
 import errno
 import fcntl
-import functools
 import inspect
 import json
 import os
 import re
-import shutil
 import stat
 import sys
 import threading
@@ -38,7 +30,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-DATA = Path(__file__).parent / "data"
+from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR, capture, capture_names
+from tests.world.tree import link, put, put_errno, remove, remove_empty, replace
+
 ALL_ONES = "4294967295"
 DRIVER_MAJOR = 245  # dynamic in reality; the number of every capture
 
@@ -59,27 +53,11 @@ SINCE = {"tt_asic_id": (2, 3), "tt_heartbeat": (2, 7), "tt_therm_trip_count": (2
 BLACKHOLE_MAX_SINCE = (2, 6)
 COUNTERS_SINCE, PROC_SINCE, CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (2, 0), (2, 5), (2, 6), (2, 8), (2, 9)
 
-PCI_ATTRIBUTES = (
-    "vendor", "device", "subsystem_vendor", "subsystem_device", "class", "revision", "numa_node", "local_cpulist",
-    "current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "modalias", "uevent",
-)  # fmt: skip
-SENSOR = re.compile(r"(temp|power|in|curr|fan)\d+_\w+|name")
-WRITABLE = {"uevent", "numa_node"}  # mode 0644 in sysfs; everything else is 0444
-
 # Link nodes borrow the numbers of these, which every machine and container has.
 BORROWED = {(1, 3): "/dev/null", (1, 5): "/dev/zero", (1, 7): "/dev/full", (1, 8): "/dev/random",
             (1, 9): "/dev/urandom"}  # fmt: skip
 
 Condition = Literal["healthy", "dead", "off-bus", "resetting", "lost"]
-
-
-def errno_of(path: str | os.PathLike[str]) -> int | None:
-    """The errno with which a read of this attribute shall fail, or None if it is an ordinary file (or not there)."""
-    try:
-        target = os.readlink(path)
-    except (OSError, ValueError):
-        return None
-    return int(getattr(errno, target.removeprefix("errno:"))) if target.startswith("errno:") else None
 
 
 def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
@@ -103,238 +81,6 @@ def dead_value(name: str, healthy: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Captures: what the real driver showed, in compact form
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _stored(file: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((DATA / file).read_text())
-    return loaded
-
-
-def capture_names() -> list[str]:
-    """The names that `from_capture` and `capture` take."""
-    return sorted(_stored("captures.json"))
-
-
-def capture(name: str) -> dict[str, Any]:
-    """One captured tree: `driver`, `module`, `directories`, `functions`, and `events_on_load` where they were recorded.
-
-    A function is `path` (below /sys/devices), `ordinal`, `dev`, `mode` (of the node), `by_id`, `pids`, `hwmon` (its
-    number), the attributes of its three directories in `pci`, `class` and `sensors`, and `links`. Texts are without the
-    newline that ends every attribute. In links `{path}`, `{bdf}`, `{N}`, `{H}` and `{dev}` stand for its own.
-    `board` (what the emulated firmware knew) is there for a function whose attributes do not tell it.
-    """
-    stored = _stored("captures.json")[name]
-    common = stored["common"]
-    functions = [
-        {**line, **{group: {**common.get(group, {}), **line[group]} for group in GROUPS if group in line}}
-        for line in stored["functions"]
-    ]
-    return {key: value for key, value in stored.items() if key != "common"} | {"functions": functions}
-
-
-def captured_uevents(name: str, step: str) -> list[tuple[str, str, dict[str, str]]]:
-    """The kernel's events of one recorded step, as (action, devpath, environment); `wire` makes messages of them.
-
-    The environment is without ACTION, DEVPATH and SEQNUM. `wakeup` events come from the emulated platform's ACPI.
-    """
-    return [(action, devpath, env) for action, devpath, env in _stored("uevents.json")[name][step]]
-
-
-GROUPS = ("pci", "class", "sensors", "links")
-DIRECTORIES = ("/sys/class/tenstorrent", "/sys/class/hwmon", "/sys/bus/pci/drivers/tenstorrent",
-               "/proc/driver/tenstorrent", "/dev/tenstorrent", "/dev/tenstorrent/by-id")  # fmt: skip
-
-
-def compact(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Reduce {path: entry} of a whole tree, captured or `observe`d, to the facts that `capture` describes."""
-
-    def text(path: str) -> str:
-        content = str(entries[path]["content"])
-        if content and (content == "\n" or not content.endswith("\n") or content.endswith("\n\n")):
-            raise ValueError(f"{path} does not end in exactly one newline")
-        return content.removesuffix("\n")
-
-    def texts(directory: str, wanted: Callable[[str], object]) -> dict[str, str]:
-        names = [p[len(directory) :] for p, e in entries.items() if p.startswith(directory) and e["type"] == "file"]
-        return {name: text(directory + name) for name in sorted(names) if wanted(name)}
-
-    functions = []
-    for char, entry in entries.items():
-        if not char.startswith("/sys/dev/char/"):
-            continue
-        path, _, ordinal = entry["target"].removeprefix("../../devices/").partition("/tenstorrent/tenstorrent!")
-        pci, bdf, dev = f"/sys/devices/{path}", path.rsplit("/")[-1], char.rsplit("/")[-1]
-        numbered = re.compile(re.escape(pci) + r"/hwmon/hwmon(\d+)")
-        hwmon = next((found[1] for p in entries if (found := numbered.fullmatch(p))), "")
-        parts = (path, bdf, f"tenstorrent!{ordinal}", f"hwmon{hwmon}", dev)
-        templates = ("{path}", "{bdf}", "tenstorrent!{N}", "hwmon{H}", "{dev}")
-
-        def templated(name: str, parts: Sequence[str] = parts, templates: Sequence[str] = templates) -> str:
-            for part, template in zip(parts, templates, strict=True):
-                name = re.sub(rf"(?<=/){re.escape(part)}(?=/|$)", template, name)
-            return name
-
-        own = [p for p, e in entries.items() if e["type"] == "link" and p.startswith("/sys/")
-               and (bdf in f"{p} {e['target']}".replace("/", " ").split() or p == char)
-               and not p.endswith(("firmware_node", "iommu_group"))]  # fmt: skip
-        node = entries.get(f"/dev/tenstorrent/{ordinal}", {})
-        pids = entries.get(f"/proc/driver/tenstorrent/{ordinal}/pids")
-        groups = {
-            "pci": texts(f"{pci}/", PCI_ATTRIBUTES.__contains__),
-            "class": texts(f"{pci}/tenstorrent/tenstorrent!{ordinal}/", re.compile("tt_.*|dev|uevent|pcie_.*").match),
-            "sensors": texts(f"{pci}/hwmon/hwmon{hwmon}/", re.compile(SENSOR.pattern + "|uevent").fullmatch),
-            "links": {templated(p): templated(entries[p]["target"]) for p in own},
-        }
-        by_id = {p.rsplit("/")[-1]: e["target"] for p, e in entries.items() if p.startswith("/dev/tenstorrent/by-id/")}
-        functions.append({
-            "path": path, "ordinal": int(ordinal), "dev": dev, "mode": node.get("mode"),
-            "by_id": sorted(link for link, target in by_id.items() if target == f"../{ordinal}"),
-            "pids": pids and pids["content"], "hwmon": int(hwmon) if hwmon else None,
-            **{group: values for group, values in groups.items() if values},
-        })  # fmt: skip
-    return {
-        "driver": text("/sys/module/tenstorrent/version") if "/sys/module/tenstorrent/version" in entries else None,
-        "module": texts("/sys/module/tenstorrent/", {"version", "initstate"}.__contains__),
-        "directories": [directory for directory in DIRECTORIES if directory in entries],
-        "functions": sorted(functions, key=lambda function: function["ordinal"]),
-    }
-
-
-def observe(root: Path) -> dict[str, dict[str, Any]]:
-    """The tree under `root` as {path: entry}, in the form of the captures (and with `errname` for a failing read)."""
-    entries: dict[str, dict[str, Any]] = {}
-    for directory, directories, files in os.walk(root):
-        for name in sorted(directories + files):
-            path = Path(directory, name)
-            entry: dict[str, Any] = {"mode": f"{path.lstat().st_mode & 0o7777:04o}"}
-            if (code := errno_of(path)) is not None:
-                entry |= {"type": "file", "errname": errno.errorcode[code]}
-            elif path.is_symlink() and not (path.readlink().is_absolute() and path.is_char_device()):
-                entry |= {"type": "link", "target": str(path.readlink())}
-            elif path.is_char_device():  # a link node, too, is one to whoever calls stat()
-                node = path.stat()
-                entry |= {"type": "char", "mode": f"{node.st_mode & 0o7777:04o}",
-                          "major": os.major(node.st_rdev), "minor": os.minor(node.st_rdev)}  # fmt: skip
-            else:
-                entry |= {"type": "dir"} if path.is_dir() else {"type": "file", "content": path.read_text()}
-            entries[f"/{path.relative_to(root)}"] = entry
-    return entries
-
-
-def convert(files: Sequence[Path]) -> None:
-    """Rewrite the stored data: captures node-NAME.json become captures.json, uevents-NAME.json become uevents.json."""
-
-    def lines(items: Mapping[str, str], indent: str = "") -> str:
-        return "{\n" + ",\n".join(f"{indent}{json.dumps(k)}: {v}" for k, v in items.items()) + f"\n{indent}}}"
-
-    trees: dict[str, str] = {}
-    events: dict[str, str] = {}
-    for file in sorted(files):
-        kind, _, name = file.stem.partition("-")
-        raw = json.loads(file.read_text())
-        if kind == "node":
-            tree = compact(raw["entries"])
-            functions = tree.pop("functions")
-            for function in functions:
-                if "tt_serial" not in function.get("class", {}) and len(functions) == 1:
-                    function["board"] = raw["meta"]["functions"][0]
-            common = {
-                group: dict(set.intersection(*(set(function.get(group, {}).items()) for function in functions)))
-                for group in GROUPS
-                if functions
-            }
-            for function in functions:
-                for group in GROUPS:
-                    if group in function:
-                        function[group] = dict(sorted(function[group].items() - common[group].items()))
-            tree["driver"] = raw["meta"]["driver"]
-            tree["common"] = {group: dict(sorted(values.items())) for group, values in common.items() if values}
-            if "events_on_load" in raw["meta"]:
-                tree["events_on_load"] = raw["meta"]["events_on_load"]
-            fields = {key: json.dumps(value) for key, value in tree.items()}
-            fields["functions"] = "[\n" + ",\n".join("  " + json.dumps(function) for function in functions) + "\n ]"
-            trees[name] = lines(fields, " ")
-        elif kind == "uevents":
-            steps = {}
-            for step in raw["steps"]:
-                kernel = [e for e in step.get("events", []) if e["source"] == "kernel"]
-                texts = [
-                    json.dumps([e["action"], e["devpath"], {k: v for k, v in e["env"].items()
-                                                           if k not in ("ACTION", "DEVPATH", "SEQNUM")}])
-                    for e in kernel
-                ]  # fmt: skip
-                steps[step["step"]] = "[\n" + ",\n".join("  " + text for text in texts) + "\n ]" if texts else "[]"
-            events[name] = lines(steps, " ")
-    for name, items in (("captures.json", trees), ("uevents.json", events)):
-        if items:
-            (DATA / name).write_text(lines(items) + "\n")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> None:
-    """Put what `make` makes in the place of `path` in one step; readers that a FIFO there held get `answer`."""
-    new = path.with_name(f".{path.name}.new")  # nothing in sysfs begins with a dot
-    try:
-        blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if stat.S_ISFIFO(path.lstat().st_mode) else None
-    except FileNotFoundError:
-        blocked = None
-    try:
-        make(new)
-    except FileExistsError:  # left by a process that was killed
-        new.unlink()
-        make(new)
-    os.replace(new, path)
-    if blocked is not None:  # its opening let the readers in; they get one answer, and whoever reads on gets the end
-        os.write(blocked, answer.encode())
-        os.close(blocked)
-
-
-def _put(path: Path, content: str | bytes) -> None:
-    """Write an attribute; a str gets the newline that the driver ends every one with."""
-    data = content if isinstance(content, bytes) else f"{content}\n".encode() if content else b""
-
-    def make(new: Path) -> None:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.fchmod(fd, 0o644 if path.name in WRITABLE else 0o444)
-        os.write(fd, data)
-        os.close(fd)
-
-    _replace(path, make, answer=data.decode("utf-8", "replace"))
-
-
-def _put_errno(path: Path, name: str) -> None:
-    _replace(path, lambda new: os.symlink(f"errno:{name}", new))
-
-
-def _link(path: Path, target: Path) -> None:
-    """A relative symlink at `path`, as sysfs makes them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(os.path.join(os.path.relpath(target.parent, path.parent), target.name))
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, link or directory, and let go whoever waits in a FIFO below it."""
-    if path.is_dir() and not path.is_symlink():
-        for fifo in [p for p in path.rglob("*") if p.is_fifo()]:
-            _put(fifo, b"")
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _remove_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rmdir()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The node
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -355,6 +101,7 @@ class Function:
     ordinal: int | None = None  # while the driver is bound
     hwmon: int | None = None  # while the driver shows telemetry
     iommu: tuple[int, str] | None = None  # group and its type
+    other_driver: str | None = None  # such as "vfio-pci", while that is bound
 
     @property
     def bdf(self) -> str:
@@ -380,10 +127,12 @@ class SimulatedNode:
     """A machine's device tree under `root`, and the operations that befall it.
 
     `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events and links there are;
-    it is loaded. `numbers` are (major, minor) by ordinal where the default (245:N, or the borrowed ones of "link") will
-    not do. `udev_rules=False`: without the driver's rules the node stays 0600 and there are no by-id links.
+    unless `loaded=False` it is loaded. `numbers` are (major, minor) by ordinal where the default (245:N, or the
+    borrowed ones of "link") will not do. `udev_rules=False`: without the driver's rules the node stays 0600 and there
+    are no by-id links; `links=False`: without our package's rule there are no by-pci links.
 
     `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the kernel sends it.
+    `on_step` is called in the middle of operations, with a part of a device there and another not.
     """
 
     def __init__(
@@ -394,6 +143,8 @@ class SimulatedNode:
         nodes: Literal["auto", "mknod", "link"] = "auto",
         numbers: Sequence[tuple[int, int]] | None = None,
         udev_rules: bool = True,
+        links: bool = True,
+        loaded: bool = True,
     ) -> None:
         self._attach(root)
         if self._state_file.exists():
@@ -402,14 +153,16 @@ class SimulatedNode:
             (root / path).mkdir(parents=True, exist_ok=True)
         self._state: dict[str, Any] = {
             "driver": driver, "nodes": _node_kind(root / "dev") if nodes == "auto" else nodes, "numbers": numbers,
-            "udev_rules": udev_rules, "loaded": False, "bound": [], "seqnum": 1050,
+            "udev_rules": udev_rules, "links": links, "udev": True, "driver_state": "", "bound": [], "seqnum": 1050,
         }  # fmt: skip
         self._save()
-        self.load_driver()
+        if loaded:
+            self.load_driver()
 
     def _attach(self, root: Path) -> None:
         self.root = root
         self.on_uevent: Callable[[bytes], None] | None = None
+        self.on_step: Callable[[], None] | None = None
         self._state_file = root / "state.json"
         self._functions: dict[str, Function] = {}  # in the order of the kernel's list: a rescanned function is the last
         self._loaded: tuple[int, int] | None = None
@@ -493,7 +246,7 @@ class SimulatedNode:
         return json.dumps(self._state | {"functions": {bdf: asdict(f) for bdf, f in self._functions.items()}}, indent=1)
 
     def _save(self) -> None:
-        _put(self._state_file, self._dump())
+        put(self._state_file, self._dump())
         status = self._state_file.stat()
         self._loaded = (status.st_ino, status.st_mtime_ns)
 
@@ -584,36 +337,58 @@ class SimulatedNode:
         shown = {k: v for k, v in sample["class"].items() if offered(k)}
         identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
         modalias = re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"])
+        config = sample["pci"]["config"][:92] + f"{code:02x}00" + sample["pci"]["config"][96:]  # its own at 0x2e
         return Function(
             path=path,
-            pci=sample["pci"] | {"subsystem_device": f"0x{code:04x}", "modalias": modalias},
+            pci=sample["pci"] | {"subsystem_device": f"0x{code:04x}", "modalias": modalias, "config": config},
             telemetry={k: identity.get(k, v) for k, v in shown.items() if k.startswith("tt_")},
             counters={k: v for k, v in shown.items() if "/" in k and self.version >= COUNTERS_SINCE},
             sensors={k: v for k, v in sample["sensors"].items() if k != "uevent" and offered(k)},
         )
 
-    def load_driver(self) -> None:
-        """modprobe: the functions are probed in the kernel's order, so ordinals may differ from the last time."""
+    def load_driver(self, probe: bool = True) -> None:
+        """modprobe: the functions are probed in the kernel's order, so ordinals may differ from the last time.
+
+        `probe=False` stops before the first of them, with the module still initialising; go on with `probe`.
+        """
         with self.changing():
-            if self._state["loaded"]:
+            if self._state["driver_state"]:
                 raise ValueError("the driver is loaded")
-            self._state["loaded"] = True
+            self._state["driver_state"] = "coming"
             driver = self.root / "sys/bus/pci/drivers/tenstorrent"
             module = self.root / "sys/module/tenstorrent"
             (module / "drivers").mkdir(parents=True)
-            _put(module / "version", self._state["driver"])
-            _put(module / "initstate", "live")
+            put(module / "version", self._state["driver"])
+            put(module / "initstate", "coming")
             (self.root / "sys/class/tenstorrent").mkdir()
             if self.version >= PROC_SINCE:
                 (self.root / "proc/driver/tenstorrent").mkdir()
             self._emit("add", "/class/tenstorrent", SUBSYSTEM="class")
-            _link(driver / "module", module)
-            _link(module / "drivers/pci:tenstorrent", driver)
-            for function in self._functions.values():
-                if function.present:
+            link(driver / "module", module)
+            link(module / "drivers/pci:tenstorrent", driver)
+            if probe:
+                for function in self._functions.values():
                     self._probe(function)
-            self._emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
-            self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
+            self._loaded_after_the_last()
+
+    def probe(self, chip: str | int) -> None:
+        """While the driver is being loaded it takes this function next; with the last one it is loaded."""
+        with self.changing():
+            self._probe(self._functions[self.chip(chip).bdf])
+            self._loaded_after_the_last()
+
+    def _loaded_after_the_last(self) -> None:
+        if any(self._is_ours(function) and function.ordinal is None for function in self._functions.values()):
+            return
+        self._state["driver_state"] = "live"
+        put(self.root / "sys/module/tenstorrent/initstate", "live")
+        self._emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
+        self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
+
+    def _is_ours(self, function: Function) -> bool:
+        """Whether the driver can have the function: it is there, no other driver's, and not kept for another."""
+        kept = function.pci["driver_override"] not in ("(null)", "tenstorrent")
+        return function.present and function.other_driver is None and not kept
 
     def unload_driver(self) -> None:
         """rmmod: the functions are released, the last bound first. (The real one refuses while a node is open.)"""
@@ -621,11 +396,24 @@ class SimulatedNode:
             for bdf in reversed(list(self._state["bound"])):
                 self._release(self._functions[bdf])
             for directory, subsystem in (("bus/pci/drivers", "drivers"), ("class", "class"), ("module", "module")):
-                _remove(self.root / "sys" / directory / "tenstorrent")
+                remove(self.root / "sys" / directory / "tenstorrent")
                 if subsystem == "class":
-                    _remove_empty(self.root / "proc/driver/tenstorrent")
+                    remove_empty(self.root / "proc/driver/tenstorrent")
                 self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
-            self._state["loaded"] = False
+            self._state["driver_state"] = ""
+
+    def stop_udev(self) -> None:
+        """udev is dead: whatever comes has the kernel's mode and no links, and links of what goes stay behind."""
+        with self.changing():
+            self._state["udev"] = False
+
+    def start_udev(self) -> None:
+        """udev runs again, and coldplug has it look at what is there. It knows nothing of what went meanwhile."""
+        with self.changing():
+            self._state["udev"] = True
+            for bdf in self._state["bound"]:
+                self._udev_add(self._functions[bdf])
+                self._udev_change(self._functions[bdf])
 
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
         """Renumber two functions, as a reload of the driver can: both are unbound, then bound as the other's number."""
@@ -643,12 +431,12 @@ class SimulatedNode:
             pool = self.root / "sys/kernel/mm/hugepages/hugepages-1048576kB"
             pool.mkdir(parents=True, exist_ok=True)
             for name in ("nr_hugepages", "free_hugepages"):
-                _put(pool / name, str(count_1g))
+                put(pool / name, str(count_1g))
             mounts = {"hugepages": "pagesize=2M", "hugepages-1G": "mode=777,pagesize=1024M"}
             for name in mounts:
                 (self.root / "dev" / name).mkdir(exist_ok=True)
             lines = [f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,{options} 0 0" for name, options in mounts.items()]
-            _put(self.root / "proc/mounts", "\n".join(lines))
+            put(self.root / "proc/mounts", "\n".join(lines))
 
     def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
         """Put a function behind an IOMMU, in a group of its own; type "identity" is one that translates nothing."""
@@ -688,6 +476,10 @@ class SimulatedNode:
         if self.on_uevent:
             self.on_uevent(wire(action, devpath, env, self._state["seqnum"]))
 
+    def _step(self) -> None:
+        if self.on_step:
+            self.on_step()
+
     def _emit_pci(self, action: str, function: Function, *, without: str = "", **env: str) -> None:
         own = {k: v for k, v in function.uevent_environment().items() if k != without}
         self._emit(action, f"/devices/{function.path}", SUBSYSTEM="pci", **env, **own)
@@ -706,16 +498,18 @@ class SimulatedNode:
         function.present = True
         pci = self._pci(function)
         pci.mkdir(parents=True)
-        _link(pci / "subsystem", self.root / "sys/bus/pci")
         for name in PCI_ATTRIBUTES:
             self._show(function, name)
-        _link(self.root / "sys/bus/pci/devices" / function.bdf, pci)
+            self._step()
+        link(pci / "subsystem", self.root / "sys/bus/pci")
+        link(self.root / "sys/bus/pci/devices" / function.bdf, pci)
+        self._step()
         self._iommu_up(function)
         self._emit_pci("add", function)
 
     def _probe(self, function: Function, *, ordinal: int | None = None, hwmon: int | None = None) -> None:
         """The driver takes the function. Node and class directory come first, telemetry next if firmware is ready."""
-        if not self._state["loaded"]:
+        if not self._state["driver_state"] or not self._is_ours(function):
             return
         if function.condition in ("resetting", "lost"):  # a new probe looks at the chip afresh
             function.condition = "healthy"
@@ -724,8 +518,8 @@ class SimulatedNode:
             raise ValueError(f"ordinal {function.ordinal} is in use")
         self._state["bound"].append(function.bdf)
         pci, driver = self._pci(function), self.root / "sys/bus/pci/drivers/tenstorrent"
-        _link(pci / "driver", driver)
-        _link(driver / function.bdf, pci)
+        link(pci / "driver", driver)
+        link(driver / function.bdf, pci)
         self._show(function, "uevent", pci=True)
         ready = function.firmware and function.condition == "healthy"
         early = self.version < PROC_SINCE  # old drivers registered hwmon before the node
@@ -746,44 +540,48 @@ class SimulatedNode:
         return _lowest_free(used)
 
     def _class_up(self, function: Function) -> None:
+        """In the order of device_add(): the class leads to the device before its number, and its node, are there."""
         assert function.ordinal is not None
         entry, (major, minor) = self._class(function), self._number(function.ordinal)
         entry.mkdir(parents=True)
-        _link(entry / "device", self._pci(function))
-        _link(entry / "subsystem", self.root / "sys/class/tenstorrent")
-        _put(entry / "dev", f"{major}:{minor}")
-        _put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\nDEVNAME=tenstorrent/{function.ordinal}")
+        put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\nDEVNAME=tenstorrent/{function.ordinal}")
+        link(entry / "device", self._pci(function))
+        link(entry / "subsystem", self.root / "sys/class/tenstorrent")
+        link(self.root / "sys/class/tenstorrent" / entry.name, entry)
+        self._step()
         if function.counters:
             (entry / "pcie_perf_counters").mkdir()
             for name in function.counters:
                 self._show(function, name)
-        _link(self.root / "sys/class/tenstorrent" / entry.name, entry)
+        put(entry / "dev", f"{major}:{minor}")
+        self._step()
         with contextlib.suppress(FileExistsError):  # two link nodes may have borrowed one number
-            _link(self.root / f"sys/dev/char/{major}:{minor}", entry)
+            link(self.root / f"sys/dev/char/{major}:{minor}", entry)
         if self.version >= PROC_SINCE:
             (self.root / f"proc/driver/tenstorrent/{function.ordinal}").mkdir()
-            _put(self.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", b"")
+            put(self.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", b"")
         node = self.root / f"dev/tenstorrent/{function.ordinal}"
         node.parent.mkdir(exist_ok=True)
         if self._state["nodes"] == "mknod":
             os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         else:
             node.symlink_to(BORROWED.get((major, minor), f"/dev/char/{major}:{minor}"))
+        self._step()
         self._emit_class("add", function)
-        if self._state["nodes"] == "mknod" and self._state["udev_rules"]:
-            node.chmod(0o666)  # udev, after the kernel's event
+        self._udev_add(function)
+        self._step()
 
     def _hwmon_up(self, function: Function, number: int | None) -> None:
         used = {f.hwmon for f in self._functions.values() if f.hwmon is not None}
         function.hwmon = _lowest_free(used) if number is None else number
         hwmon = self._hwmon(function)
         hwmon.mkdir(parents=True)
-        _link(hwmon / "device", self._pci(function))
-        _link(hwmon / "subsystem", self.root / "sys/class/hwmon")
-        _put(hwmon / "uevent", "")
+        link(hwmon / "device", self._pci(function))
+        link(hwmon / "subsystem", self.root / "sys/class/hwmon")
+        put(hwmon / "uevent", "")
         for name in function.sensors:
             self._show(function, name)
-        _link(self.root / "sys/class/hwmon" / hwmon.name, hwmon)
+        link(self.root / "sys/class/hwmon" / hwmon.name, hwmon)
         self._emit("add", f"/devices/{function.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
 
     def _telemetry_up(self, function: Function, hwmon: int | None = None) -> None:
@@ -792,66 +590,124 @@ class SimulatedNode:
             self._hwmon_up(function, hwmon)
         for name in function.telemetry:
             self._show(function, name)
+            self._step()
         if self.version >= CHANGE_SINCE:
             self._emit_class("change", function)
-            if self._state["udev_rules"] and "tt_asic_id" in function.telemetry:
-                _link(self._by_id(function), self.root / f"dev/tenstorrent/{function.ordinal}")
-
-    def _by_id(self, function: Function) -> Path:
-        return self.root / f"dev/tenstorrent/by-id/{function.arch}-{function.telemetry.get('tt_asic_id')}"
+            self._udev_change(function)
 
     def _iommu_up(self, function: Function) -> None:
         if function.iommu and function.present:
             group = self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}"
-            _link(group / "devices" / function.bdf, self._pci(function))
-            _put(group / "type", function.iommu[1])
-            _link(self._pci(function) / "iommu_group", group)
+            link(group / "devices" / function.bdf, self._pci(function))
+            put(group / "type", function.iommu[1])
+            link(self._pci(function) / "iommu_group", group)
 
     # -- going -------------------------------------------------------------------------------------------------------
 
     def _release(self, function: Function) -> None:
-        """The driver lets the function go: hwmon, then node and class directory, then the binding."""
+        """The driver lets the function go, in the kernel's order: the binding's links, hwmon, node, class directory."""
         if function.ordinal is None:
             return
         self._keep_heartbeat(function)
         pci, entry, ordinal = self._pci(function), self._class(function), function.ordinal
+        remove(pci / "driver")
+        remove(self.root / "sys/bus/pci/drivers/tenstorrent" / function.bdf)
+        self._step()
         if function.hwmon is not None:
             hwmon = self._hwmon(function)
-            _remove(self.root / "sys/class/hwmon" / hwmon.name)
-            _remove(hwmon.parent)
+            remove(self.root / "sys/class/hwmon" / hwmon.name)
+            remove(hwmon.parent)
             self._emit("remove", f"/devices/{function.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
+            self._step()
+        remove(self.root / f"proc/driver/tenstorrent/{ordinal}")
+        remove(self.root / f"dev/tenstorrent/{ordinal}")
+        remove_empty(self.root / "dev/tenstorrent")
+        self._step()
         char = self.root / "sys/dev/char/{}:{}".format(*self._number(ordinal))
         if char.is_symlink() and char.readlink().name == entry.name:
-            _remove(char)
-        for gone in (f"sys/class/tenstorrent/{entry.name}", f"dev/tenstorrent/{ordinal}"):
-            _remove(self.root / gone)
-        _remove(self.root / f"proc/driver/tenstorrent/{ordinal}")
-        _remove(entry.parent)
+            remove(char)
+        # device_del(): the links that lead to it and away from it go before its attributes.
+        for gone in (
+            entry / "dev",
+            entry / "device",
+            entry / "subsystem",
+            self.root / "sys/class/tenstorrent" / entry.name,
+        ):
+            remove(gone)
+            self._step()
+        for attribute in sorted(entry.iterdir()):
+            remove(attribute)
+            self._step()
+        remove(entry.parent)
         self._emit_class("remove", function)
-        by_id = self._by_id(function)
-        if by_id.is_symlink() and by_id.readlink().name == str(ordinal):
-            _remove(by_id)  # udev
-        _remove_empty(by_id.parent)
-        _remove_empty(self.root / "dev/tenstorrent")
-        _remove(pci / "driver")
-        _remove(self.root / "sys/bus/pci/drivers/tenstorrent" / function.bdf)
+        self._udev_remove(function)
         function.ordinal = function.hwmon = None
         self._state["bound"].remove(function.bdf)
+        self._show(function, "uevent", pci=True)
+        self._emit_pci("unbind", function, without="MODALIAS")
+        self._step()
+
+    def _release_other(self, function: Function) -> None:
+        """The same for a function that another driver has."""
+        if function.other_driver is None:
+            return
+        remove(self._pci(function) / "driver")
+        remove(self.root / "sys/bus/pci/drivers" / function.other_driver / function.bdf)
+        function.other_driver = None
         self._show(function, "uevent", pci=True)
         self._emit_pci("unbind", function, without="MODALIAS")
 
     def _unplug(self, function: Function) -> None:
         self._release(function)
+        self._release_other(function)
         self._iommu_down(function)
-        _remove(self.root / "sys/bus/pci/devices" / function.bdf)
-        _remove(self._pci(function))
+        for name in PCI_ATTRIBUTES:
+            remove(self._pci(function) / name)
+            self._step()
+        remove(self.root / "sys/bus/pci/devices" / function.bdf)
+        remove(self._pci(function))
         function.present = False
         self._emit_pci("remove", function)
+        self._step()
 
     def _iommu_down(self, function: Function) -> None:
         if function.iommu:
-            _remove(self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}")
-            _remove(self._pci(function) / "iommu_group")
+            remove(self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}")
+            remove(self._pci(function) / "iommu_group")
+
+    # -- udev, which comes after the kernel's event -------------------------------------------------------------------
+
+    def _links(self, function: Function) -> dict[str, Path]:
+        """The function's links in /dev/tenstorrent, by directory."""
+        directory = self.root / "dev/tenstorrent"
+        links = {"by-pci": directory / "by-pci" / function.bdf} if self._state["links"] else {}
+        if self._state["udev_rules"] and "tt_asic_id" in function.telemetry and self.version >= CHANGE_SINCE:
+            links["by-id"] = directory / "by-id" / f"{function.arch}-{function.telemetry['tt_asic_id']}"
+        return links
+
+    def _udev_add(self, function: Function) -> None:
+        if not self._state["udev"]:
+            return
+        if self._state["udev_rules"] and self._state["nodes"] == "mknod":
+            (self.root / f"dev/tenstorrent/{function.ordinal}").chmod(0o666)
+        self._lead(function, "by-pci")
+
+    def _udev_change(self, function: Function) -> None:
+        if self._state["udev"] and function.hwmon is not None:
+            self._lead(function, "by-id")
+
+    def _lead(self, function: Function, kind: str) -> None:
+        if path := self._links(function).get(kind):
+            remove(path)
+            link(path, self.root / f"dev/tenstorrent/{function.ordinal}")
+
+    def _udev_remove(self, function: Function) -> None:
+        """Takes its links, unless they are another's by now."""
+        for path in self._links(function).values() if self._state["udev"] else ():
+            if path.is_symlink() and path.readlink().name == str(function.ordinal):
+                remove(path)
+            remove_empty(path.parent)
+        remove_empty(self.root / "dev/tenstorrent")
 
     # -- attributes --------------------------------------------------------------------------------------------------
 
@@ -868,26 +724,30 @@ class SimulatedNode:
         condition = function.condition
         pre_enodata = condition in ("resetting", "lost") and self.version < ENODATA_SINCE
         if name == "uevent":
-            env = {"DRIVER": "tenstorrent"} if function.ordinal is not None else {}
+            driver = "tenstorrent" if function.ordinal is not None else function.other_driver
+            env = {"DRIVER": driver} if driver else {}
             text = "\n".join(f"{k}={v}" for k, v in (env | function.uevent_environment()).items())
-            _put(self._pci(function) / name, text)
+            put(self._pci(function) / name, text)
+        elif name == "config":
+            off = condition in ("off-bus", "resetting")
+            put(self._pci(function) / name, b"\xff" * CONFIG_BYTES if off else bytes.fromhex(function.pci[name]))
         elif name in PCI_ATTRIBUTES:
             off = name == "current_link_speed" and condition in ("off-bus", "resetting")
-            _put(self._pci(function) / name, "Unknown" if off else function.pci[name])
+            put(self._pci(function) / name, "Unknown" if off else function.pci[name])
         elif name in function.counters:  # these read the chip's registers even between reset and POST_RESET
-            _put(self._file(function, name), function.counters[name] if condition in ("healthy", "lost") else ALL_ONES)
+            put(self._file(function, name), function.counters[name] if condition in ("healthy", "lost") else ALL_ONES)
         else:
             value = (function.sensors if SENSOR.fullmatch(name) else function.telemetry)[name]
             constant = name == "name" or name.endswith("_label")
             if condition in ("dead", "off-bus") or pre_enodata:  # before 2.9 a chip in reset was read; not captured
-                _put(self._file(function, name), dead_value(name, value))
+                put(self._file(function, name), dead_value(name, value))
             elif condition in ("resetting", "lost") and not constant:
-                _put_errno(self._file(function, name), "ENODATA")
+                put_errno(self._file(function, name), "ENODATA")
             else:
-                _put(self._file(function, name), value)
+                put(self._file(function, name), value)
 
     def _show_all(self, function: Function) -> None:
-        names = ["current_link_speed"] if function.present else []
+        names = ["current_link_speed", "config"] if function.present else []
         names += function.counters if function.ordinal is not None else []
         names += [*function.telemetry, *function.sensors] if function.hwmon is not None else []
         for name in names:
@@ -910,7 +770,7 @@ class SimulatedNode:
     def _beat(self, function: Function, n: int) -> None:
         if heartbeat := self._heartbeat(function):
             file, value = heartbeat
-            _put(file, str((value + n) & 0xFFFFFFFF))
+            put(file, str((value + n) & 0xFFFFFFFF))
 
 
 def _lowest_free(used: set[int]) -> int:
@@ -1067,6 +927,7 @@ class Chip:
             if function.present:
                 raise ValueError(f"{self.bdf} is there")
             function.condition = "healthy"
+            function.pci["driver_override"] = "(null)"
             self.node._functions[self.bdf] = self.node._functions.pop(self.bdf)
             self.node._plug(function)
             self.node._probe(function, ordinal=ordinal)
@@ -1075,6 +936,7 @@ class Chip:
         """The driver lets the function go; it stays on the bus."""
         with self._changing() as function:
             self.node._release(function)
+            self.node._release_other(function)
 
     def bind(self, ordinal: int | None = None) -> None:
         """The driver probes the function (anew). Lowest free ordinal unless told."""
@@ -1090,10 +952,41 @@ class Chip:
             self.unbind()
             self.bind(ordinal)
 
+    def keep_for(self, driver: str) -> None:
+        """Write `driver_override`: only this driver may probe the function, such as vfio-pci; "(null)": any."""
+        with self._changing() as function:
+            function.pci["driver_override"] = driver
+            self.node._show(function, "driver_override")
+
+    def bind_to(self, driver: str) -> None:
+        """Another driver, such as vfio-pci, takes the function, which is kept for it."""
+        with self._changing() as function:
+            self.unbind()
+            self.keep_for(driver)
+            function.other_driver = driver
+            pci, theirs = self.node._pci(function), self.node.root / "sys/bus/pci/drivers" / driver
+            link(pci / "driver", theirs)
+            link(theirs / self.bdf, pci)
+            self.node._show(function, "uevent", pci=True)
+            self.node._emit_pci("bind", function, DRIVER=driver)
+
+    @property
+    def by_pci(self) -> Path:
+        """Where our package's udev rule makes the link to the node."""
+        return self.node.root / "dev/tenstorrent/by-pci" / self.bdf
+
+    def mislead(self, target: str = "") -> None:
+        """The by-pci link leads to something else, such as "../7"; "": it is not there."""
+        with self._changing():
+            remove(self.by_pci)
+            if target:
+                self.by_pci.parent.mkdir(parents=True, exist_ok=True)
+                self.by_pci.symlink_to(target)
+
     def set_pids(self, pids: Sequence[int]) -> None:
         """Who holds the node open: one line for each open descriptor (0: a process of another PID namespace)."""
         with self._changing() as function:
-            _put(self.node.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", "\n".join(map(str, pids)))
+            put(self.node.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", "\n".join(map(str, pids)))
 
     # -- one attribute: lasts until `restore`, or until the operation that writes it next ------------------------------
 
@@ -1103,13 +996,13 @@ class Chip:
             raise ValueError(f"{error} is no errno")
         with self._changing() as function:
             self.node._keep_heartbeat(function)
-            _put_errno(self.node._file(function, attribute), error)
+            put_errno(self.node._file(function, attribute), error)
 
     def write(self, attribute: str, content: bytes) -> None:
         """The attribute reads exactly this, newline or not; it need not have existed."""
         with self._changing() as function:
             self.node._keep_heartbeat(function)
-            _put(self.node._file(function, attribute), content)
+            put(self.node._file(function, attribute), content)
 
     def remove(self, attribute: str) -> None:
         """The attribute is not there (firmware that lacks the tag)."""
@@ -1117,14 +1010,14 @@ class Chip:
             self.node._keep_heartbeat(function)
             file = self.node._file(function, attribute)
             if file.is_fifo():
-                _put(file, b"")
-            _remove(file)
+                put(file, b"")
+            remove(file)
 
     def block(self, attribute: str = "tt_heartbeat") -> None:
         """Whoever opens the attribute for reading waits until `unblock`."""
         with self._changing() as function:
             self.node._keep_heartbeat(function)
-            _replace(self.node._file(function, attribute), os.mkfifo)
+            replace(self.node._file(function, attribute), os.mkfifo)
 
     def unblock(self, attribute: str = "tt_heartbeat") -> None:
         """A reader that waits gets its value (one of them; others, an empty read), and the file is back."""
@@ -1168,12 +1061,14 @@ class Ticker:
 
 OPERATIONS = (
     Chip.freeze, Chip.thaw, Chip.heat, Chip.trip, Chip.die, Chip.revive, Chip.reset, Chip.post_reset,
-    Chip.silence, Chip.speak, Chip.vanish, Chip.come_back, Chip.unbind, Chip.bind, Chip.rebind, Chip.set_pids,
+    Chip.silence, Chip.speak, Chip.vanish, Chip.come_back, Chip.unbind, Chip.bind, Chip.rebind, Chip.keep_for,
+    Chip.bind_to, Chip.mislead, Chip.set_pids,
     Chip.fail, Chip.write, Chip.remove, Chip.block, Chip.unblock, Chip.restore,
 )  # fmt: skip
 NODE_OPERATIONS = (
-    SimulatedNode.load_driver, SimulatedNode.unload_driver, SimulatedNode.swap_ordinals, SimulatedNode.set_hugepages,
-    SimulatedNode.set_iommu, SimulatedNode.tick,
+    SimulatedNode.load_driver, SimulatedNode.probe, SimulatedNode.unload_driver, SimulatedNode.swap_ordinals,
+    SimulatedNode.set_hugepages, SimulatedNode.set_iommu, SimulatedNode.stop_udev, SimulatedNode.start_udev,
+    SimulatedNode.tick,
 )  # fmt: skip
 
 HELP = """\
@@ -1195,7 +1090,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     create = commands.add_parser("create", help="make the tree, with these cards or as it was captured")
     create.add_argument("cards", nargs="*", metavar="CARD", help=" ".join(CARDS))
-    create.add_argument("--capture", metavar="NAME", help="one of those that `captures` lists")
+    create.add_argument("--capture", metavar="NAME", help=f"as it was captured: {', '.join(capture_names())}")
     create.add_argument("--driver", default="2.10.1-pre", help="release of tt-kmd, 1.34 to 2.10.1-pre (default)")
     create.add_argument("--nodes", choices=("auto", "mknod", "link"), default="auto")
     create.add_argument("--late", action="store_true", help="the firmware of CARDs is not ready")
@@ -1204,9 +1099,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add.add_argument("--late", action="store_true", help="their firmware is not ready")
     commands.add_parser("beat", help="run the heartbeats until Ctrl-C, also of what other processes change")
     commands.add_parser("show", help="one line for each chip")
-    commands.add_parser("captures", help="list the captures (DIR may be left out)")
-    convert = commands.add_parser("convert", help="rewrite tests/world/data from captures (DIR may be left out)")
-    convert.add_argument("files", nargs="+", metavar="CAPTURE.json", type=Path)
     types: dict[str, Callable[[str], object]]
     types = {"int": int, "float": float, "str": str, "str | int": str, "bytes": os.fsencode}
     for method in (*OPERATIONS, *NODE_OPERATIONS):
@@ -1217,7 +1109,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
             command.add_argument("chip", metavar="BDF")
         for parameter in [*inspect.signature(method).parameters.values()][1:]:
             if parameter.annotation == "bool":
-                command.add_argument(f"--{parameter.name}", action="store_true")
+                command.add_argument(
+                    f"--{parameter.name}", action=argparse.BooleanOptionalAction, default=parameter.default
+                )
             elif parameter.annotation == "Sequence[int]":
                 command.add_argument(parameter.name, nargs="*", type=int)
             elif parameter.annotation == "int | None":
@@ -1227,18 +1121,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
             else:
                 default = parameter.default
                 command.add_argument(parameter.name, type=types[parameter.annotation], nargs="?", default=default)
-    # Two commands need no tree, so they may stand first.
-    return parser.parse_args([".", *argv] if argv and argv[0] in ("captures", "convert") else argv)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line; the exit status."""
     options = _arguments(argv)
-    if options.command == "captures":
-        print("\n".join(capture_names()))
-    elif options.command == "convert":
-        convert(options.files)
-    elif options.command == "create":
+    if options.command == "create":
         options.dir.mkdir(parents=True, exist_ok=True)
         if options.capture:
             node = SimulatedNode.from_capture(options.dir.absolute(), options.capture, nodes=options.nodes)

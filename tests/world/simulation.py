@@ -1,6 +1,6 @@
 """Runs the daemon on a simulated node: plays the parts of the kernel that a directory tree cannot play.
 
-An attribute that shall fail is a link to `errno:NAME` (see tests.world.node); os.open() raises that error here. And the
+An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree); os.open() raises that error here. And the
 kernel's uevents, which nobody but the kernel can send over netlink, come in over a unix datagram socket instead.
 
     python -m tests.world.simulation [--uevents SOCKET] [COMMAND] [OPTIONS]     # the rest is tt-device-plugin's own
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import ttdp
-from tests.world.node import SimulatedNode, errno_of
+from tests.world.node import SimulatedNode
+from tests.world.tree import errno_of
 
 
 @contextlib.contextmanager

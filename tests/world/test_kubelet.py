@@ -19,6 +19,8 @@ import pytest
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
+from generated import podresources_pb2 as pods_pb
+from generated import podresources_pb2_grpc as pods_rpc
 from tests.world.kubelet import CHECKPOINT, AdmissionError, Kubelet, is_extended_resource
 from tests.world.processes import PATIENCE, ROOT, until
 
@@ -605,6 +607,126 @@ async def test_devices_without_topology_are_not_aligned(bench: Bench) -> None:
     kubelet = await bench.kubelet(policy="single-numa-node")
     await bench.registered(kubelet, A, B)
     assert (await kubelet.admit("pod", "main", {N150: 2})).ids == {N150: {"a", "b"}}
+
+
+# --------------------------------------------------------------------------------------------------- who holds what
+
+
+@contextlib.asynccontextmanager
+async def lister(kubelet: Kubelet) -> AsyncIterator[Any]:
+    """The pod resources API as a client has it."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"unix:{kubelet.pod_resources}", options=options) as channel:
+        yield pods_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def listed(kubelet: Kubelet) -> dict[str, dict[str, list[str]]]:
+    """By pod and container, the IDs of the entries."""
+    async with lister(kubelet) as stub:
+        answer = await stub.List(pods_pb.ListPodResourcesRequest())
+    return {
+        f"{pod.namespace}/{pod.name}": {
+            container.name: sorted(ident for entry in container.devices for ident in entry.device_ids)
+            for container in pod.containers
+        }
+        for pod in answer.pod_resources
+    }
+
+
+async def test_list_names_the_pods_and_what_their_containers_hold(bench: Bench) -> None:
+    """Pods without devices too, and a device once for each NUMA node; an init container is not named."""
+    kubelet = await bench.kubelet()
+    both = pb.Device(ID="b", health="Healthy", topology=pb.TopologyInfo(nodes=[pb.NUMANode(ID=0), pb.NUMANode(ID=1)]))
+    await bench.registered(kubelet, A, both, C)
+    await kubelet.admit("one", "setup", {N150: 1}, init=True)
+    await kubelet.admit("one", "main", {N150: 3})
+    await kubelet.admit("kube-system/two", "main", {})
+    assert await listed(kubelet) == {"default/one": {"main": ["a", "b", "b", "c"]}, "kube-system/two": {"main": []}}
+    kubelet.remove_pod("one")
+    assert await listed(kubelet) == {"kube-system/two": {"main": []}}
+
+
+async def test_list_names_what_is_held_of_a_resource_whose_plugin_is_gone(bench: Bench) -> None:
+    """The resource may be gone from the node; the pod holds its device as before."""
+    now = 0.0
+    kubelet = await bench.kubelet(clock=lambda: now)
+    plugin = await bench.registered(kubelet, A)
+    await kubelet.admit("pod", "main", {N150: 1})
+    await plugin.stop()
+    await kubelet.wait_for(lambda: kubelet.find("lost", N150))
+    now = 301.0
+    assert kubelet.capacity() == {}
+    assert await listed(kubelet) == {"default/pod": {"main": ["a"]}}
+
+
+async def test_a_kubelet_that_has_just_started_names_no_pod(bench: Bench) -> None:
+    """It learns of its pods after it has begun to answer; until then its checkpoint is nothing that it tells."""
+    kubelet = await bench.kubelet()
+    await bench.registered(kubelet, A)
+    await kubelet.admit("pod", "main", {N150: 1})
+    await kubelet.restart()
+    assert await listed(kubelet) == {} and kubelet.allocated(N150) == {"a"}
+    await kubelet.readmit("pod", running=True)
+    assert await listed(kubelet) == {"default/pod": {"main": ["a"]}}
+
+
+async def test_allocatable_devices_are_the_healthy_ones(bench: Bench) -> None:
+    """Whether a pod holds them or not."""
+    kubelet = await bench.kubelet()
+    await bench.registered(kubelet, A, B, device("c", "Unhealthy"))
+    await kubelet.admit("pod", "main", {N150: 1})
+    async with lister(kubelet) as stub:
+        answer = await stub.GetAllocatableResources(pods_pb.AllocatableResourcesRequest())
+    assert sorted(ident for entry in answer.devices for ident in entry.device_ids) == ["a", "b"]
+
+
+async def test_list_can_fail_in_every_way(bench: Bench) -> None:
+    """Refused, late, nonsense: each for as many calls as it was asked for, and Register is not concerned."""
+    kubelet = await bench.kubelet()
+    kubelet.refuse_with(grpc.StatusCode.UNIMPLEMENTED, "unknown method List", times=2, method="List")
+    kubelet.hang(60, method="List")
+    kubelet.garble()
+    await bench.registered(kubelet, A)
+    async with lister(kubelet) as stub:
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stub.List(pods_pb.ListPodResourcesRequest())
+            assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
+            await stub.List(pods_pb.ListPodResourcesRequest(), timeout=0.1)
+    async with grpc.aio.insecure_channel(f"unix:{kubelet.pod_resources}") as channel:
+        call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
+        assert await call(b"") == b"\xff\xff\xff"
+    assert await listed(kubelet) == {} and kubelet.is_sound
+
+
+async def test_list_is_answered_in_a_kubelets_life_only(bench: Bench) -> None:
+    """From before `kubelet.sock` is there until it is killed; then the socket is there and refuses; or it is deaf."""
+    kubelet = await bench.kubelet()
+    assert kubelet.pod_resources and await listed(kubelet) == {}
+    for orderly in (False, True):
+        await (kubelet.stop() if orderly else kubelet.kill())
+        with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+            client.connect(str(kubelet.pod_resources))
+        await kubelet.start()
+        assert await listed(kubelet) == {}
+    await kubelet.restart(deaf=True)
+    async with lister(kubelet) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
+            await stub.List(pods_pb.ListPodResourcesRequest(), timeout=0.2)
+
+
+async def test_who_asks_too_often_is_refused(bench: Bench) -> None:
+    """Ten calls at once, and a hundred a second; more are refused, and a violation."""
+    kubelet = await bench.kubelet()
+    async with lister(kubelet) as stub:
+        calls = [stub.List(pods_pb.ListPodResourcesRequest()) for _ in range(100)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, grpc.aio.AioRpcError)]
+    assert {(error.code(), error.details()) for error in refused} == {
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+    }
+    assert 0 < len(refused) <= 90 and len(kubelet.violations) == len(refused)
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint

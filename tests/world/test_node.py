@@ -14,20 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.world.node import (
-    BORROWED,
-    Chip,
-    SimulatedNode,
-    Ticker,
-    capture,
-    capture_names,
-    captured_uevents,
-    compact,
-    errno_of,
-    observe,
-    wire,
-)
+from tests.world.captures import capture, capture_names, captured_uevents, compact
+from tests.world.node import BORROWED, Chip, SimulatedNode, Ticker, wire
 from tests.world.processes import finished
+from tests.world.tree import errno_of, observe
 
 DRIVER_RELEASES = ("1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0")
 
@@ -146,7 +136,10 @@ CHIPS_OWN = {"tt_serial": "[0-9A-F]{16}", "tt_asic_id": "[0-9A-F]{16}", "tt_hear
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None:
-    """`add` gives a board the captured names, values, links and ordinals; only ids, heartbeat and NUMA may differ."""
+    """`add` gives a board the captured names, values, links and ordinals.
+
+    Only ids and heartbeat, on a Galaxy the NUMA node, and in the configuration space the addresses are others.
+    """
     expected = capture(name)
     node = SimulatedNode(tmp_path, driver=expected["driver"], nodes="link", numbers=[(245, n) for n in range(32)])
     for board in BOARDS[name]:
@@ -161,6 +154,8 @@ def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None
             assert all(re.fullmatch(form, own[name]) for name, form in CHIPS_OWN.items() if name in own)
             function["class"] = {name: "own" if name in CHIPS_OWN else value for name, value in own.items()}
             function["by_id"] = [re.sub("-.*", "", link) for link in function["by_id"]]
+            config = bytes.fromhex(function["pci"]["config"])
+            function["pci"]["config"] = config[:0x10] + config[0x28:]
             function.pop("mode")
             if name.startswith("galaxy"):
                 del function["pci"]["numa_node"], function["pci"]["local_cpulist"]
@@ -190,6 +185,126 @@ def test_numbers_are_honoured(tmp_path: Path) -> None:
     node = SimulatedNode(tmp_path, numbers=[(1, 5), (1, 3)])
     first, second = node.add("p300a")
     assert [os.minor(chip.device_node.stat().st_rdev) for chip in (first, second)] == [5, 3]
+
+
+# -- udev, and drivers that come late ----------------------------------------------------------------------------------
+
+
+def links(node: SimulatedNode) -> dict[str, str]:
+    """What is in /dev/tenstorrent: links with where they lead, and nodes."""
+    top = node.root / "dev/tenstorrent"
+    return {
+        str(path.relative_to(top)): os.readlink(path) if path.parent != top else ""
+        for path in top.rglob("*")
+        if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink())
+    }
+
+
+def test_udev_links_nodes_by_address(build: Callable[..., SimulatedNode]) -> None:
+    """A link by PCI address comes after the kernel's `add` and goes after its `remove`, the last with its directory."""
+    node = build()
+    seen = []
+    node.on_uevent = lambda message: seen.append((message.split(b"@")[0].decode(), sorted(links(node))))
+    (chip,) = node.add("n150", asic_id="3B1D7A5620E41F08")
+    by_id = "by-id/wormhole-3B1D7A5620E41F08"
+    assert links(node) == {"0": "", "by-pci/0000:01:00.0": "../0", by_id: "../0"}
+    assert chip.by_pci.resolve() == chip.device_node.resolve()
+    chip.unbind()
+    assert not (node.root / "dev/tenstorrent").exists()
+    both = ["0", "by-pci/0000:01:00.0"]
+    assert seen == [
+        ("add", []), ("add", ["0"]), ("add", both), ("change", both), ("bind", sorted([*both, by_id])),
+        ("remove", sorted([*both, by_id])), ("remove", sorted([*both[1:], by_id])), ("unbind", []),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("udev_rules", [True, False])
+def test_without_our_rule_there_are_no_links_by_address(tmp_path: Path, udev_rules: bool) -> None:
+    """The driver's rules and ours are two things."""
+    for name, ours in (("with", True), ("without", False)):
+        node = SimulatedNode(tmp_path / name, udev_rules=udev_rules, links=ours)
+        node.add("n150")
+        assert {path.partition("/")[0] for path in links(node)} == {
+            "0", *["by-pci"] * ours, *["by-id"] * udev_rules
+        }  # fmt: skip
+
+
+def test_links_can_be_stale(build: Callable[..., SimulatedNode]) -> None:
+    """While udev is dead nothing follows; when it runs again what is there is right, and what went is left behind."""
+    node = build("n150", "n150")
+    first, second = node.chips
+    node.stop_udev()
+    node.swap_ordinals(first.bdf, second.bdf)
+    assert [os.readlink(chip.by_pci) for chip in (first, second)] == ["../0", "../1"]
+    assert [chip.ordinal for chip in (first, second)] == [1, 0]
+    second.vanish()
+    node.start_udev()
+    assert [os.readlink(chip.by_pci) for chip in (first, second)] == ["../1", "../1"]
+    first.mislead("../7")
+    assert os.readlink(first.by_pci) == "../7"
+    first.mislead()
+    assert not os.path.lexists(first.by_pci)
+    first.rebind()
+    assert os.readlink(first.by_pci) == "../1"
+
+
+def test_a_driver_that_comes_late(tmp_path: Path, events: list[bytes]) -> None:
+    """Functions are on the bus without a module; then it takes one after the other, and is live after the last."""
+    node = SimulatedNode(tmp_path, nodes="link", numbers=[(245, n) for n in range(32)], loaded=False)
+    first, second = node.add("p150a") + node.add("p150a")
+    sys_ = node.root / "sys"
+    assert not list(sys_.glob("class/tenstorrent*")) and not (sys_ / "module").exists()
+    assert len(list((sys_ / "bus/pci/devices").iterdir())) == 2
+    node.on_uevent = events.append
+    node.load_driver(probe=False)
+    initstate = sys_ / "module/tenstorrent/initstate"
+    assert initstate.read_text() == "coming\n" and not (first.ordinal or second.ordinal)
+    node.probe(first.bdf)
+    assert first.ordinal == 0 and second.ordinal is None and initstate.read_text() == "coming\n"
+    node.probe(second.bdf)
+    assert second.ordinal == 1 and initstate.read_text() == "live\n"
+    assert taken(events) == captured_messages("p150ax2", "module-load")
+
+
+def test_functions_of_other_drivers_are_left_alone(build: Callable[..., SimulatedNode]) -> None:
+    """A function that vfio-pci has, or shall have, is none of the driver's, whether it is loaded or probes again."""
+    node = build("n150", "n150", "n150")
+    ours, theirs, kept = node.chips
+    pci = node.root / "sys/bus/pci/devices"
+    theirs.bind_to("vfio-pci")
+    kept.unbind()
+    kept.keep_for("vfio-pci")
+    assert (pci / theirs.bdf / "driver").resolve().name == "vfio-pci" and not (pci / kept.bdf / "driver").exists()
+    assert "DRIVER=vfio-pci\n" in (pci / theirs.bdf / "uevent").read_text()
+    assert (pci / kept.bdf / "driver_override").read_text() == "vfio-pci\n"
+    node.unload_driver()
+    node.load_driver()
+    assert [chip.ordinal for chip in (ours, theirs, kept)] == [0, None, None]
+    theirs.unbind()
+    theirs.keep_for("(null)")
+    theirs.bind()
+    assert theirs.ordinal == 1 and (pci / theirs.bdf / "driver").resolve().name == "tenstorrent"
+
+
+def test_devices_come_and_go_in_parts(build: Callable[..., SimulatedNode]) -> None:
+    """In between the class leads to a device whose number is not there yet; it goes before the attributes do."""
+    node = build()
+    states = set()
+
+    def look() -> None:
+        entry = node.root / "sys/devices/pci0000:00/0000:00:02.0/0000:01:00.0/tenstorrent/tenstorrent!0"
+        names = ("device", "dev", "tt_serial", "device/numa_node")
+        seen = {name for name in names if (entry / name).exists()}
+        seen |= {"class"} if (node.root / "sys/class/tenstorrent/tenstorrent!0").exists() else set()
+        states.add(frozenset(seen | ({"node"} if (node.root / "dev/tenstorrent/0").is_symlink() else set())))
+
+    node.on_step = look
+    (chip,) = node.add("n150")
+    coming, states = states, set()
+    chip.vanish()
+    whole = {"device", "dev", "tt_serial", "device/numa_node", "class", "node"}
+    assert {frozenset(), frozenset(whole), frozenset(whole - {"dev", "node", "tt_serial"})} < coming
+    assert {frozenset(), frozenset(whole - {"node"}), frozenset({"tt_serial"})} < states
 
 
 # -- uevents ---------------------------------------------------------------------------------------------------------
@@ -333,8 +448,16 @@ def test_dead_chip_reads_all_ones(build: Callable[..., SimulatedNode]) -> None:
         "temp1_input": "65535999\n", "power1_input": "4293967296\n", "name": "wormhole\n", "vendor": "0x1e52\n",
         "current_link_speed": "Unknown\n", "pcie_perf_counters/mst_rd_data_word_received0": "4294967295\n",
     }  # fmt: skip
+    assert chip.attribute("config").read_bytes() == b"\xff" * 64
     chip.revive()
     assert reads(chip) == alive
+    config = chip.attribute("config").read_bytes()
+    assert (
+        len(config) == 64 and config[:4] == bytes.fromhex("521e1e40") and config[0x2C:0x30] == bytes.fromhex("521e1800")
+    )
+    assert chip.attribute("config").stat().st_mode & 0o777 == 0o644
+    chip.die()
+    assert chip.attribute("config").read_bytes() == config
 
 
 def test_reset_gives_enodata_and_a_lower_heartbeat(build: Callable[..., SimulatedNode]) -> None:

@@ -1,0 +1,111 @@
+"""A directory tree that stands in for sysfs, /dev and /proc: attributes that change in one step, fail, or block.
+
+* **A read that fails.** A file cannot return ENODATA, so an attribute that shall fail with an errno is a dangling
+  symlink to `errno:NAME` (`errno:ENODATA`, `errno:EIO`, any name of the errno module). `errno_of(path)` recognises it;
+  whoever launches the program under test wraps `os.open` with it and raises OSError there (the driver: at read()).
+* **A read that blocks.** A FIFO stands in the attribute's place: open() for reading waits until something else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WRITABLE = {"uevent", "numa_node", "config", "driver_override"}  # mode 0644 in sysfs; everything else is 0444
+
+
+def errno_of(path: str | os.PathLike[str]) -> int | None:
+    """The errno with which a read of this attribute shall fail, or None if it is an ordinary file (or not there)."""
+    try:
+        target = os.readlink(path)
+    except (OSError, ValueError):
+        return None
+    return int(getattr(errno, target.removeprefix("errno:"))) if target.startswith("errno:") else None
+
+
+def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> None:
+    """Put what `make` makes in the place of `path` in one step; readers that a FIFO there held get `answer`."""
+    new = path.with_name(f".{path.name}.new")  # nothing in sysfs begins with a dot
+    try:
+        blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if stat.S_ISFIFO(path.lstat().st_mode) else None
+    except FileNotFoundError:
+        blocked = None
+    try:
+        make(new)
+    except FileExistsError:  # left by a process that was killed
+        new.unlink()
+        make(new)
+    os.replace(new, path)
+    if blocked is not None:  # its opening let the readers in; they get one answer, and whoever reads on gets the end
+        os.write(blocked, answer.encode())
+        os.close(blocked)
+
+
+def put(path: Path, content: str | bytes) -> None:
+    """Write an attribute; a str gets the newline that the driver ends every one with."""
+    data = content if isinstance(content, bytes) else f"{content}\n".encode() if content else b""
+
+    def make(new: Path) -> None:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.fchmod(fd, 0o644 if path.name in WRITABLE else 0o444)
+        os.write(fd, data)
+        os.close(fd)
+
+    replace(path, make, answer=data.decode("utf-8", "replace"))
+
+
+def put_errno(path: Path, name: str) -> None:
+    replace(path, lambda new: os.symlink(f"errno:{name}", new))
+
+
+def link(path: Path, target: Path) -> None:
+    """A relative symlink at `path`, as sysfs makes them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.join(os.path.relpath(target.parent, path.parent), target.name))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, link or directory, and let go whoever waits in a FIFO below it."""
+    if path.is_dir() and not path.is_symlink():
+        for fifo in [p for p in path.rglob("*") if p.is_fifo()]:
+            put(fifo, b"")
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def observe(root: Path) -> dict[str, dict[str, Any]]:
+    """The tree under `root` as {path: entry}, in the form of the captures (and with `errname` for a failing read)."""
+    entries: dict[str, dict[str, Any]] = {}
+    for directory, directories, files in os.walk(root):
+        for name in sorted(directories + files):
+            path = Path(directory, name)
+            entry: dict[str, Any] = {"mode": f"{path.lstat().st_mode & 0o7777:04o}"}
+            if (code := errno_of(path)) is not None:
+                entry |= {"type": "file", "errname": errno.errorcode[code]}
+            elif path.is_symlink() and not (path.readlink().is_absolute() and path.is_char_device()):
+                entry |= {"type": "link", "target": str(path.readlink())}
+            elif path.is_char_device():  # a link node, too, is one to whoever calls stat()
+                node = path.stat()
+                entry |= {"type": "char", "mode": f"{node.st_mode & 0o7777:04o}",
+                          "major": os.major(node.st_rdev), "minor": os.minor(node.st_rdev)}  # fmt: skip
+            elif path.is_dir():
+                entry |= {"type": "dir"}
+            else:
+                binary = path.name == "config"
+                entry |= {"type": "file"} | (
+                    {"hex": path.read_bytes().hex()} if binary else {"content": path.read_text()}
+                )
+            entries[f"/{path.relative_to(root)}"] = entry
+    return entries
