@@ -55,7 +55,6 @@ from google.protobuf.message import DecodeError
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
 from generated import podresources_pb2 as pods
-from generated import podresources_pb2_grpc as pod_rpc
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -1980,6 +1979,7 @@ class Owners:
         """stood_for: the PCI addresses of what was handed out last under an ID, by resource and ID."""
         self.stood_for = stood_for
         self._listed: list[Holder] = []
+        self._of_before: list[Holder] = []  # whom this kubelet has not named yet, since it has just started
         self._told = -math.inf  # when
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
@@ -1998,10 +1998,9 @@ class Owners:
 
     def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
         """By PCI address; `now` by the same clock as that of `granted`."""
-        known = {(holder.resource, holder.identifier) for holder in self._listed}
-        fresh = [h for h, at in self._granted.items() if now - at < ADMISSION]
         held: dict[str, list[Holder]] = {}
-        for holder in [*self._listed, *(h for h in fresh if (h.resource, h.identifier) not in known)]:
+        fresh = [holder for holder, at in self._granted.items() if now - at < ADMISSION]
+        for holder in [*self._listed, *self._of_before, *fresh]:
             for bdf in self._chips_of(holder, chips):
                 held.setdefault(bdf, []).append(holder)
         return held
@@ -2015,16 +2014,24 @@ class Owners:
             chip.bdf for chip in chips.values() if identifier in (chip.bdf, asic_name(chip))
         ]
 
-    async def ask(self, kubelet: str) -> str | None:
-        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does."""
+    def kubelet_is_new(self) -> None:
+        """It names a pod only once it has admitted it anew: that it does not is no proof that the pod has ended."""
+        self._of_before, self._listed = [*self._of_before, *self._listed], []
+
+    async def ask(self, kubelet: str, *, young: bool = False) -> str | None:
+        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does.
+
+        young: it has started so recently that it may not have admitted all pods of before yet.
+        """
         if not listens(kubelet):
             return ""
         try:
             async with grpc.aio.insecure_channel(f"unix:{kubelet}", options=CHANNEL_OPTIONS) as channel:
-                lister = pod_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
-                answer = await lister.List(pods.ListPodResourcesRequest(), timeout=ASK_TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            reason = " ".join((error.details() or error.code().name).split())
+                call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
+                answer = pods.ListPodResourcesResponse.FromString(await call(b"", timeout=ASK_TIMEOUT))
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            said = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            reason = " ".join(said.split())
             if not self._complained:
                 log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
             self._complained = True
@@ -2037,6 +2044,9 @@ class Owners:
             for devices in container.devices
             for identifier in devices.device_ids
         ]
+        self._of_before = [holder for holder in self._of_before if young and holder not in self._listed]
+        named = {(holder.resource, holder.identifier) for holder in self._listed}
+        self._granted = {h: at for h, at in self._granted.items() if (h.resource, h.identifier) not in named}
         return None
 
 
@@ -2722,7 +2732,7 @@ class Daemon:
         self._settled: set[Offer] | None = None  # what is offered with the kubelet asked; None: it was asked just now
         self._asking: asyncio.Task[None] | None = None
         self._held: dict[tuple[str, str], str] = {}  # who holds what under another name, which was logged
-        self._kubelet = socket_identity(f"{settings.device_plugin_dir}/{KUBELET_SOCKET}")  # the last one that was asked
+        self._kubelet: SocketIdentity | None = None  # the last one that was asked
         self._polls = 0
         self._stop = asyncio.Event()
         self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
@@ -2777,6 +2787,7 @@ class Daemon:
         self._read(self.fleet.observe(self.settings))
         while not self._readers.is_settled():
             await self._news(math.inf)
+        self._kubelet = self._present_kubelet()
         await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
         self.publish_changes()
@@ -2846,7 +2857,8 @@ class Daemon:
         )
         self._watch.check()
         self._directory_changed((), ())
-        if any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct):
+        held = any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct)
+        if held or self._kubelet_is_young():
             self._ask_kubelet()
         self.publish_changes()
         self._in_background(self._describe())
@@ -2921,8 +2933,10 @@ class Daemon:
         async def ask() -> None:
             await asyncio.sleep(after)
             deadline = time.monotonic() + ASK_TIMEOUT
-            while (reason := await self.owners.ask(self.settings.pod_resources_socket)) == "" and after:
-                if time.monotonic() > deadline:
+            while True:
+                young = self._kubelet_is_young()
+                reason = await self.owners.ask(self.settings.pod_resources_socket, young=young)
+                if reason != "" or not after or time.monotonic() > deadline:
                     break
                 await asyncio.sleep(after)  # a kubelet that starts serves this later than it takes registrations
             if reason and new:
@@ -2934,6 +2948,11 @@ class Daemon:
 
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(ask())
+
+    async def _asked(self) -> None:
+        """Until a question that is under way has been answered, for as long as an answer may take."""
+        if self._asking and not self._asking.done():
+            await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
 
     def _log_holders(self, wanted: Iterable[Resource]) -> None:
         """Who holds what under another name than it has now, when that begins and when it ends."""
@@ -2948,8 +2967,10 @@ class Daemon:
     async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
         result = "refused"
         try:
-            if self._asking and not self._asking.done():
-                await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
+            await self._asked()
+            if self._kubelet_is_young():
+                self._ask_kubelet()  # it admits the pods of before first, so by now it names them
+                await self._asked()
             mounts = await self._existing_mounts()
             edits = self._edits(plugin.resource, containers, mounts)
             result = "granted"
@@ -3086,12 +3107,20 @@ class Daemon:
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
-        kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
+        kubelet = self._present_kubelet()
         if self._serving and kubelet not in (None, self._kubelet):
             self._kubelet = kubelet
+            self.owners.kubelet_is_new()
             self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
+
+    def _present_kubelet(self) -> SocketIdentity | None:
+        return socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
+
+    def _kubelet_is_young(self) -> bool:
+        """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
+        return self._kubelet is not None and 0 <= time.time() - self._kubelet[2] / 1e9 < ADMISSION
 
     def _session_changed(self, session: KubeletSession) -> None:
         self._registrations[session.name] += session.state == REGISTERED
