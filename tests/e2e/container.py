@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.e2e.machine import remove_cgroups
 from tests.world.processes import wait_until
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
-PACKAGES = ("systemd", "systemd-sysv", "dbus", "python3")
+PACKAGES = "systemd,systemd-sysv,dbus,python3"
 FRESH = 14 * 86400  # seconds for which a root tree is used again
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -45,10 +45,9 @@ class Missing(Exception):
     """What cannot be had here, in words."""
 
 
-def root_tree(suite: str, packages: Sequence[str] = ()) -> Path:
-    """A tarball of a minimal system with these packages, from the cache or by mmdebstrap; raises Missing."""
-    include = ",".join([*PACKAGES, *packages])
-    arguments = ["--variant=minbase", f"--include={include}", "--aptopt=Acquire::Check-Valid-Until false"]
+def root_tree(suite: str, packages: str = PACKAGES) -> Path:
+    """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
+    arguments = ["--variant=minbase", f"--include={packages}", "--aptopt=Acquire::Check-Valid-Until false"]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     tarball = CACHE / f"{suite}-{key}.tar"
     if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:
@@ -67,8 +66,8 @@ def root_tree(suite: str, packages: Sequence[str] = ()) -> Path:
 class Container:
     """One system; can be booted several times."""
 
-    def __init__(self, suite: str, binds: Mapping[Path, str], packages: Sequence[str] = ()) -> None:
-        """binds: what of the host is where in the container, read-only. packages: Debian's. Raises Missing."""
+    def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
+        """binds: what of the host is where in the container, read-only. packages: what it has. Raises Missing."""
         tree = root_tree(suite, packages)
         work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
         self.root = work / "root"

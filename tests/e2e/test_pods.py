@@ -525,5 +525,5 @@ def test_allocatable_soon_after_a_kubelet_restart(program: Program, results: Res
             "of that, until the daemon calls Register: median": f"{statistics.median(registered) * 1000:.1f}",
         },
     )
-    # A busy machine can hold up one of them; a registration that gets lost would cost seconds, and come again and again.
+    # A busy machine can hold up one of them; registrations that get lost would cost seconds.
     assert statistics.median(allocatable) < 0.5 and percentile(allocatable, 90) < 2

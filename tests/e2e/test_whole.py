@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import container
 from tests.e2e.conftest import Told
-from tests.e2e.container import Container
 from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
 from tests.e2e.machine import (
     NODE_ADDRESS,
@@ -29,7 +29,7 @@ from tests.e2e.machine import (
 from tests.e2e.node import RUNNING, Node, Program
 
 N300 = "tenstorrent.com/n300"
-PACKAGES = ("containerd", "runc", "busybox-static", "mount")
+PACKAGES = f"{container.PACKAGES},containerd,runc,busybox-static,mount"
 
 # As in container.BOOT, but with the controllers of cgroup version 1, which containerd and the kubelet need.
 BOOT = """
@@ -76,7 +76,7 @@ class System(Machine):
     """A machine whose processes are the units of a systemd. It is switched off orderly."""
 
     def __init__(self, kubelet: Path, deb: Path) -> None:
-        self.container = Container("bookworm", {kubelet: str(kubelet), deb.parent: "/srv/packages"}, PACKAGES)
+        self.container = container.Container("bookworm", {kubelet: str(kubelet), deb.parent: "/srv/packages"}, PACKAGES)
         self.container.script = BOOT
         self.scratch = self.logs = self.container.shared
         # At its own place, too; and what runs in the container.
@@ -157,10 +157,10 @@ def node(deb: Path, program: Program) -> Iterator[SystemNode]:
 
 def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: Path, told: Told) -> None:
     """In its sandbox the installed daemon gives pods their chips, and they have the same ones after a reboot."""
-    container = node.system.container
+    system = node.system.container
     bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
-    container.write(CONFIG, CONFIGURATION.replace("/srv/shared/node", f"/srv/shared/{node.cards.root.name}"))
-    container("apt-get", "install", "--yes", "-o", "Dpkg::Options::=--force-confold", f"/srv/packages/{deb.name}")
+    system.write(CONFIG, CONFIGURATION.replace("/srv/shared/node", f"/srv/shared/{node.cards.root.name}"))
+    system("apt-get", "install", "--yes", "-o", "Dpkg::Options::=--force-confold", f"/srv/packages/{deb.name}")
     node.kubelet.wait_allocatable(N300, set(bdfs))
     names = [node.run({N300: 1}) for _ in bdfs]
     assert [node.outcome(name) for name in names] == [RUNNING, RUNNING]
@@ -168,10 +168,10 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: 
     paths = {name: f"/dev/tenstorrent/{node.cards.chip(held[name]).ordinal}" for name in names}
     assert [node.open_inside(name, paths[name]) for name in names] == ["opened", "opened"]
 
-    pid = container("systemctl", "show", "--value", "--property=MainPID", UNIT).strip()
-    status = dict(re.findall(r"(\w+):\t(.*)", container("cat", f"/proc/{pid}/status")))
+    pid = system("systemctl", "show", "--value", "--property=MainPID", UNIT).strip()
+    status = dict(re.findall(r"(\w+):\t(.*)", system("cat", f"/proc/{pid}/status")))
     assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
-    allowed = container("cat", f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list").splitlines()
+    allowed = system("cat", f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list").splitlines()
     assert "a *:* rwm" not in allowed and "c 1:3 rwm" in allowed
 
     node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs))
@@ -181,7 +181,7 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: 
         assert node.number_inside(name, paths[name]) == node.host_number(held[name])
         assert node.open_inside(name, paths[name]) == "opened"
     ready, started = (
-        int(container("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit)) / 1e6
+        int(system("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit)) / 1e6
         for unit, moment in ((UNIT, "ActiveEnter"), ("kubelet", "ExecMainStart"))
     )
     assert ready <= started
