@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.machine import (
@@ -185,6 +185,9 @@ Outcome = str
 RUNNING: Outcome = "running"
 
 
+N = TypeVar("N", bound="Node")
+
+
 class Node:
     """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
 
@@ -197,24 +200,22 @@ class Node:
         config: JSON | None = None,
         containerd: Path | None = None,
         images: Sequence[Path] = (),
+        machine: Machine | None = None,
+        kubelet: type[Kubelet] = Kubelet,
     ) -> None:
         """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's.
 
         `containerd`: a directory with another one than the host's. `images`: archives of further ones than busybox.
+        `machine`, `kubelet`: of another kind than usual.
         """
         self.version = version
         self.program = program
-        self.machine = Machine(numa_nodes=2)
+        self.machine = machine or Machine(numa_nodes=2)
         self.containerd = Containerd(self.machine, containerd)
         self.containerd.images += images
         self.api = None if static_pods else ApiServer()
-        self.kubelet = Kubelet(
-            version,
-            self.machine,
-            self.containerd,
-            config=config,
-            api_server=None if static_pods else f"http://127.0.0.1:{PORT}",
-        )
+        api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
+        self.kubelet = kubelet(version, self.machine, self.containerd, config=config, api_server=api_server)
         self._dead: set[str] = set()  # containers of former boots
         self._pods: list[str] = []
         self._going: list[str] = []
@@ -222,7 +223,7 @@ class Node:
         self._cards: SimulatedNode | None = None
         self._ticker = contextlib.ExitStack()
 
-    def __enter__(self) -> Node:
+    def __enter__(self: N) -> N:
         try:
             self._power_on()
             self.kubelet.start()
@@ -299,6 +300,10 @@ class Node:
         """Give the node these labels, as nfd-master does."""
         assert self.api is not None
         self.api.patch(f"/api/v1/nodes/{NODE_NAME}", {"metadata": {"labels": dict(labels)}})
+
+    def last_words(self) -> str:
+        """What daemon and kubelet say at the end."""
+        return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
 
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""

