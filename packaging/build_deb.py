@@ -25,6 +25,11 @@ BESIDE = {
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
+FOR_DEBHELPER = {
+    "tt-device-plugin.service": "tt-device-plugin.service",
+    "tt-device-plugin-metrics.socket": "tt-device-plugin-metrics.socket",
+    "tmpfiles.conf": "tt-device-plugin.tmpfiles",
+}
 NEEDED = {"dpkg-buildpackage": "dpkg-dev", "dh": "debhelper", "fakeroot": "fakeroot"}
 
 
@@ -48,8 +53,8 @@ def main() -> int:
     for script in ("bin/tt-device-plugin", "back-off"):
         (source / script).chmod(0o755)
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
-    for unit in ("tt-device-plugin.service", "tt-device-plugin-metrics.socket"):
-        (source / "systemd" / unit).rename(source / "debian" / unit)
+    for name, place in FOR_DEBHELPER.items():
+        (source / "systemd" / name).rename(source / "debian" / place)
     epoch = {**os.environ, "SOURCE_DATE_EPOCH": str(build_pyz.source_date_epoch())}
     build = [sys.executable, str(TOP / "packaging/build_pyz.py"), "--arch", options.arch]
     subprocess.run([*build, "--output", str(source / "tt-device-plugin.pyz")], check=True, env=epoch)

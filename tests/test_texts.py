@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -46,8 +46,12 @@ def test_installed_configuration_shows_every_option_with_its_default(tmp_path: P
     file = tmp_path / "config.toml"
     file.write_text(uncommented((DEB / "config.toml").read_text()))
     shown = tomllib.loads(file.read_text())
-    assert set(shown) == {*(option.key for option in ttdp.OPTIONS), "health", "mounts"}
+    assert set(shown) == {*(option.key for option in ttdp.OPTIONS), "health", "sharing", "mounts"}
     assert set(shown["health"]) == {field.name for field in fields(ttdp.HealthSettings)}
+    assert set(shown["sharing"]) == {field.name for field in fields(ttdp.Sharing)}
+    assert all(
+        set(entry) == {field.name for field in fields(ttdp.SharedResource)} for entry in shown["sharing"]["resources"]
+    )
     assert all(set(mount) == {field.name for field in fields(ttdp.Mount)} for mount in shown["mounts"])
     loaded, default = ttdp.load_settings({"config_file": str(file)}, {}), ttdp.Settings()
     for option in ttdp.OPTIONS:
@@ -55,6 +59,7 @@ def test_installed_configuration_shows_every_option_with_its_default(tmp_path: P
     for field in fields(ttdp.HealthSettings):
         if field.name != "temperature_limit":  # its default is the card's own
             assert getattr(loaded.health, field.name) == getattr(default.health, field.name), field.name
+    assert replace(loaded.sharing, resources=()) == default.sharing
     assert [mount.host for mount in loaded.mounts or ()] == ["/dev/hugepages-1G", "/dev/hugepages"]
 
 
@@ -67,8 +72,13 @@ def test_man_page_describes_every_flag_and_variable() -> None:
         assert option.variable in plain, option.variable
         default = getattr(ttdp.Settings(), option.key)
         assert str(default).lower() in plain, f"{option.flag}: {default}"
-    for key in [f"[health] {field.name}" for field in fields(ttdp.HealthSettings)] + ["[[mounts]]"]:
-        assert key in plain, key
+    tables = {"[health]": ttdp.HealthSettings, "[sharing]": ttdp.Sharing, "[[sharing.resources]]": ttdp.SharedResource}
+    for table, settings in tables.items():
+        for field in fields(settings):
+            assert (
+                re.search(rf"^\.It Li {re.escape(table)} .*\b{field.name}\b", plain, re.M) or field.name == "resources"
+            )
+    assert "[[mounts]]" in plain
     flags = {f"-{flag}" for flag in re.findall(r"--([a-z-]+)", ttdp.argument_parser().format_help())}
     assert flags == set(re.findall(r"^\.It Fl (-[a-z-]+)", plain, re.MULTILINE))
     assert {"0", "1", "2", "78"} <= set(re.findall(r"^\.It (\d+)$", plain, re.MULTILINE))
@@ -79,7 +89,14 @@ def test_completion_knows_every_word() -> None:
     words = set(re.findall(r"[\w-]+", (DEB / "completion.bash").read_text()))
     help_text = ttdp.argument_parser().format_help()
     assert {f"--{flag}" for flag in re.findall(r"--([a-z-]+)", help_text)} <= words
-    for choices in (ttdp.ResourceNaming, ttdp.DeviceIdStrategy, ttdp.VisibleDevices, ttdp.LogLevel):
+    for choices in (
+        ttdp.ResourceNaming,
+        ttdp.DeviceIdStrategy,
+        ttdp.VisibleDevices,
+        ttdp.Unit,
+        ttdp.DeviceListStrategy,
+        ttdp.LogLevel,
+    ):
         assert set(get_args(choices)) <= words
     assert {"run", "list", "check"} <= words
 

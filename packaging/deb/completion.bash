@@ -6,17 +6,19 @@ _tt_device_plugin() {
 
     local boolean='--fail-on-init-error'
     case $prev in
-    --config-file)
+    --config-file | --metrics-file | --pod-resources-socket)
         _filedir
         return
         ;;
-    --device-plugin-dir | --sysfs-root | --dev-root | --proc-root)
+    --device-plugin-dir | --sysfs-root | --dev-root | --proc-root | --cdi-dir | --labels-dir)
         _filedir -d
         return
         ;;
     --resource-naming) COMPREPLY=($(compgen -W 'board card arch' -- "$cur")) ;;
     --device-id-strategy) COMPREPLY=($(compgen -W 'bdf asic index' -- "$cur")) ;;
     --visible-devices) COMPREPLY=($(compgen -W 'bdf index none' -- "$cur")) ;;
+    --unit) COMPREPLY=($(compgen -W 'chip board' -- "$cur")) ;;
+    --device-list-strategy) COMPREPLY=($(compgen -W 'device-specs cdi' -- "$cur")) ;;
     --log-level) COMPREPLY=($(compgen -W 'debug info warning error' -- "$cur")) ;;
     --resource-domain) return ;;
     "$boolean")
@@ -28,9 +30,10 @@ _tt_device_plugin() {
         ;;&
     *)
         if [[ $cur == -* ]]; then
-            COMPREPLY=($(compgen -W '--help --version --json --config-only --config-file --device-plugin-dir --sysfs-root --dev-root
-                --proc-root --resource-domain --resource-naming --device-id-strategy --visible-devices
-                --fail-on-init-error --log-level' -- "$cur"))
+            COMPREPLY=($(compgen -W '--help --version --json --config-only --config-file --device-plugin-dir
+                --sysfs-root --dev-root --proc-root --resource-domain --resource-naming --device-id-strategy
+                --visible-devices --unit --device-list-strategy --cdi-dir --labels-dir --metrics-file
+                --pod-resources-socket --fail-on-init-error --log-level' -- "$cur"))
         else
             COMPREPLY=($(compgen -W 'run list check' -- "$cur"))
         fi

@@ -26,17 +26,20 @@ from tests.world.processes import ROOT, wait_until
 SUITES = ("bookworm", "trixie", "forky")
 REQUIRED = ("bookworm", "trixie")  # the others only if they can be had
 P300 = "tenstorrent.com/p300"
-ANSWERING = "/srv/project/tests/e2e/answering.py"
-GET = """
-import socket
-try:
-    with socket.create_connection(("127.0.0.1", 7762), 5) as connection:
-        connection.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
-        print(connection.recv(100).decode())
-except OSError as error:
-    print(type(error).__name__)
-"""
 CACHE = "/var/cache/tt-device-plugin"
+WRITTEN = (
+    "/run/cdi/tenstorrent.com-device.json",
+    "/etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
+    "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
+)
+GET = """
+import urllib.request
+try:
+    metrics = urllib.request.urlopen("http://127.0.0.1:7762/metrics", timeout=5)
+    print(*[line for line in metrics if line.startswith(b"tt_plugin_info{")])
+except OSError as error:
+    print(error)
+"""
 
 
 @pytest.fixture(scope="session")
@@ -444,7 +447,7 @@ def test_no_endless_restarts_where_nothing_can_be_run(host: Host, told: Told) ->
         assert host.container.status_of("systemctl", "start", UNIT) != 0
         wait_until(lambda: host.property("ActiveState") == "failed", "it has given up", 60)
         took = time.monotonic() - began
-        assert host.property("Result") == "start-limit-hit"
+        assert int(host.property("NRestarts")) > 20
     finally:
         host.container("umount", CACHE)
     host.container.shell(f"systemctl reset-failed {UNIT} && systemctl start {UNIT}")
@@ -464,46 +467,41 @@ def test_another_python(host: Host, told: Told) -> None:
 
 @pytest.mark.usefixtures("running")
 def test_the_socket_for_metrics(host: Host, told: Told) -> None:
-    """Enabled, it is handed to the service by name at each start, and can be reached while the service has no network.
-
-    It goes with the service. In the daemon's place stands a program that answers, in the daemon's sandbox.
-    """
+    """Enabled, it comes and goes with the service, which answers on it while it has no network itself."""
     socket = f"{UNIT}-metrics.socket"
-    host.container.write(DROP_IN, f"[Service]\nExecStart=\nExecStart=/usr/bin/python3 {ANSWERING}\n")
-    host.container("systemctl", "daemon-reload")
 
-    def answer() -> str:
-        return host.container("/usr/bin/python3", "-c", GET, check=False).strip()
+    def answers() -> bool:
+        said = host.container("/usr/bin/python3", "-c", GET)
+        assert "tt_plugin_info{" in said or "Connection refused" in said, said
+        return "tt_plugin_info{" in said
 
     def states() -> list[str]:
         return [host.property("ActiveState"), host.property("ActiveState", socket)]
 
     try:
-        host.container("systemctl", "restart", UNIT)
-        assert host.container.status_of("systemctl", "start", socket) != 0, "systemd has learned to"
-        assert answer() == "ConnectionRefusedError"
+        assert host.container.status_of("systemctl", "start", socket) != 0, (
+            "systemd has learned to, the comments are old"
+        )
+        assert not answers()
         host.container("systemctl", "enable", socket)
         host.container("systemctl", "restart", UNIT)
-        assert states() == ["active", "active"] and answer() == "metrics 1"
-        host.container("systemctl", "restart", UNIT)
-        assert answer() == "metrics 1"
-        host.container("systemctl", "kill", "--signal=KILL", UNIT)
-        wait_until(lambda: answer() == "metrics 1", "it answers again after kill -9")
-        host.container("systemctl", "stop", UNIT)
-        assert states() == ["inactive", "inactive"] and answer() == "ConnectionRefusedError"
-        host.container("systemctl", "start", UNIT)
-        assert states() == ["active", "active"] and answer() == "metrics 1"
+        assert states() == ["active", "active"] and answers()
         assert host.property("PrivateNetwork") == "yes" and "0.0.0.0/0" in host.property("IPAddressDeny")
-        (host.container.root / DROP_IN[1:]).unlink()
-        host.container("systemctl", "daemon-reload")
+        host.container("systemctl", "restart", UNIT)
+        assert answers()
+        host.container("systemctl", "kill", "--signal=KILL", UNIT)
+        wait_until(answers, "an answer after kill -9")
+        host.container("systemctl", "stop", UNIT)
+        assert not answers() and states() == ["inactive", "inactive"]
+        host.container("systemctl", "start", UNIT)
+        assert states() == ["active", "active"] and answers()
         host.container.write(CONFIG, 'log_level = "loud"\n')
         assert host.container.status_of("systemctl", "restart", UNIT) != 0
-        assert answer() == "ConnectionRefusedError" and states() == ["failed", "inactive"]
+        assert not answers() and states() == ["failed", "inactive"]
     finally:
         host.container.write(CONFIG, CONFIGURATION)
-        host.container.shell(f"rm -f {DROP_IN}; systemctl disable --now {socket}; systemctl daemon-reload")
+        host.container("systemctl", "disable", socket)
         host.container("systemctl", "restart", UNIT)
-    assert states() == ["active", "inactive"]
     told("answers on port 7762 with PrivateNetwork=yes, after restart, kill -9 and stop; refused while it is down")
 
 
@@ -636,7 +634,11 @@ def test_configuration_error_does_not_fail_the_installation(host: Host, told: To
 
 @pytest.mark.usefixtures("running")
 def test_remove(host: Host, told: Told) -> None:
-    """apt remove stops the service within a second or so, and takes its sockets and its program along."""
+    """apt remove stops the service within a second or so, and takes its sockets, its program and its files along."""
+    places = " ".join(str(Path(path).parent) for path in WRITTEN)
+    host.container.shell(f"mkdir -p {places} && systemctl restart {UNIT}")
+    for path in WRITTEN:
+        wait_until(lambda path=path: not host.container.status_of("test", "-e", path), f"{path} is there")  # type: ignore[misc]
     since = time.monotonic()
     host.container("apt-get", "remove", "--yes", UNIT)
     host.event(since, "ended", resource=RESOURCE)
@@ -647,6 +649,9 @@ def test_remove(host: Host, told: Told) -> None:
     assert not host.container.exists(CACHE) and host.container.exists(CONFIG)
     stop = host.container("journalctl", "--no-pager", "--output=cat", "--unit", UNIT).splitlines()
     assert f"{UNIT}.service: Deactivated successfully." in stop[-4:], stop[-4:]
+    for path in WRITTEN:
+        assert host.container.shell(f"ls -A {Path(path).parent}") == "", path
+    host.container.shell("rm -r /etc/kubernetes /var/lib/prometheus")
     told("stopped, exit 0, no socket left; the configuration stays")
 
 
