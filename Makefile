@@ -19,7 +19,7 @@ test: $(VENV)/ready  ## every test that needs no root
 e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 
 e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz
-	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_package.py
+	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_package.py --ignore tests/e2e/test_udev.py
 
 bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server's
 	@$(PY) -m tests.bench --json dist/bench.json

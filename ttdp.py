@@ -506,9 +506,7 @@ class Scan:
 
 def address(bdf: str) -> tuple[int, ...]:
     """A PCI address as numbers, for sorting: domain, bus, device, function."""
-    match = _BDF.fullmatch(bdf)
-    assert match is not None, bdf
-    return tuple(int(part, 16) for part in match.groups())
+    return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
@@ -531,26 +529,23 @@ def read_attribute(path: str, flags: int = 0) -> str | None:
 
 def _read_quick(path: str) -> str | None:
     """An attribute that never blocks (PCI's, `dev`, a module's version). None, too, where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
-    except OSError:
-        return None
+    return None
 
 
 def _link_name(path: str) -> str | None:
     """The last part of where a link leads; None if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
-    except OSError:
-        return None
+    return None
 
 
 def _names(directory: str) -> list[str]:
     """What is in a directory; nothing if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return os.listdir(directory)
-    except OSError:
-        return []
+    return []
 
 
 def _decimal(text: str | None) -> int | None:
@@ -620,38 +615,26 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
     """The PCI function behind a class device, or what is odd about it, or None if it is going away just now."""
-    match = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs)
+    match, bdf = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs), _link_name(f"{sysfs}/device")
     if not match:
         return f"{sysfs}: not a device of the driver"
-    bdf = _link_name(f"{sysfs}/device")
-    if bdf is None:
-        return None
-    if not _BDF.fullmatch(bdf):
+    if bdf and not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    vendor, device, subsystem = (
-        _hexadecimal(_read_quick(f"{sysfs}/device/{attribute}"))
-        for attribute in ("vendor", "device", "subsystem_device")
-    )
+    ids = [_hexadecimal(_read_quick(f"{sysfs}/device/{name}")) for name in ("vendor", "device", "subsystem_device")]
     numa_node = _decimal(_read_quick(f"{sysfs}/device/numa_node"))
     number = _read_quick(f"{sysfs}/dev")
+    vendor, device, subsystem = ids
     # The link goes with the class device: if it is there still, then what could not be read is really not there.
-    if vendor is None or device is None or _link_name(f"{sysfs}/device") != bdf:
+    if vendor is None or device is None or bdf is None or _link_name(f"{sysfs}/device") != bdf:
         return None
-    arch = ARCHES.get(device)
-    if vendor != VENDOR or arch is None:
+    if vendor != VENDOR or device not in ARCHES:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
     path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
     return PciFunction(
-        bdf=bdf,
-        arch=arch,
-        pci_card=CARDS.get(subsystem) if subsystem is not None else None,
+        bdf, ARCHES[device], CARDS.get(subsystem or 0), ordinal=int(match[1]), path=path, sysfs=sysfs, number=number,
         numa_node=numa_node if numa_node is not None and 0 <= numa_node < 2**31 else None,
-        ordinal=int(match[1]),
-        path=path,
-        sysfs=sysfs,
-        number=number,
         node_fault=_node_fault(path, number),
-    )
+    )  # fmt: skip
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
@@ -680,17 +663,14 @@ class Process(NamedTuple):
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
     """Who has a node open; None where that cannot be known: a driver before 2.5, or another PID namespace's view."""
-    text = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids")
-    pids = None if text is None else sorted({int(word) for word in text.split() if word.isdecimal()})
-    if pids is None or 0 in pids:
-        return None
-    directories = {pid: f"{settings.proc_root}/{pid}" for pid in pids}
-    commands = {pid: _read_quick(f"{directory}/comm") for pid, directory in directories.items()}
-    return [
-        Process(pid, command, "kubepods" in (_read_quick(f"{directories[pid]}/cgroup") or ""))
-        for pid, command in commands.items()
-        if command is not None  # it has ended meanwhile
-    ]
+    text, found = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), list[Process]()
+    for pid in sorted({int(word) for word in (text or "").split() if word.isdecimal()}):
+        process = f"{settings.proc_root}/{pid}"
+        if pid == 0:
+            return None
+        if command := _read_quick(f"{process}/comm"):  # else it has ended meanwhile
+            found.append(Process(pid, command, "kubepods" in (_read_quick(f"{process}/cgroup") or "")))
+    return None if text is None else found
 
 
 def node_path(settings: Settings, function: PciFunction) -> str:
@@ -789,20 +769,18 @@ _DEAD = {
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
-
-    def word(attribute: str) -> str | None:
-        text = raw.get(attribute, "")
-        form, never = _WORDS[attribute]
-        return text if text not in never and form.fullmatch(text) else None
-
     shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
+    words = {
+        name: text if (text := raw.get(name)) and text not in never and form.fullmatch(text) else None
+        for name, (form, never) in _WORDS.items()
+    }
     return Telemetry(
-        card=word("tt_card_type"),
-        serial=word("tt_serial"),
-        asic_id=word("tt_asic_id"),
-        firmware=word("tt_fw_bundle_ver"),
+        card=words["tt_card_type"],
+        serial=words["tt_serial"],
+        asic_id=words["tt_asic_id"],
+        firmware=words["tt_fw_bundle_ver"],
         heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
         temperature=_celsius(raw.get("temp1_input")),
         temperature_limit=_celsius(raw.get("temp1_max")),
@@ -1578,40 +1556,28 @@ def plugin_metrics(
 # ======================================================================================================================
 
 PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """The resource's devices as the kubelet wants them: no topology at all where the NUMA node is not known."""
-
-    def topology(device: Device) -> pb.TopologyInfo | None:
-        nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-        return pb.TopologyInfo(nodes=nodes) if nodes else None
-
-    return pb.ListAndWatchResponse(
-        devices=[
-            pb.Device(
-                ID=identifier,
-                health="Unhealthy" if device.reason else "Healthy",
-                topology=topology(device),
-            )
-            for identifier, device in resource.devices.items()
-        ]
-    )
+    """The resource's devices as the kubelet wants them: no topology at all where no NUMA node is known."""
+    response = pb.ListAndWatchResponse()
+    for identifier, device in resource.devices.items():
+        listed = response.devices.add(ID=identifier, health="Unhealthy" if device.reason else "Healthy")
+        if device.numa_nodes:
+            listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)
+    return response
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-    return pb.ContainerAllocateResponse(
-        envs=dict(edits.environment),
-        mounts=[
-            pb.Mount(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
-            for mount in edits.mounts
-        ],
-        devices=[
-            pb.DeviceSpec(container_path=node.container, host_path=node.host, permissions=node.permissions)
-            for node in edits.nodes
-        ],
-        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi_devices],
-    )
+    response = pb.ContainerAllocateResponse(envs=edits.environment)
+    for mount in edits.mounts:
+        response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
+    for node in edits.nodes:
+        response.devices.add(container_path=node.container, host_path=node.host, permissions=node.permissions)
+    for name in edits.cdi_devices:
+        response.cdi_devices.add(name=name)
+    return response
 
 
 class Refusal(Exception):
@@ -1632,10 +1598,8 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
         raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
     if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
-    if resource.one_each and (greedy := next((ids for ids in containers if len(ids) > 1), None)):
-        reason = (
-            f"{len(greedy)} of {resource.name} for one container: each is a share of a device, two are no more of it"
-        )
+    if resource.one_each and (most := max(map(len, containers))) > 1:
+        reason = f"{most} of {resource.name} for one container: each is a share of a device, two are no more of it"
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
     for identifier in wanted:
         if fault := resource.devices[identifier].reason:
@@ -1690,14 +1654,10 @@ class DevicePlugin(rpc.DevicePluginServicer):
         for stirred in self._streams:
             stirred.set()
 
-    async def GetDevicePluginOptions(
-        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, pb.DevicePluginOptions]
-    ) -> pb.DevicePluginOptions:
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> pb.DevicePluginOptions:
         return PLUGIN_OPTIONS
 
-    async def ListAndWatch(
-        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, pb.ListAndWatchResponse]
-    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+    async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ListAndWatchResponse]:
         watch, self._awaited = self._awaited or Watch(), None
         stirred, sent = asyncio.Event(), None
         self._streams.add(stirred)
@@ -1715,27 +1675,19 @@ class DevicePlugin(rpc.DevicePluginServicer):
             watch.ended.set()
 
     async def GetPreferredAllocation(
-        self,
-        request: pb.PreferredAllocationRequest,
-        context: grpc.aio.ServicerContext[pb.PreferredAllocationRequest, pb.PreferredAllocationResponse],
+        self, request: pb.PreferredAllocationRequest, context: Context
     ) -> pb.PreferredAllocationResponse:
         response = pb.PreferredAllocationResponse()
-        for container in request.container_requests:
+        for asked in request.container_requests:
+            available, must = asked.available_deviceIDs, asked.must_include_deviceIDs
             try:
-                chosen = preferred_allocation(
-                    self.resource,
-                    container.available_deviceIDs,
-                    container.must_include_deviceIDs,
-                    container.allocation_size,
-                )
+                chosen = preferred_allocation(self.resource, available, must, asked.allocation_size)
             except InvalidRequest as reason:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(reason))
             response.container_responses.add(deviceIDs=chosen)
         return response
 
-    async def Allocate(
-        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
-    ) -> pb.AllocateResponse:
+    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
         containers = [list(container.devices_ids) for container in request.container_requests]
         try:
             edits = await self._allocate(self, containers)
@@ -1746,9 +1698,7 @@ class DevicePlugin(rpc.DevicePluginServicer):
         return pb.AllocateResponse(container_responses=map(container_response, edits))
 
     async def PreStartContainer(
-        self,
-        request: pb.PreStartContainerRequest,
-        context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
+        self, request: pb.PreStartContainerRequest, context: Context
     ) -> pb.PreStartContainerResponse:
         return pb.PreStartContainerResponse()  # nothing to do, and the options do not ask for the call
 

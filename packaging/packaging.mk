@@ -27,4 +27,4 @@ reproducible: $(VENV)/ready  ## build everything twice, at different places and 
 	@$(PY) packaging/check_reproducible.py
 
 e2e-systemd: $(DEB)$(MACHINE).deb
-	@$(PYTEST) -vv tests/e2e/test_package.py
+	@$(PYTEST) -vv tests/e2e/test_package.py tests/e2e/test_udev.py

@@ -45,9 +45,9 @@ class Missing(Exception):
     """What cannot be had here, in words."""
 
 
-def root_tree(suite: str) -> Path:
+def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
-    arguments = ["--variant=minbase", f"--include={PACKAGES}", "--aptopt=Acquire::Check-Valid-Until false"]
+    arguments = ["--variant=minbase", f"--include={packages}", "--aptopt=Acquire::Check-Valid-Until false"]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     tarball = CACHE / f"{suite}-{key}.tar"
     if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:

@@ -901,10 +901,19 @@ class Kubelet:
         raise LookupError(f"pod {name} has no container {container}")
 
     def exec(self, name: str, argv: Sequence[str], container: str = "main") -> subprocess.CompletedProcess[str]:
-        """Run a command in one of the pod's containers."""
-        return self.containerd.ctr(
-            "tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container), *argv
-        )
+        """Run a command in one of the pod's containers. It is run again if its output does not come to its end.
+
+        A process that ends at once can be gone before containerd has copied what it wrote.
+        """
+        end = uuid.uuid4().hex
+        script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
+        for _ in range(10):
+            command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container))
+            done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
+            if done.stdout.endswith(end) and end in done.stderr:
+                done.stdout, done.stderr = done.stdout.removesuffix(end), done.stderr.replace(end, "")
+                return done
+        raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}")
 
     def logs(self, name: str, container: str = "main") -> str:
         """What a container has written, with the runtime's time stamps."""

@@ -1,8 +1,9 @@
 """A node of a cluster: the machine with the real kubelet, simulated cards, and tt-device-plugin as it is shipped.
 
-The daemon runs inside the machine, with what its systemd unit gives it: a run-time directory that is kept until the
-power is cut, and a socket to say READY=1 on. The cards' device nodes are real character devices, of drivers that every
-kernel has and that containers may not open by default: a container can really open what it is given.
+The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has to remember, and a
+socket to say READY=1 on. There is no udev: the simulated node makes its links by PCI address. The cards' device nodes
+are real character devices, of drivers that every kernel has and that containers may not open by default: a container
+can really open what it is given.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -40,7 +42,7 @@ from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, NotifySocket, wait_until
 
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
-RUNTIME_DIRECTORY = "/run/tt-device-plugin"
+STATE_DIRECTORY = "/var/lib/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
 # fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
@@ -130,7 +132,7 @@ class Daemon:
     def start(self, timeout: float = 30) -> None:
         """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
         assert self.process is None, "it runs already"
-        for directory in (RUNTIME_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
+        for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self.machine.path(directory).mkdir(exist_ok=True)
         manager = NotifySocket(self.machine.scratch / "notify")
         with contextlib.closing(manager):
@@ -141,7 +143,7 @@ class Daemon:
                 env={
                     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
                     "LANG": "C.UTF-8",
-                    "RUNTIME_DIRECTORY": RUNTIME_DIRECTORY,
+                    "STATE_DIRECTORY": STATE_DIRECTORY,
                     "NOTIFY_SOCKET": manager.address,
                     "SHIV_ROOT": str(self._cache),
                     "PYTHONPYCACHEPREFIX": str(self._cache),
@@ -385,7 +387,8 @@ class Node:
     def make_and_open_inside(self, name: str, number: tuple[int, int]) -> str:
         """Let the container itself make a device node, and open that."""
         path = f"/tmp/{number[0]}-{number[1]}"
-        done = self.inside(name, "sh", "-c", f"busybox mknod {path} c {number[0]} {number[1]} && : <> {path}")
+        make = f"busybox rm -f {path}; busybox mknod {path} c {number[0]} {number[1]}"
+        done = self.inside(name, "sh", "-c", f"{make} && : <> {path}")
         assert "mknod" not in done.stderr, done.stderr
         return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
 
@@ -395,6 +398,15 @@ class Node:
         assert done.stdout.startswith("character special file "), done.stdout + done.stderr
         major, minor = done.stdout.split()[-2:]
         return int(major, 16), int(minor, 16)
+
+    def access(self, name: str, number: tuple[int, int], container: str = "main") -> str:
+        """What the runtime was told that a container may do with a device: of r, w, m.
+
+        In the container this cannot be seen: runc lets everyone make any device node, and forbids to open it.
+        """
+        told = self.containerd.ctr("containers", "info", self.kubelet.container_id(name, container))
+        devices = json.loads(told.stdout)["Spec"]["linux"]["resources"]["devices"]
+        return "".join(rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number)
 
     def environment(self, name: str) -> dict[str, str]:
         """The environment of the pod's first process."""

@@ -1,0 +1,78 @@
+"""The driver and the links by PCI address on a real kernel with a real udev, in a virtual machine per release."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import vm
+from tests.e2e.conftest import Told
+from tests.e2e.container import Missing
+from tests.world.processes import ROOT
+
+SUITES = ("bookworm", "trixie")
+FUNCTIONS = ("10.0", "11.0", "12.0")
+ADDRESSES = [f"0000:00:{place}" for place in FUNCTIONS]
+
+Steps = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def steps(request: pytest.FixtureRequest) -> Steps:
+    """What guest.py has seen, by step."""
+    machine = subprocess.run(
+        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    debs = sorted(ROOT.glob(f"dist/*_{machine}.deb"), key=lambda deb: deb.stat().st_mtime)
+    if not debs:
+        pytest.exit("no package to test: make deb", returncode=1)
+    try:
+        said = vm.run(request.param, debs[-1], Path(__file__).with_name("guest.py"), FUNCTIONS)
+    except Missing as reason:
+        pytest.skip(f"NOT RUN: {reason}")
+    seen = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert seen, said
+    return {step["step"]: step for step in seen}
+
+
+def assert_links_lead_to_their_chips(step: dict[str, Any], number: int = len(FUNCTIONS)) -> None:
+    assert len(step["chips"]) == number and step["links"] == step["chips"], step
+
+
+def test_the_driver_is_loaded_before_the_daemon_starts(steps: Steps, told: Told) -> None:
+    """systemd-modules-load loads it, by the package's file: nobody else does. The links are there from the start."""
+    boot = steps["boot"]
+    assert 0 < boot["loaded"] < boot["began"] and not boot["failed"], boot
+    assert_links_lead_to_their_chips(boot)
+    later = (boot["began"] - boot["loaded"]) / 1e6
+    told(f"udev {boot['version']}: the daemon is started {later:.1f} s after the driver; links: {boot['links']}")
+
+
+def test_links_follow_their_chips(steps: Steps, told: Told) -> None:
+    """They go and come with the driver's functions, and after a renumbering lead to the chips' new nodes."""
+    assert_links_lead_to_their_chips(steps["two unbound"], 1)
+    before, after = steps["boot"], steps["bound in the other order"]
+    assert_links_lead_to_their_chips(after)
+    assert before["chips"] != after["chips"], "the driver has given the same numbers again"
+    assert steps["driver unloaded"]["directory"] is None
+    assert_links_lead_to_their_chips(steps["driver loaded"])
+    told(f"{before['links']}, and after binding in another order {after['links']}")
+
+
+def test_links_come_with_the_package_and_go_with_it(steps: Steps) -> None:
+    """An installation makes them for the cards that are there; a removal leaves the nodes alone, and no link."""
+    assert not steps["without the rule"]["links"]
+    assert_links_lead_to_their_chips(steps["installed with cards there"])
+    purged = steps["purged"]
+    assert purged["directory"] == sorted(purged["chips"].values()) and not purged["links"], purged
+
+
+def test_a_driver_that_is_not_installed_is_a_line(steps: Steps, told: Told) -> None:
+    """Without the module the boot goes on: one line says that it was not found."""
+    missing = steps["without the driver"]
+    assert "Failed to find module 'tenstorrent'" in missing["journal"], missing
+    told(f"{missing['status']}: {missing['journal']}")

@@ -1,0 +1,167 @@
+"""A virtual machine for what a container cannot have: a kernel module, and the udev that answers to it.
+
+Debian's kernel for virtual machines boots a root tree that is all in memory, in QEMU's interpreter, which needs nothing
+of the host and takes a minute or two. The PCI functions are QEMU's "edu" devices, the driver is driver/tenstorrent.c.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tests.e2e.container import CACHE, Missing, root_tree
+
+DRIVER = Path(__file__).with_name("driver")
+TREE = "systemd,systemd-sysv,udev,dbus,kmod,python3"
+TOOLS = {"qemu-system-x86_64": "qemu-system-x86", "gcc": "gcc", "make": "make", "mmdebstrap": "mmdebstrap"}
+BOOTED = 600.0  # seconds for a whole run, on a machine that has much else to do
+
+
+@dataclass(frozen=True)
+class Kernel:
+    release: str  # 6.1.0-56-cloud-amd64
+    image: Path
+    modules: Path  # /lib/modules/<release>
+    driver: Path  # tenstorrent.ko
+
+
+def kernel() -> Kernel:
+    """Debian's kernel, unpacked, and the driver, compiled for it, from the cache or made; raises Missing."""
+    if os.uname().machine != "x86_64":
+        raise Missing("the virtual machine is one for amd64")
+    if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
+        raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
+    depends = _apt("apt-cache", "depends", "linux-image-cloud-amd64")
+    if not (found := re.search(r"Depends: linux-image-(\S+)", depends)):
+        raise Missing("apt knows no linux-image-cloud-amd64: apt-get update")
+    release = found[1]
+    sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
+    place = CACHE / f"kernel-{release}-{hashlib.sha256(sources).hexdigest()[:12]}"
+    if not place.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as half:
+            _make_kernel(release, Path(half, "made"))
+            Path(half, "made").rename(place)
+    return Kernel(
+        release, place / f"boot/vmlinuz-{release}", place / f"lib/modules/{release}", place / "tenstorrent.ko"
+    )
+
+
+def _make_kernel(release: str, place: Path) -> None:
+    headers = re.findall(r"Depends: (linux-\S+)", _apt("apt-cache", "depends", f"linux-headers-{release}"))
+    place.mkdir()
+    place.parent.chmod(0o755)  # apt downloads as a user of its own
+    _apt("apt-get", "download", f"linux-image-{release}", f"linux-headers-{release}", *headers, cwd=place)
+    for package in place.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "--extract", str(package), str(place)], check=True)
+        package.unlink()
+    build = place / f"usr/src/linux-headers-{release}"
+    for name in ("Makefile", ".kernelvariables"):  # they name the place where they are installed
+        (build / name).write_text((build / name).read_text().replace("/usr/src/", f"{place}/usr/src/"))
+    shutil.copytree(DRIVER, place / "driver")
+    made = subprocess.run(
+        ["make", "-C", str(build), f"M={place}/driver", "modules"], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        raise Missing(f"the driver cannot be compiled:\n{made.stderr}")
+    (place / "driver/tenstorrent.ko").rename(place / "tenstorrent.ko")
+    for directory in ("usr", "driver"):
+        shutil.rmtree(place / directory)
+
+
+def _apt(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
+    """Boots a system with the package and runs a Python script on it; what that has written.
+
+    functions: the PCI functions' places on bus 0, such as "10.0".
+    """
+    booted = kernel()
+    with tempfile.TemporaryDirectory(prefix="ttdp-vm-", dir="/var/tmp") as directory:
+        work, root = Path(directory), Path(directory, "root")
+        root.mkdir()
+        subprocess.run(["tar", "-C", str(root), "-xf", str(root_tree(suite, TREE))], check=True)
+        modules = root / f"usr/lib/modules/{booted.release}"
+        modules.mkdir(parents=True)
+        shutil.copy(booted.driver, modules)
+        for path in booted.modules.glob("modules.*"):
+            shutil.copy(path, modules)
+        shutil.copy(deb, root / "package.deb")
+        shutil.copy(script, root / "script.py")
+        _write(root, {"etc/systemd/system/script.service": SERVICE, "init": INIT})
+        (root / "init").chmod(0o755)
+        for command in ("depmod -a " + booted.release, "dpkg --install /package.deb", "systemctl enable script"):
+            _apt("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command.split())
+        (root / "package.deb").unlink()
+        with (work / "initrd").open("wb") as archive:
+            write_cpio(root, archive)
+        shutil.rmtree(root)
+        said, console = work / "said", work / "console"
+        qemu = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35", "-m", "1536", "-smp", "2"]
+        qemu += ["-display", "none", "-nic", "none", "-no-reboot", "-kernel", str(booted.image)]
+        qemu += ["-initrd", str(work / "initrd"), "-append", "console=ttyS0 panic=-1 quiet"]
+        qemu += ["-serial", f"file:{console}", "-serial", f"file:{said}"]
+        qemu += [word for place in functions for word in ("-device", f"edu,addr={place}")]
+        subprocess.run(qemu, timeout=BOOTED, check=True)
+        if not said.read_text():
+            raise AssertionError(f"the script did not run; the console says:\n{console.read_text()[-4000:]}")
+        return said.read_text()
+
+
+INIT = "#!/bin/sh\nexec /lib/systemd/systemd\n"
+SERVICE = """
+[Unit]
+After=multi-user.target
+[Service]
+Type=oneshot
+ExecStart=/usr/bin/python3 -u /script.py
+StandardOutput=file:/dev/ttyS1
+StandardError=inherit
+ExecStopPost=/usr/bin/systemctl --force --force poweroff
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _write(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).write_text(text)
+
+
+def write_cpio(root: Path, archive: IO[bytes]) -> None:
+    """A root tree as the kernel takes it for an initial RAM file system (cpio, "newc")."""
+    for number, (name, path) in enumerate([*_paths(root), ("TRAILER!!!", None)], 1):
+        found = path.lstat() if path else None
+        mode = found.st_mode if found else 0
+        content = b""
+        if path and stat.S_ISLNK(mode):
+            content = os.fsencode(os.readlink(path))
+        elif path and stat.S_ISREG(mode):
+            content = path.read_bytes()
+        owner = (found.st_uid, found.st_gid) if found else (0, 0)
+        device = (os.major(found.st_rdev), os.minor(found.st_rdev)) if found else (0, 0)
+        encoded = os.fsencode(name) + b"\0"
+        fields = (number, mode, *owner, 1, 0, len(content), 0, 0, *device, len(encoded), 0)
+        header = b"070701" + b"".join(b"%08X" % field for field in fields) + encoded
+        archive.write(header + bytes(-len(header) % 4) + content + bytes(-len(content) % 4))
+
+
+def _paths(root: Path) -> Iterator[tuple[str, Path]]:
+    for directory, names, files in os.walk(root):
+        for name in sorted([*names, *files]):
+            path = Path(directory, name)
+            yield str(path.relative_to(root)), path
