@@ -1,5 +1,7 @@
 # Each target sets up what it needs: a virtual environment in .venv, or one line that names the package to install.
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,8 +12,8 @@ PYTEST := $(PY) -m pytest
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(VENV)/ready  ## the main job on a simulated node, in a minute, without hardware and without a cluster
-	@$(PY) -m tests.demo
+demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job on a simulated node, without hardware and without a cluster
+	@$(PY) -m tests.demo --pyz dist/tt-device-plugin.pyz
 
 test: $(VENV)/ready  ## every test that needs no root
 	@$(PYTEST)
@@ -51,10 +53,13 @@ $(VENV)/ready: pyproject.toml
 		|| { echo 'Python 3.10 or newer is needed: apt install python3, or name one: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo 'the module venv is missing: apt install python3-venv'; exit 1; }
-	@echo 'setting up $(VENV) …'
+	@echo 'setting up $(VENV), once: about half a minute'
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/pip install --quiet 'pip>=25.1'
-	@$(VENV)/bin/pip install --quiet --group dev
+	@$(VENV)/bin/pip install 'pip>=25.1' | $(show-packages)
+	@$(VENV)/bin/pip install --group dev | $(show-packages)
 	@touch $@
+
+# Of what pip says, a line for each package, so that one sees it live.
+show-packages = sed --unbuffered -n -E 's/^Collecting ([^ ]+).*/    \1/p; s/^Installing collected packages.*/    installing/p'
 
 include packaging/packaging.mk
