@@ -55,7 +55,6 @@ from google.protobuf.message import DecodeError
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
 from generated import podresources_pb2 as pods
-from generated import podresources_pb2_grpc as pod_rpc
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -506,9 +505,7 @@ class Scan:
 
 def address(bdf: str) -> tuple[int, ...]:
     """A PCI address as numbers, for sorting: domain, bus, device, function."""
-    match = _BDF.fullmatch(bdf)
-    assert match is not None, bdf
-    return tuple(int(part, 16) for part in match.groups())
+    return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
@@ -531,26 +528,23 @@ def read_attribute(path: str, flags: int = 0) -> str | None:
 
 def _read_quick(path: str) -> str | None:
     """An attribute that never blocks (PCI's, `dev`, a module's version). None, too, where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
-    except OSError:
-        return None
+    return None
 
 
 def _link_name(path: str) -> str | None:
     """The last part of where a link leads; None if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
-    except OSError:
-        return None
+    return None
 
 
 def _names(directory: str) -> list[str]:
     """What is in a directory; nothing if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return os.listdir(directory)
-    except OSError:
-        return []
+    return []
 
 
 def _decimal(text: str | None) -> int | None:
@@ -620,38 +614,26 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
     """The PCI function behind a class device, or what is odd about it, or None if it is going away just now."""
-    match = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs)
+    match, bdf = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs), _link_name(f"{sysfs}/device")
     if not match:
         return f"{sysfs}: not a device of the driver"
-    bdf = _link_name(f"{sysfs}/device")
-    if bdf is None:
-        return None
-    if not _BDF.fullmatch(bdf):
+    if bdf and not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    vendor, device, subsystem = (
-        _hexadecimal(_read_quick(f"{sysfs}/device/{attribute}"))
-        for attribute in ("vendor", "device", "subsystem_device")
-    )
+    ids = [_hexadecimal(_read_quick(f"{sysfs}/device/{name}")) for name in ("vendor", "device", "subsystem_device")]
     numa_node = _decimal(_read_quick(f"{sysfs}/device/numa_node"))
     number = _read_quick(f"{sysfs}/dev")
+    vendor, device, subsystem = ids
     # The link goes with the class device: if it is there still, then what could not be read is really not there.
-    if vendor is None or device is None or _link_name(f"{sysfs}/device") != bdf:
+    if vendor is None or device is None or bdf is None or _link_name(f"{sysfs}/device") != bdf:
         return None
-    arch = ARCHES.get(device)
-    if vendor != VENDOR or arch is None:
+    if vendor != VENDOR or device not in ARCHES:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
     path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
     return PciFunction(
-        bdf=bdf,
-        arch=arch,
-        pci_card=CARDS.get(subsystem) if subsystem is not None else None,
+        bdf, ARCHES[device], CARDS.get(subsystem or 0), ordinal=int(match[1]), path=path, sysfs=sysfs, number=number,
         numa_node=numa_node if numa_node is not None and 0 <= numa_node < 2**31 else None,
-        ordinal=int(match[1]),
-        path=path,
-        sysfs=sysfs,
-        number=number,
         node_fault=_node_fault(path, number),
-    )
+    )  # fmt: skip
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
@@ -680,17 +662,14 @@ class Process(NamedTuple):
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
     """Who has a node open; None where that cannot be known: a driver before 2.5, or another PID namespace's view."""
-    text = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids")
-    pids = None if text is None else sorted({int(word) for word in text.split() if word.isdecimal()})
-    if pids is None or 0 in pids:
-        return None
-    directories = {pid: f"{settings.proc_root}/{pid}" for pid in pids}
-    commands = {pid: _read_quick(f"{directory}/comm") for pid, directory in directories.items()}
-    return [
-        Process(pid, command, "kubepods" in (_read_quick(f"{directories[pid]}/cgroup") or ""))
-        for pid, command in commands.items()
-        if command is not None  # it has ended meanwhile
-    ]
+    text, found = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), list[Process]()
+    for pid in sorted({int(word) for word in (text or "").split() if word.isdecimal()}):
+        process = f"{settings.proc_root}/{pid}"
+        if pid == 0:
+            return None
+        if command := _read_quick(f"{process}/comm"):  # else it has ended meanwhile
+            found.append(Process(pid, command, "kubepods" in (_read_quick(f"{process}/cgroup") or "")))
+    return None if text is None else found
 
 
 def node_path(settings: Settings, function: PciFunction) -> str:
@@ -789,20 +768,18 @@ _DEAD = {
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
-
-    def word(attribute: str) -> str | None:
-        text = raw.get(attribute, "")
-        form, never = _WORDS[attribute]
-        return text if text not in never and form.fullmatch(text) else None
-
     shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
+    words = {
+        name: text if (text := raw.get(name)) and text not in never and form.fullmatch(text) else None
+        for name, (form, never) in _WORDS.items()
+    }
     return Telemetry(
-        card=word("tt_card_type"),
-        serial=word("tt_serial"),
-        asic_id=word("tt_asic_id"),
-        firmware=word("tt_fw_bundle_ver"),
+        card=words["tt_card_type"],
+        serial=words["tt_serial"],
+        asic_id=words["tt_asic_id"],
+        firmware=words["tt_fw_bundle_ver"],
         heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
         temperature=_celsius(raw.get("temp1_input")),
         temperature_limit=_celsius(raw.get("temp1_max")),
@@ -1578,40 +1555,28 @@ def plugin_metrics(
 # ======================================================================================================================
 
 PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """The resource's devices as the kubelet wants them: no topology at all where the NUMA node is not known."""
-
-    def topology(device: Device) -> pb.TopologyInfo | None:
-        nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-        return pb.TopologyInfo(nodes=nodes) if nodes else None
-
-    return pb.ListAndWatchResponse(
-        devices=[
-            pb.Device(
-                ID=identifier,
-                health="Unhealthy" if device.reason else "Healthy",
-                topology=topology(device),
-            )
-            for identifier, device in resource.devices.items()
-        ]
-    )
+    """The resource's devices as the kubelet wants them: no topology at all where no NUMA node is known."""
+    response = pb.ListAndWatchResponse()
+    for identifier, device in resource.devices.items():
+        listed = response.devices.add(ID=identifier, health="Unhealthy" if device.reason else "Healthy")
+        if device.numa_nodes:
+            listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)
+    return response
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-    return pb.ContainerAllocateResponse(
-        envs=dict(edits.environment),
-        mounts=[
-            pb.Mount(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
-            for mount in edits.mounts
-        ],
-        devices=[
-            pb.DeviceSpec(container_path=node.container, host_path=node.host, permissions=node.permissions)
-            for node in edits.nodes
-        ],
-        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi_devices],
-    )
+    response = pb.ContainerAllocateResponse(envs=edits.environment)
+    for mount in edits.mounts:
+        response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
+    for node in edits.nodes:
+        response.devices.add(container_path=node.container, host_path=node.host, permissions=node.permissions)
+    for name in edits.cdi_devices:
+        response.cdi_devices.add(name=name)
+    return response
 
 
 class Refusal(Exception):
@@ -1632,10 +1597,8 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
         raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
     if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
-    if resource.one_each and (greedy := next((ids for ids in containers if len(ids) > 1), None)):
-        reason = (
-            f"{len(greedy)} of {resource.name} for one container: each is a share of a device, two are no more of it"
-        )
+    if resource.one_each and (most := max(map(len, containers))) > 1:
+        reason = f"{most} of {resource.name} for one container: each is a share of a device, two are no more of it"
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
     for identifier in wanted:
         if fault := resource.devices[identifier].reason:
@@ -1690,14 +1653,10 @@ class DevicePlugin(rpc.DevicePluginServicer):
         for stirred in self._streams:
             stirred.set()
 
-    async def GetDevicePluginOptions(
-        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, pb.DevicePluginOptions]
-    ) -> pb.DevicePluginOptions:
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> pb.DevicePluginOptions:
         return PLUGIN_OPTIONS
 
-    async def ListAndWatch(
-        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, pb.ListAndWatchResponse]
-    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+    async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ListAndWatchResponse]:
         watch, self._awaited = self._awaited or Watch(), None
         stirred, sent = asyncio.Event(), None
         self._streams.add(stirred)
@@ -1715,27 +1674,19 @@ class DevicePlugin(rpc.DevicePluginServicer):
             watch.ended.set()
 
     async def GetPreferredAllocation(
-        self,
-        request: pb.PreferredAllocationRequest,
-        context: grpc.aio.ServicerContext[pb.PreferredAllocationRequest, pb.PreferredAllocationResponse],
+        self, request: pb.PreferredAllocationRequest, context: Context
     ) -> pb.PreferredAllocationResponse:
         response = pb.PreferredAllocationResponse()
-        for container in request.container_requests:
+        for asked in request.container_requests:
+            available, must = asked.available_deviceIDs, asked.must_include_deviceIDs
             try:
-                chosen = preferred_allocation(
-                    self.resource,
-                    container.available_deviceIDs,
-                    container.must_include_deviceIDs,
-                    container.allocation_size,
-                )
+                chosen = preferred_allocation(self.resource, available, must, asked.allocation_size)
             except InvalidRequest as reason:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(reason))
             response.container_responses.add(deviceIDs=chosen)
         return response
 
-    async def Allocate(
-        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
-    ) -> pb.AllocateResponse:
+    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
         containers = [list(container.devices_ids) for container in request.container_requests]
         try:
             edits = await self._allocate(self, containers)
@@ -1746,9 +1697,7 @@ class DevicePlugin(rpc.DevicePluginServicer):
         return pb.AllocateResponse(container_responses=map(container_response, edits))
 
     async def PreStartContainer(
-        self,
-        request: pb.PreStartContainerRequest,
-        context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
+        self, request: pb.PreStartContainerRequest, context: Context
     ) -> pb.PreStartContainerResponse:
         return pb.PreStartContainerResponse()  # nothing to do, and the options do not ask for the call
 
@@ -2030,6 +1979,7 @@ class Owners:
         """stood_for: the PCI addresses of what was handed out last under an ID, by resource and ID."""
         self.stood_for = stood_for
         self._listed: list[Holder] = []
+        self._of_before: list[Holder] = []  # whom this kubelet has not named yet, since it has just started
         self._told = -math.inf  # when
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
@@ -2048,10 +1998,9 @@ class Owners:
 
     def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
         """By PCI address; `now` by the same clock as that of `granted`."""
-        known = {(holder.resource, holder.identifier) for holder in self._listed}
-        fresh = [h for h, at in self._granted.items() if now - at < ADMISSION]
         held: dict[str, list[Holder]] = {}
-        for holder in [*self._listed, *(h for h in fresh if (h.resource, h.identifier) not in known)]:
+        fresh = [holder for holder, at in self._granted.items() if now - at < ADMISSION]
+        for holder in [*self._listed, *self._of_before, *fresh]:
             for bdf in self._chips_of(holder, chips):
                 held.setdefault(bdf, []).append(holder)
         return held
@@ -2065,16 +2014,24 @@ class Owners:
             chip.bdf for chip in chips.values() if identifier in (chip.bdf, asic_name(chip))
         ]
 
-    async def ask(self, kubelet: str) -> str | None:
-        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does."""
+    def kubelet_is_new(self) -> None:
+        """It names a pod only once it has admitted it anew: that it does not is no proof that the pod has ended."""
+        self._of_before, self._listed = [*self._of_before, *self._listed], []
+
+    async def ask(self, kubelet: str, *, young: bool = False) -> str | None:
+        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does.
+
+        young: it has started so recently that it may not have admitted all pods of before yet.
+        """
         if not listens(kubelet):
             return ""
         try:
             async with grpc.aio.insecure_channel(f"unix:{kubelet}", options=CHANNEL_OPTIONS) as channel:
-                lister = pod_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
-                answer = await lister.List(pods.ListPodResourcesRequest(), timeout=ASK_TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            reason = " ".join((error.details() or error.code().name).split())
+                call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
+                answer = pods.ListPodResourcesResponse.FromString(await call(b"", timeout=ASK_TIMEOUT))
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            said = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            reason = " ".join(said.split())
             if not self._complained:
                 log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
             self._complained = True
@@ -2087,6 +2044,9 @@ class Owners:
             for devices in container.devices
             for identifier in devices.device_ids
         ]
+        self._of_before = [holder for holder in self._of_before if young and holder not in self._listed]
+        named = {(holder.resource, holder.identifier) for holder in self._listed}
+        self._granted = {h: at for h, at in self._granted.items() if (h.resource, h.identifier) not in named}
         return None
 
 
@@ -2772,7 +2732,7 @@ class Daemon:
         self._settled: set[Offer] | None = None  # what is offered with the kubelet asked; None: it was asked just now
         self._asking: asyncio.Task[None] | None = None
         self._held: dict[tuple[str, str], str] = {}  # who holds what under another name, which was logged
-        self._kubelet = socket_identity(f"{settings.device_plugin_dir}/{KUBELET_SOCKET}")  # the last one that was asked
+        self._kubelet: SocketIdentity | None = None  # the last one that was asked
         self._polls = 0
         self._stop = asyncio.Event()
         self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
@@ -2827,6 +2787,7 @@ class Daemon:
         self._read(self.fleet.observe(self.settings))
         while not self._readers.is_settled():
             await self._news(math.inf)
+        self._kubelet = self._present_kubelet()
         await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
         self.publish_changes()
@@ -2896,7 +2857,8 @@ class Daemon:
         )
         self._watch.check()
         self._directory_changed((), ())
-        if any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct):
+        held = any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct)
+        if held or self._kubelet_is_young():
             self._ask_kubelet()
         self.publish_changes()
         self._in_background(self._describe())
@@ -2971,8 +2933,10 @@ class Daemon:
         async def ask() -> None:
             await asyncio.sleep(after)
             deadline = time.monotonic() + ASK_TIMEOUT
-            while (reason := await self.owners.ask(self.settings.pod_resources_socket)) == "" and after:
-                if time.monotonic() > deadline:
+            while True:
+                young = self._kubelet_is_young()
+                reason = await self.owners.ask(self.settings.pod_resources_socket, young=young)
+                if reason != "" or not after or time.monotonic() > deadline:
                     break
                 await asyncio.sleep(after)  # a kubelet that starts serves this later than it takes registrations
             if reason and new:
@@ -2984,6 +2948,11 @@ class Daemon:
 
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(ask())
+
+    async def _asked(self) -> None:
+        """Until a question that is under way has been answered, for as long as an answer may take."""
+        if self._asking and not self._asking.done():
+            await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
 
     def _log_holders(self, wanted: Iterable[Resource]) -> None:
         """Who holds what under another name than it has now, when that begins and when it ends."""
@@ -2998,8 +2967,10 @@ class Daemon:
     async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
         result = "refused"
         try:
-            if self._asking and not self._asking.done():
-                await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
+            await self._asked()
+            if self._kubelet_is_young():
+                self._ask_kubelet()  # it admits the pods of before first, so by now it names them
+                await self._asked()
             mounts = await self._existing_mounts()
             edits = self._edits(plugin.resource, containers, mounts)
             result = "granted"
@@ -3136,12 +3107,20 @@ class Daemon:
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
-        kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
+        kubelet = self._present_kubelet()
         if self._serving and kubelet not in (None, self._kubelet):
             self._kubelet = kubelet
+            self.owners.kubelet_is_new()
             self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
+
+    def _present_kubelet(self) -> SocketIdentity | None:
+        return socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
+
+    def _kubelet_is_young(self) -> bool:
+        """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
+        return self._kubelet is not None and 0 <= time.time() - self._kubelet[2] / 1e9 < ADMISSION
 
     def _session_changed(self, session: KubeletSession) -> None:
         self._registrations[session.name] += session.state == REGISTERED

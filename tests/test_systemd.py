@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import ROOT, SIMULATION, Service, environment, finished, until
+from tests.world.processes import ROOT, SIMULATION, Service, environment, finished, outlet_flags, until
 
 Launch = Callable[..., Coroutine[Any, Any, Service]]
 
@@ -40,7 +40,18 @@ async def launch(node: SimulatedNode, directory: Path, config: Path) -> AsyncIte
         async def start(*words: str, notify: str = str(directory.with_name("notify")), **environ: str) -> Service:
             # The shell becomes the daemon, so that $$ can name it beforehand, as systemd does.
             shell = 'export WATCHDOG_PID="${WATCHDOG_PID:-$$}"; exec "$@"'
-            command = ["sh", "-c", shell, "sh", *SIMULATION, "run", f"--config-file={config}", *node.flags, *words]
+            command = [
+                "sh",
+                "-c",
+                shell,
+                "sh",
+                *SIMULATION,
+                "run",
+                f"--config-file={config}",
+                *node.flags,
+                *outlet_flags(directory.parent),
+                *words,
+            ]
             return await stack.enter_async_context(Service(command, environment(ROOT, **environ), notify))
 
         yield start

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,12 +63,14 @@ def told(request: pytest.FixtureRequest) -> Told:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where a test on a host has failed, what that host said last is shown, and the next test finds it in order."""
+    """Where a test has failed, what its host or node said last is shown, and the next test finds a host in order."""
     report = yield
-    host = getattr(item, "funcargs", {}).get("host")
-    if call.when == "call" and report.failed and isinstance(host, Host):
-        report.sections.append(("last words of the host", host.last_words()))
-        host.recover()
+    if call.when == "call" and report.failed:
+        for name, place in getattr(item, "funcargs", {}).items():
+            if isinstance(place, (Host, Node)):
+                report.sections.append((f"last words of the {name}", place.last_words()))
+            if isinstance(place, Host):
+                place.recover()
     return report
 
 
@@ -84,6 +88,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False) + "\n")
     terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(ROOT)}")
+
+
+@pytest.fixture(scope="session")
+def deb() -> Path:
+    """The latest package for this machine; without one there is no run."""
+    machine = subprocess.run(
+        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    debs = sorted(ROOT.glob(f"dist/*_{machine}.deb"), key=lambda deb: deb.stat().st_mtime)
+    if not debs:
+        pytest.exit("no package to test: make deb", returncode=1)
+    return debs[-1]
 
 
 @pytest.fixture(scope="session")

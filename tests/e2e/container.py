@@ -7,16 +7,16 @@ the unified hierarchy and is entered with nsenter. Its network has nothing but a
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.e2e.machine import remove_cgroups
 from tests.world.processes import wait_until
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
@@ -66,60 +66,65 @@ def root_tree(suite: str, packages: str = PACKAGES) -> Path:
 class Container:
     """One system; can be booted several times."""
 
-    def __init__(self, suite: str, binds: Mapping[Path, str]) -> None:
-        """binds: directories of the host and where they are in the container, read-only. Raises Missing."""
-        tree = root_tree(suite)
+    def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
+        """binds: what of the host is where in the container, read-only. packages: what it has. Raises Missing."""
+        tree = root_tree(suite, packages)
         work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
         self.root = work / "root"
         self.shared = work / "shared"  # /srv/shared, read-write
         self.console = work / "console.log"
         self.name = f"ttdp-{suite}-{os.getpid()}"
-        self._binds = binds
+        self.script = BOOT
+        self.arguments = [f"--directory={self.root}", f"--bind={self.shared}:/srv/shared"]
+        self.arguments += [f"--bind-ro={source}:{target}" for source, target in binds.items()]
         self._nspawn: subprocess.Popen[bytes] | None = None
-        self._leader = 0
+        self.leader = 0
         self.root.mkdir()
         self.shared.mkdir()
         subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
 
-    def boot(self) -> float:
-        """Boot, and wait until everything is started; returns the seconds that took."""
+    def boot(self, begun: Callable[[], object] = lambda: None) -> float:
+        """Boot, call `begun` early on, and wait until everything is started; returns the seconds that took."""
         since = time.monotonic()
-        arguments = [f"--directory={self.root}", f"--bind={self.shared}:/srv/shared"]
-        arguments += [f"--bind-ro={source}:{target}" for source, target in self._binds.items()]
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                ["unshare", "--mount", "--propagation=private", "sh", "-c", BOOT, "sh", *arguments],
+                ["unshare", "--mount", "--propagation=private", "sh", "-c", self.script, "sh", *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "NAME": self.name},
             )
+        wait_until(self._begun, f"the systemd of {self.name}", 30)
+        begun()
         wait_until(self._up, lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n", 60)
         return time.monotonic() - since
 
-    def _up(self) -> bool:
+    def _begun(self) -> bool:
         assert self._nspawn and self._nspawn.poll() is None, f"systemd-nspawn has ended:\n{self._last_words()}"
         pid = self._nspawn.pid
         with contextlib.suppress(OSError, IndexError):
-            self._leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-            if Path(f"/proc/{self._leader}/comm").read_text() == "systemd\n":
-                return self("systemctl", "is-system-running", check=False).strip() in ("running", "degraded")
+            self.leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            return Path(f"/proc/{self.leader}/comm").read_text() == "systemd\n"
         return False
+
+    def _up(self) -> bool:
+        assert self._begun(), f"systemd has ended:\n{self._last_words()}"
+        return self("systemctl", "is-system-running", check=False).strip() in ("running", "degraded")
 
     def _last_words(self) -> str:
         return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
 
-    def __call__(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
+    def run(self, *command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """A command in the container, to its end."""
+        entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
+        return subprocess.run(
+            [*entering, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=ENVIRONMENT,
+            timeout=timeout,
+        )  # fmt: skip
+
+    def __call__(self, *command: str, check: bool = True) -> str:
         """Standard output and error of a command in the container."""
-        done = subprocess.run(
-            ["nsenter", f"--target={self._leader}", "--all", "--", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**ENVIRONMENT, **(environment or {})},
-            timeout=300,
-        )
+        done = self.run("sh", "-c", 'exec "$@" 2>&1', "sh", *command)
         assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
         return done.stdout
 
@@ -165,18 +170,10 @@ class Container:
             if self._nspawn.poll() is None:
                 self._nspawn.kill()
                 with contextlib.suppress(OSError):
-                    os.kill(self._leader, 9)
+                    os.kill(self.leader, 9)
             self._nspawn.wait()
             self._nspawn = None
-        for hierarchy in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
-            group = hierarchy / self.name
-            wait_until(functools.partial(self._removed, group), f"{group} to empty")
-
-    def _removed(self, group: Path) -> bool:
-        for directory, _, _ in os.walk(group, topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
-        return not group.exists()
+        remove_cgroups(f"/{self.name}")
 
     def delete(self) -> None:
         self.close()

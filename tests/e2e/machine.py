@@ -143,7 +143,7 @@ def build_kubelet(version: str) -> Path:
 # --- A machine that can be switched off -------------------------------------------------------------------------------
 
 _CLONE_NEWNET = 0x40000000
-_SYSCTLS = (
+SYSCTLS = (
     "vm/overcommit_memory",
     "vm/panic_on_oom",
     "kernel/panic",
@@ -250,7 +250,7 @@ class Machine:
         for inside, outside in self._mounts.items():
             (self.scratch / outside).mkdir(exist_ok=True)
             script.append(f"mount --bind {self.scratch / outside} {inside}")
-        for name in _SYSCTLS:
+        for name in SYSCTLS:
             private = self.scratch / "sysctl" / name
             private.parent.mkdir(parents=True, exist_ok=True)
             private.write_text(Path("/proc/sys", name).read_text())
@@ -267,7 +267,7 @@ class Machine:
             "echo on",
             "exec env --ignore-signal=CHLD cat",
         ]
-        self._make_cgroups()
+        make_cgroups(self.cgroup)
         self._init = subprocess.Popen(
             [
                 "unshare",
@@ -305,12 +305,12 @@ class Machine:
         self._init.stdout.close()
         self._init = None
         shutil.rmtree(self.scratch / "run")
-        _remove_cgroups(self.cgroup)
+        remove_cgroups(self.cgroup)
 
     def destroy(self) -> None:
         """Switch off and leave nothing behind but the cached kubelets."""
         self.power_off()
-        _remove_cgroups(self.cgroup)
+        remove_cgroups(self.cgroup)
         shutil.rmtree(self.scratch)
         self._lock.close()
 
@@ -334,30 +334,11 @@ class Machine:
 
     def connect(self, port: int) -> socket.socket:
         """A connection to the machine's loopback device."""
-        return self._in_network(lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
+        return in_network(self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
 
     def listen(self, port: int) -> socket.socket:
         """A socket that takes connections on the machine's loopback device."""
-        return self._in_network(lambda: socket.create_server(("127.0.0.1", port)))
-
-    def _in_network(self, make: Callable[[], socket.socket]) -> socket.socket:
-        made: list[socket.socket | OSError] = []
-
-        def enter() -> None:  # the namespace is a thread's own, and a socket stays in the one that it was made in
-            try:
-                with open(f"/proc/{self._init_pid}/ns/net", "rb") as namespace:
-                    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                        raise OSError(ctypes.get_errno(), "setns")
-                made.append(make())
-            except OSError as error:
-                made.append(error)
-
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-        if isinstance(made[0], OSError):
-            raise made[0]
-        return made[0]
+        return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     def _fake_numa(self, nodes: int) -> Path:
         """A /sys/devices/system/node with that many nodes, of which the first have the CPUs that there are."""
@@ -374,17 +355,26 @@ class Machine:
             (root / name).write_text(f"0-{nodes - 1}\n" if nodes > 1 else "0\n")
         return root
 
-    def _make_cgroups(self) -> None:
-        for root, unified in _cgroup_hierarchies():
-            ours = root / self.cgroup[1:]
-            ours.mkdir(exist_ok=True)
-            if unified:
-                controllers = " ".join(f"+{name}" for name in (root / "cgroup.controllers").read_text().split())
-                for directory in (root, ours):
-                    (directory / "cgroup.subtree_control").write_text(controllers)
-            for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cpuset of version 1, which nothing can run in
-                if not unified and (root / name).exists():
-                    (ours / name).write_text((root / name).read_text())
+
+def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
+    """A socket that is made in the network namespace of a process, and works from here."""
+    made: list[socket.socket | OSError] = []
+
+    def enter() -> None:  # the namespace is a thread's own, and a socket stays in the one that it was made in
+        try:
+            with open(f"/proc/{pid}/ns/net", "rb") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            made.append(make())
+        except OSError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    if isinstance(made[0], OSError):
+        raise made[0]
+    return made[0]
 
 
 _PREFIX = "ttdp-node-"
@@ -397,13 +387,13 @@ def _remove_abandoned() -> None:
             with (scratch / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if time.time() - os.fstat(lock.fileno()).st_mtime > 60:  # not one that is just about to lock it
-                    _remove_cgroups(f"/{scratch.name}")
+                    remove_cgroups(f"/{scratch.name}")
                     shutil.rmtree(scratch)
         except (FileNotFoundError, BlockingIOError):
             continue
 
 
-def _cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
+def cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
     """Where the cgroup hierarchies are, and whether it is version 2's with all controllers.
 
     Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as well.
@@ -414,8 +404,22 @@ def _cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
             yield Path(where), where == "/sys/fs/cgroup"
 
 
-def _remove_cgroups(cgroup: str) -> None:
-    for root, _ in _cgroup_hierarchies():
+def make_cgroups(cgroup: str) -> None:
+    """A cgroup of this name in every hierarchy, in which processes can run."""
+    for root, unified in cgroup_hierarchies():
+        ours = root / cgroup[1:]
+        ours.mkdir(exist_ok=True)
+        if unified:
+            controllers = " ".join(f"+{name}" for name in (root / "cgroup.controllers").read_text().split())
+            for directory in (root, ours):
+                (directory / "cgroup.subtree_control").write_text(controllers)
+        for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cpuset of version 1, which nothing can run in
+            if not unified and (root / name).exists():
+                (ours / name).write_text((root / name).read_text())
+
+
+def remove_cgroups(cgroup: str) -> None:
+    for root, _ in cgroup_hierarchies():
         for path, _, _ in os.walk(root / cgroup[1:], topdown=False):
             wait_until(functools.partial(_removed, Path(path)), f"the cgroup {path} to empty", 10)
 
@@ -449,10 +453,14 @@ class Containerd:
     def start(self, timeout: float = 30) -> None:
         assert self.process is None or not self.process.alive, "it runs already"
         config = self.machine.scratch / "containerd.toml"
-        config.write_text(self._config())
+        config.write_text(self.config())
         self.process = self.machine.spawn(
             [self._binary, "--config", str(config)], self.machine.logs / "containerd.log", env=self._env
         )
+        self.prepare(timeout)
+
+    def prepare(self, timeout: float = 30) -> None:
+        """Wait until it answers; the first time, import the images."""
         wait_until(self._answers, "containerd's socket", timeout)
         archive = self.machine.scratch / "image.tar"
         if not archive.exists():
@@ -461,8 +469,7 @@ class Containerd:
                 self.ctr("images", "import", str(each))
 
     def _answers(self) -> bool:
-        assert self.process is not None
-        if not self.process.alive:
+        if self.process is not None and not self.process.alive:
             raise RuntimeError(f"containerd ended:\n{tail(self.process.log)}")
         path = self.machine.path(self.SOCKET)
         if not path.exists():
@@ -487,7 +494,7 @@ class Containerd:
             raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
         return done
 
-    def _config(self) -> str:
+    def config(self) -> str:
         """Defaults, but for the pause image (nothing can be pulled here) and what a restricted root may not do."""
         said = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
@@ -745,19 +752,16 @@ class Kubelet:
         self._starts += 1
         self._hang_up()
         self._stale_socket = self._socket_ctime()
+        self.process = self.machine.spawn(self.command(), self.log)
+
+    def command(self) -> list[str]:
+        """Writes its configuration; the command that starts it with that."""
         Path(self._config["staticPodPath"]).mkdir(exist_ok=True)
         config = self.machine.scratch / "kubelet.json"
         config.write_text(json.dumps(self._config, indent=1))
-        self.process = self.machine.spawn(
-            [
-                str(build_kubelet(self.version)),
-                f"--config={config}",
-                f"--hostname-override={NODE_NAME}",
-                f"--v={self._verbosity}",
-                *self._flags(),
-            ],
-            self.log,
-        )
+        program = str(build_kubelet(self.version))
+        hostname = f"--hostname-override={NODE_NAME}"
+        return [program, f"--config={config}", hostname, f"--v={self._verbosity}", *self._flags()]
 
     def _flags(self) -> list[str]:
         if self.api_server is None:
@@ -781,8 +785,7 @@ class Kubelet:
         wait_until(self._ready, f"kubelet {self.version} to answer", timeout)
 
     def _ready(self) -> bool:
-        assert self.process is not None
-        if not self.process.alive:
+        if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
             return self.get("/healthz") == b"ok" and self._socket_ctime() not in (None, self._stale_socket)
@@ -901,10 +904,19 @@ class Kubelet:
         raise LookupError(f"pod {name} has no container {container}")
 
     def exec(self, name: str, argv: Sequence[str], container: str = "main") -> subprocess.CompletedProcess[str]:
-        """Run a command in one of the pod's containers."""
-        return self.containerd.ctr(
-            "tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container), *argv
-        )
+        """Run a command in one of the pod's containers. It is run again if its output does not come to its end.
+
+        A process that ends at once can be gone before containerd has copied what it wrote.
+        """
+        end = uuid.uuid4().hex
+        script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
+        for _ in range(10):
+            command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container))
+            done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
+            if done.stdout.endswith(end) and end in done.stderr:
+                done.stdout, done.stderr = done.stdout.removesuffix(end), done.stderr.replace(end, "")
+                return done
+        raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}")
 
     def logs(self, name: str, container: str = "main") -> str:
         """What a container has written, with the runtime's time stamps."""

@@ -1,8 +1,9 @@
 """A node of a cluster: the machine with the real kubelet, simulated cards, and tt-device-plugin as it is shipped.
 
-The daemon runs inside the machine, with what its systemd unit gives it: a run-time directory that is kept until the
-power is cut, and a socket to say READY=1 on. The cards' device nodes are real character devices, of drivers that every
-kernel has and that containers may not open by default: a container can really open what it is given.
+The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has to remember, and a
+socket to say READY=1 on. There is no udev: the simulated node makes its links by PCI address. The cards' device nodes
+are real character devices, of drivers that every kernel has and that containers may not open by default: a container
+can really open what it is given.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -21,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.machine import (
@@ -40,7 +42,7 @@ from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, NotifySocket, wait_until
 
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
-RUNTIME_DIRECTORY = "/run/tt-device-plugin"
+STATE_DIRECTORY = "/var/lib/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
 # fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
@@ -130,7 +132,7 @@ class Daemon:
     def start(self, timeout: float = 30) -> None:
         """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
         assert self.process is None, "it runs already"
-        for directory in (RUNTIME_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
+        for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self.machine.path(directory).mkdir(exist_ok=True)
         manager = NotifySocket(self.machine.scratch / "notify")
         with contextlib.closing(manager):
@@ -141,7 +143,7 @@ class Daemon:
                 env={
                     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
                     "LANG": "C.UTF-8",
-                    "RUNTIME_DIRECTORY": RUNTIME_DIRECTORY,
+                    "STATE_DIRECTORY": STATE_DIRECTORY,
                     "NOTIFY_SOCKET": manager.address,
                     "SHIV_ROOT": str(self._cache),
                     "PYTHONPYCACHEPREFIX": str(self._cache),
@@ -183,6 +185,9 @@ Outcome = str
 RUNNING: Outcome = "running"
 
 
+N = TypeVar("N", bound="Node")
+
+
 class Node:
     """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
 
@@ -195,24 +200,22 @@ class Node:
         config: JSON | None = None,
         containerd: Path | None = None,
         images: Sequence[Path] = (),
+        machine: Machine | None = None,
+        kubelet: type[Kubelet] = Kubelet,
     ) -> None:
         """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's.
 
         `containerd`: a directory with another one than the host's. `images`: archives of further ones than busybox.
+        `machine`, `kubelet`: of another kind than usual.
         """
         self.version = version
         self.program = program
-        self.machine = Machine(numa_nodes=2)
+        self.machine = machine or Machine(numa_nodes=2)
         self.containerd = Containerd(self.machine, containerd)
         self.containerd.images += images
         self.api = None if static_pods else ApiServer()
-        self.kubelet = Kubelet(
-            version,
-            self.machine,
-            self.containerd,
-            config=config,
-            api_server=None if static_pods else f"http://127.0.0.1:{PORT}",
-        )
+        api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
+        self.kubelet = kubelet(version, self.machine, self.containerd, config=config, api_server=api_server)
         self._dead: set[str] = set()  # containers of former boots
         self._pods: list[str] = []
         self._going: list[str] = []
@@ -220,7 +223,7 @@ class Node:
         self._cards: SimulatedNode | None = None
         self._ticker = contextlib.ExitStack()
 
-    def __enter__(self) -> Node:
+    def __enter__(self: N) -> N:
         try:
             self._power_on()
             self.kubelet.start()
@@ -297,6 +300,10 @@ class Node:
         """Give the node these labels, as nfd-master does."""
         assert self.api is not None
         self.api.patch(f"/api/v1/nodes/{NODE_NAME}", {"metadata": {"labels": dict(labels)}})
+
+    def last_words(self) -> str:
+        """What daemon and kubelet say at the end."""
+        return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
 
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""
@@ -385,7 +392,8 @@ class Node:
     def make_and_open_inside(self, name: str, number: tuple[int, int]) -> str:
         """Let the container itself make a device node, and open that."""
         path = f"/tmp/{number[0]}-{number[1]}"
-        done = self.inside(name, "sh", "-c", f"busybox mknod {path} c {number[0]} {number[1]} && : <> {path}")
+        make = f"busybox rm -f {path}; busybox mknod {path} c {number[0]} {number[1]}"
+        done = self.inside(name, "sh", "-c", f"{make} && : <> {path}")
         assert "mknod" not in done.stderr, done.stderr
         return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
 
@@ -395,6 +403,15 @@ class Node:
         assert done.stdout.startswith("character special file "), done.stdout + done.stderr
         major, minor = done.stdout.split()[-2:]
         return int(major, 16), int(minor, 16)
+
+    def access(self, name: str, number: tuple[int, int], container: str = "main") -> str:
+        """What the runtime was told that a container may do with a device: of r, w, m.
+
+        In the container this cannot be seen: runc lets everyone make any device node, and forbids to open it.
+        """
+        told = self.containerd.ctr("containers", "info", self.kubelet.container_id(name, container))
+        devices = json.loads(told.stdout)["Spec"]["linux"]["resources"]["devices"]
+        return "".join(rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number)
 
     def environment(self, name: str) -> dict[str, str]:
         """The environment of the pod's first process."""

@@ -219,24 +219,11 @@ def test_the_file_is_never_half_written(host: CdiHost) -> None:
 # --- A kubelet, with a containerd that knows CDI ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cdi_nodes(program: Program) -> Iterator[dict[str, Node]]:
-    """Nodes whose containerd is that of Debian 13."""
-    containerd = containerd_of("trixie")
-    nodes = {version: Node(version, program, containerd=containerd) for version in VERSIONS}
-    try:
-        yield {version: node.__enter__() for version, node in nodes.items()}
-    finally:
-        for node in nodes.values():
-            node.__exit__(None, None, None)
-
-
 @pytest.fixture(params=VERSIONS)
-def node(request: pytest.FixtureRequest, cdi_nodes: dict[str, Node]) -> Iterator[Node]:
-    node = cdi_nodes[request.param]
-    node.wait_clear()
-    yield node
-    node.clear()
+def node(request: pytest.FixtureRequest, program: Program) -> Iterator[Node]:
+    """A node whose containerd is that of Debian 13, and whose pods are an API server's."""
+    with Node(request.param, program, static_pods=False, containerd=containerd_of("trixie")) as node:
+        yield node
 
 
 def own_chip(node: Node, name: str) -> None:

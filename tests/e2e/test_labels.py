@@ -88,6 +88,14 @@ def test_labels_of_a_shared_resource(host: LabelsHost, rename: str, name: str, p
     assert judged(host.labels()) == ""
 
 
+def test_labels_of_a_resource_with_the_longest_name(host: LabelsHost) -> None:
+    """A resource's name may have 63 characters, as many as a label's; there is no label that would have more."""
+    host.cards.add("n300")
+    host.start(f'[[sharing.resources]]\nname = "n300"\nreplicas = 2\nrename = "{"n" * 63}"\n')
+    assert judged(host.labels()) == ""
+    assert host.ours("arch") == {"arch.wormhole": "true"}
+
+
 def test_labels_follow_the_devices(host: LabelsHost) -> None:
     """A card that comes is counted; one that is ill still is; the file is written only when a label changes."""
     host.cards.add("n300")

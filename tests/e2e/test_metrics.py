@@ -87,6 +87,15 @@ def test_node_exporter_shows_them(host: MetricsHost) -> None:
     assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
 
 
+def test_a_daemon_that_lives_writes(host: MetricsHost) -> None:
+    """The file is written again and again, though nothing changes: its age tells whether a daemon is at work."""
+    file = host.machine.path(FILE)
+    wait_until(file.exists, "the file", 20)
+    text, first = file.read_text(), file.stat().st_mtime_ns
+    wait_until(lambda: file.stat().st_mtime_ns > first, "another one", 60)
+    assert file.read_text() == text
+
+
 def test_a_fault_is_shown(host: MetricsHost) -> None:
     """A chip that dies is shown with the kind of its fault, and no longer when it lives again."""
     chip = host.cards.chips[0]

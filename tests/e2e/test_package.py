@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,7 +43,7 @@ except OSError as error:
 
 
 @pytest.fixture(scope="session")
-def packages() -> Iterator[Packages]:
+def packages(deb: Path) -> Iterator[Packages]:
     """Without root, tools and a package there is no run: one line says what to do. Nothing is skipped."""
     tools = {
         "mmdebstrap": "mmdebstrap",
@@ -55,14 +54,8 @@ def packages() -> Iterator[Packages]:
         pytest.exit("this boots system containers: run it as root", returncode=1)
     if missing := [package for tool, package in tools.items() if not shutil.which(tool)]:
         pytest.exit(f"apt-get install --no-install-recommends {' '.join(missing)}", returncode=1)
-    machine = subprocess.run(
-        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    debs = sorted(ROOT.glob(f"dist/*_{machine}.deb"), key=lambda deb: deb.stat().st_mtime)
-    if not debs:
-        pytest.exit("no package to test: make deb", returncode=1)
     with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        yield Packages.of(debs[-1], Path(work))
+        yield Packages.of(deb, Path(work))
 
 
 @pytest.fixture(scope="module", params=SUITES)

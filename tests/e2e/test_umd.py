@@ -7,6 +7,7 @@ else's, and what tt-umd asks them is answered by driver.c.
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,8 @@ N300 = "tenstorrent.com/n300"
 @pytest.fixture(scope="module")
 def umd_nodes(program: Program) -> Iterator[dict[str, Node]]:
     """Nodes that have the image with tt-umd."""
-    nodes = {version: Node(version, program, images=[umd.image()]) for version in VERSIONS}
-    try:
-        yield {version: node.__enter__() for version, node in nodes.items()}
-    finally:
-        for node in nodes.values():
-            node.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        yield {version: stack.enter_context(Node(version, program, images=[umd.image()])) for version in VERSIONS}
 
 
 @pytest.fixture(params=VERSIONS)

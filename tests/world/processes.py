@@ -366,12 +366,28 @@ class Installation:
         """The daemon on this node, to be started by `async with`; `interval` is that of [health], in seconds."""
         configuration = self.home / "daemon.toml"
         configuration.write_text(f"[health]\ninterval = {interval}\n")
-        command, environ = self.command(
-            "run", f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags, uevents=uevents
-        )
+        flags = [f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags]
+        command, environ = self.command("run", *flags, *outlet_flags(directory.parent), uevents=uevents)
         if uevents:
             uevents.unlink(missing_ok=True)
         return Service(command, environ, self.home / "daemon.notify")
+
+
+def outlets(home: Path) -> dict[str, str]:
+    """Where a daemon of ours is to write what others read, if those directories are made, and to ask the kubelet.
+
+    By key of the configuration. Whoever tests as root would write into the machine's own directories otherwise.
+    """
+    return {
+        "cdi_dir": f"{home}/cdi",
+        "labels_dir": f"{home}/features.d",
+        "metrics_file": f"{home}/metrics/tt-device-plugin.prom",
+        "pod_resources_socket": f"{home}/pod-resources/kubelet.sock",
+    }
+
+
+def outlet_flags(home: Path) -> list[str]:
+    return [f"--{key.replace('_', '-')}={path}" for key, path in outlets(home).items()]
 
 
 class Kernel:

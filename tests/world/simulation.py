@@ -20,6 +20,7 @@ from typing import Any
 
 import ttdp
 from tests.world.node import SimulatedNode
+from tests.world.processes import outlets
 from tests.world.tree import errno_of
 
 
@@ -52,13 +53,14 @@ def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Set
     """Settings for a daemon on this node, with short polls unless `others` say otherwise."""
     health = ttdp.HealthSettings(interval=others.pop("interval", 0.25), **others.pop("health", {}))
     root = str(node.root)
+    sharing = ttdp.Sharing(lock_dir=f"{directory.parent}/locks")
     return ttdp.Settings(
         device_plugin_dir=str(directory),
         sysfs_root=f"{root}/sys",
         dev_root=f"{root}/dev",
         proc_root=f"{root}/proc",
         health=health,
-        **others,
+        **{**outlets(directory.parent), "sharing": sharing, **others},
     )
 
 
