@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: help demo test e2e e2e-kubelet pyz deb bench soak lint generate clean
+.PHONY: help demo test e2e e2e-kubelet e2e-newcomer pyz deb bench soak lint generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,7 +21,10 @@ test: $(VENV)/ready  ## every test that needs no root
 e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 
 e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz
-	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_package.py --ignore tests/e2e/test_udev.py
+	@$(PYTEST) -vv tests/e2e $(addprefix --ignore tests/e2e/test_,package.py udev.py newcomer.py)
+
+e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy; needs root
+	@$(PYTEST) -vv tests/e2e/test_newcomer.py
 
 bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server's
 	@$(PY) -m tests.bench --json dist/bench.json
