@@ -42,6 +42,7 @@ import socket
 import stat
 import struct
 import subprocess
+import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -3173,6 +3174,11 @@ exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-er
 """
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # a path is one word
+
+
 class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return super().format_help().replace(" BOOL", "[=BOOL]")  # a switch takes its value after "=" only
@@ -3184,7 +3190,7 @@ def argument_parser() -> argparse.ArgumentParser:
         usage="tt-device-plugin [run|list|check] [OPTIONS]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     parser.add_argument("command", nargs="?", choices=("run", "list", "check"), default="run", help=argparse.SUPPRESS)

@@ -208,12 +208,15 @@ class Sequences(RuleBasedStateMachine):
         """Capacity by resource, by the configuration's arithmetic: over what was seen since the daemon's start."""
         naming, unit = self.configuration["resource_naming"], self.configuration["unit"]
         devices: dict[str, set[str]] = collections.defaultdict(set)
-        for chip in sorted(self.chips, key=lambda chip: chip.bdf):
+        taken = set()  # a number is one chip's, whatever it is: of those that are there first of all
+        for chip in sorted(self.chips, key=lambda chip: (not chip.facts.present, chip.bdf)):
             if chip.bdf in self.seen:
                 card = chip.facts.telemetry["tt_card_type"]
                 whole = unit == "board" and card == "p300c"
                 key = chip.facts.telemetry["tt_serial"] if whole else self._id(chip)
-                devices[name_of(card, naming, unit)].add(key)
+                if whole or key not in taken:
+                    devices[name_of(card, naming, unit)].add(key)
+                    taken |= set() if whole else {key}
         capacity: dict[str, int] = {}
         for name, ids in devices.items():
             left = len(ids)
