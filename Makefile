@@ -1,17 +1,19 @@
 # Each target sets up what it needs: a virtual environment in .venv, or one line that names the package to install.
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: help demo test e2e e2e-kubelet pyz deb bench soak lint generate clean
+.PHONY: help demo test e2e e2e-kubelet e2e-newcomer pyz deb bench soak lint generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(VENV)/ready  ## the main job on a simulated node, in a minute, without hardware and without a cluster
-	@$(PY) -m tests.demo
+demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job on a simulated node, without hardware and without a cluster
+	@$(PY) -m tests.demo --pyz dist/tt-device-plugin.pyz
 
 test: $(VENV)/ready  ## every test that needs no root
 	@$(PYTEST)
@@ -19,7 +21,10 @@ test: $(VENV)/ready  ## every test that needs no root
 e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 
 e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz
-	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_package.py --ignore tests/e2e/test_udev.py
+	@$(PYTEST) -vv tests/e2e $(addprefix --ignore tests/e2e/test_,package.py udev.py newcomer.py)
+
+e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy; needs root
+	@$(PYTEST) -vv tests/e2e/test_newcomer.py
 
 bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server's
 	@$(PY) -m tests.bench --json dist/bench.json
@@ -51,10 +56,13 @@ $(VENV)/ready: pyproject.toml
 		|| { echo 'Python 3.10 or newer is needed: apt install python3, or name one: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo 'the module venv is missing: apt install python3-venv'; exit 1; }
-	@echo 'setting up $(VENV) …'
+	@echo 'setting up $(VENV), once: about half a minute'
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/pip install --quiet 'pip>=25.1'
-	@$(VENV)/bin/pip install --quiet --group dev
+	@$(VENV)/bin/pip install 'pip>=25.1' | $(show-packages)
+	@$(VENV)/bin/pip install --group dev | $(show-packages)
 	@touch $@
+
+# Of what pip says, a line for each package, so that one sees it live.
+show-packages = sed --unbuffered -n -E 's/^Collecting ([^ ]+).*/    \1/p; s/^Installing collected packages.*/    installing/p'
 
 include packaging/packaging.mk

@@ -51,6 +51,7 @@ def main() -> int:
     build_tools(settings)
     tree = BUILD / "site-packages" / options.arch
     stage(settings, options.arch, tree)
+    print("packing", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pack(settings, tree, options.output)
     size = options.output.stat().st_size
@@ -80,6 +81,7 @@ def fetch(requirements: Mapping[str, str], hashes: Mapping[str, str], directory:
     text = "\n".join([*lines, *more, ""])
     stamp = directory / "requirements.txt"
     if not (stamp.exists() and stamp.read_text() == text):
+        print(f"fetching {', '.join(requirements)} for {directory.name}", flush=True)
         shutil.rmtree(directory)
         directory.mkdir()
         asked = directory / "requirements.tmp"

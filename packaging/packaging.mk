@@ -1,12 +1,12 @@
 # The package: the zipapp, the .deb, and the proof that both come out the same everywhere and work on real systemd.
 
-ARCHES ?= amd64 arm64
 MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
+ARCHES ?= $(MACHINE)
 VERSION := $(shell sed -n '1s/.*(\(.*\)).*/\1/p' packaging/deb/changelog)
 PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py packaging/systemd/* packaging/deb/*)
 DEB := dist/tt-device-plugin_$(VERSION)_
 
-.PHONY: lock reproducible e2e-systemd
+.PHONY: deb-tools lock reproducible e2e-systemd
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
@@ -14,11 +14,19 @@ pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for thi
 dist/tt-device-plugin.pyz: $(PACKAGED) | $(VENV)/ready
 	@$(PY) packaging/build_pyz.py
 
-deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/tt-device-plugin_<version>_<arch>.deb for amd64 and arm64, or ARCHES=arm64
+deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/tt-device-plugin_<version>_<arch>.deb, for this machine or ARCHES='amd64 arm64'
 	@sha256sum $^
 
-$(DEB)%.deb: $(PACKAGED) | $(VENV)/ready
+$(DEB)%.deb: $(PACKAGED) | deb-tools $(VENV)/ready
 	@$(PY) packaging/build_deb.py --arch $*
+
+# Before anything is set up.
+deb-tools:
+	@missing=; \
+	for tool in dpkg-buildpackage:dpkg-dev dh:debhelper fakeroot:fakeroot; do \
+		command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; \
+	done; \
+	[ -z "$$missing" ] || { echo "make deb needs more: apt install --no-install-recommends$$missing"; exit 1; }
 
 lock: $(VENV)/ready  ## write the hashes in shiv.toml anew, after a change of a version or an ABI
 	@$(PY) packaging/build_pyz.py --lock

@@ -275,7 +275,7 @@ def namespace() -> list[str]:
 
 
 MOUNTS = {
-    "full": ("size=64k", "No space left on device"),
+    "full": ("size=4k", "No space left on device"),
     "read-only": ("ro", "Read-only file system"),
     "noexec": ("noexec", "noexec"),
 }

@@ -1,0 +1,130 @@
+"""The README's two commands, as a newcomer meets them: a minimal system, an ordinary user, a fresh clone.
+
+Each release has one tree, with git, make, python3 and python3-venv and nothing else, and each command runs there twice:
+on a quiet machine, and beside two processes per processor that do nothing but spin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Told
+from tests.e2e.container import CACHE, Missing, root_tree
+from tests.e2e.machine import remove_cgroups
+from tests.world.processes import ROOT
+
+SUITES = ("bookworm", "trixie")
+COMMANDS = ("demo", "test")
+PACKAGES = "git,make,python3,python3-venv"
+USER = "newcomer"
+PATIENCE = 1500.0  # seconds for a command on a busy machine, setting up included
+# What may say how to reach the package index from here; files and directories that it names are shown to the tree.
+ABOUT_NETWORK = re.compile(
+    r"PIP_|(HTTPS?|NO|ALL|FTP)_PROXY$|SSL_CERT_|REQUESTS_CA_BUNDLE$|CURL_CA_BUNDLE$", re.IGNORECASE
+)
+
+
+# A mount namespace of its own, as in container.BOOT, but nothing is booted, and the network is the host's.
+ENTER = """
+set -e
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
+mount -t tmpfs tmpfs /run/systemd/nspawn
+echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
+exec systemd-nspawn --quiet --register=no --keep-unit --as-pid2 --console=pipe --machine="$NAME" "$@"
+"""
+
+
+class Tree:
+    """A clean system with a clone of this repository in its user's home."""
+
+    def __init__(self, suite: str) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="ttdp-tree-", dir="/var/tmp"))
+        subprocess.run(["tar", "-C", str(self.root), "-xf", str(root_tree(suite, PACKAGES))], check=True)
+        chroot = ["chroot", str(self.root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
+        subprocess.run([*chroot, "useradd", "--create-home", "--shell=/bin/bash", USER], check=True)
+        clone = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(self.root / "home" / USER / "clone")]
+        subprocess.run(clone, check=True)
+        subprocess.run([*chroot, "chown", "-R", f"{USER}:", f"/home/{USER}"], check=True)
+
+    def make(self, target: str) -> subprocess.CompletedProcess[str]:
+        """Runs it as the user, with the host's network and nothing else of the host."""
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", ENTER, "sh", f"--directory={self.root}"]
+        command += [f"--user={USER}", f"--chdir=/home/{USER}/clone", "--resolv-conf=copy-host"]
+        about = {name: value for name, value in os.environ.items() if ABOUT_NETWORK.match(name)}
+        places = {*about.values(), "/etc/pip.conf"}
+        if config := self._pip_config():
+            about["PIP_CONFIG_FILE"] = str(config)
+            places.add(str(config))
+        command += [f"--setenv={name}={value}" for name, value in about.items()]
+        command += [f"--bind-ro={place}" for place in sorted(places) if os.path.isabs(place) and os.path.exists(place)]
+        try:
+            return subprocess.run(
+                [*command, "make", target],
+                env={**os.environ, "NAME": self.root.name},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=PATIENCE,
+            )
+        finally:
+            remove_cgroups(f"/{self.root.name}")
+
+    @staticmethod
+    def _pip_config() -> Path | None:
+        """The pip configuration of who runs this, if there is one."""
+        home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        return next(filter(Path.exists, (home / "pip/pip.conf", Path.home() / ".pip/pip.conf")), None)
+
+    def delete(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def spinning(number: int) -> Iterator[None]:
+    """So many processes that take all the processor time they get."""
+    spinners = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def tree(request: pytest.FixtureRequest) -> Iterator[Tree]:
+    if os.geteuid() != 0 or not shutil.which("systemd-nspawn"):
+        pytest.exit("this makes system containers: run it as root, with systemd-container installed", returncode=1)
+    try:
+        tree = Tree(request.param)
+    except Missing as reason:
+        pytest.fail(f"{reason}; its cache is {CACHE}")
+    yield tree
+    tree.delete()
+
+
+@pytest.mark.parametrize("load", ["quiet", "busy"])
+@pytest.mark.parametrize("target", COMMANDS)
+def test_the_two_commands(tree: Tree, target: str, load: str, told: Told) -> None:
+    """`make demo` and `make test` pass; the first of all sets up what it needs, and says so while it does."""
+    began = time.monotonic()
+    with spinning(2 * (os.cpu_count() or 1) if load == "busy" else 0):
+        done = tree.make(target)
+    seconds = time.monotonic() - began
+    failed = re.findall(r"^_+ (test_\S+) _+$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0, f"{' '.join(failed)}\n{done.stdout[-6000:]}"
+    if "setting up" in done.stdout:
+        assert re.search(r"^    grpcio==", done.stdout, re.MULTILINE), done.stdout[:3000]
+    told(f"{seconds:.0f} s; {done.stdout.strip().splitlines()[-1]}")
