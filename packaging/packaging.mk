@@ -36,3 +36,5 @@ reproducible: $(VENV)/ready  ## build everything twice, at different places and 
 
 e2e-systemd: $(DEB)$(MACHINE).deb
 	@$(PYTEST) -vv tests/e2e/test_package.py tests/e2e/test_udev.py
+
+e2e-kubelet: $(DEB)$(MACHINE).deb  # for the test with its unit
