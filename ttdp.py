@@ -3176,7 +3176,7 @@ exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-er
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # a path is one word
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)  # a path is one
 
 
 class _Parser(argparse.ArgumentParser):

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from tests.world.processes import Broken, Installation, Kernel, Service, run, wi
 DOMAIN = "tenstorrent.com"
 N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
 RESOURCES = (N150, N300, P300)
+SURVIVORS = ("training", "single")  # pods that the reboots are about
+PODS_COME = 0.8  # seconds after kubelet.sock at which an API server's pods come, measured with the real kubelet
 PATIENCE = 90.0  # seconds for everything
 INTERVAL = 1.0  # seconds between two polls, so that nobody has to wait; the default is 5
 
@@ -55,9 +58,10 @@ class Stage:
         self.steps += 1
         self.say(f"\n{self.paint('1;36', f'{self.steps:2}')}  {self.paint('1', title)}")
 
-    def fact(self, label: str, text: str, *more: str) -> None:
-        """A label and what is to be said about it, in a column; `more` stands below it."""
-        self.say(f"      {self.paint('2', label.ljust(13))} {text}")
+    def fact(self, label: str, *texts: str) -> None:
+        """A label and what is to be said about it, in a column that leaves the whole within 100."""
+        first, *more = (line for text in texts for line in textwrap.wrap(text, 80, break_on_hyphens=False))
+        self.say(f"      {self.paint('2', label.ljust(13))} {first}")
         for line in more:
             self.say(" " * 20 + line)
 
@@ -134,8 +138,8 @@ class Demo:
                 await self.hot_plug()
                 await self.kubelet_restarts()
                 await self.end()
-            self.daemon = self._new_daemon()
             await self.reboot()
+            await self.reboot_with_a_late_daemon()
         violations = self.kubelet.violations
         check(not violations, f"the kubelet had to object: {violations[:1]}")
 
@@ -195,8 +199,7 @@ class Demo:
     async def register(self) -> None:
         stage = self.stage
         stage.step("The kubelet starts")
-        await self.kubelet.start()
-        appeared = self.kubelet.find("started")[-1].at
+        appeared = await self._kubelet_starts()
         await self._registered()
         for resource in RESOURCES:
             seconds = self.kubelet.find("list", resource, appeared)[0].at - appeared
@@ -262,7 +265,7 @@ class Demo:
         try:
             await kubelet.admit("unlucky", "main", {N300: 1})
         except AdmissionError as error:
-            stage.fact("a new pod", stage.bad(error.reason), *textwrap.wrap(error.message, 90))
+            stage.fact("a new pod", stage.bad(error.reason), error.message)
         else:
             raise Broken("a pod got a chip that is not healthy")
         begin = time.monotonic()
@@ -300,16 +303,15 @@ class Demo:
         for _ in range(number):
             await kubelet.kill()
             await asyncio.sleep(0.1)
-            await kubelet.start()
-            appeared = kubelet.find("started")[-1].at
+            appeared = await self._kubelet_starts()
             await self._registered()
-            times.append(max(kubelet.find("list", resource, appeared)[0].at for resource in RESOURCES) - appeared)
+            times.append(self._latest_list(appeared))
         median, most = milliseconds(statistics.median(times)), milliseconds(max(times))
         stage.fact("registered", f"all three resources after {median} (median), at most {most}")
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         check(held == before and sum(map(len, held.values())) == 5, f"the pods held {before}, and now {held}")
-        counts = ", ".join(f"{len(held[name])} × {name}" for name in RESOURCES)
-        stage.fact("pods", f"hold their devices as before: {counts}")
+        counts = (f"{len(held[name])} × {name}" for name in RESOURCES)
+        stage.fact("pods", "hold their devices as before:", *counts)
         with expected("a running pod is not admitted again"):
             for pod in ("training", "single", "pair", "notebook"):
                 await kubelet.readmit(pod, running=True)
@@ -327,29 +329,53 @@ class Demo:
         stage.fact("exit status", f"{status} after {milliseconds(seconds)}; no socket is left")
 
     async def reboot(self) -> None:
-        """The kubelet admits the pods that it had as soon as it is up: their devices have to be there by then."""
+        """The kubelet admits the pods that it had as soon as it has found them: their devices have to be there."""
         stage, kubelet = self.stage, self.kubelet
-        stage.step("The node reboots, and two pods that hold devices come back")
+        stage.step("The node reboots; the daemon starts before the kubelet, as its unit is ordered")
         await kubelet.kill()
-        await kubelet.start()
-        try:
-            await kubelet.readmit("single")
-        except AdmissionError as error:
-            stage.fact("daemon late", f"pod single: {stage.bad(error.reason)}", *textwrap.wrap(error.message, 90))
-        else:
-            raise Broken("a kubelet without a plugin admits a pod that holds a device")
-        await kubelet.kill()
-        async with self.daemon:
-            await self.daemon.ready()
-            await kubelet.start()
-            appeared = kubelet.find("started")[-1].at
+        async with self._new_daemon() as daemon:
+            await daemon.ready()
+            appeared = await self._kubelet_starts()
             await self._registered()
-            seconds = max(kubelet.find("list", resource, appeared)[0].at for resource in RESOURCES) - appeared
-            with expected("the pod training does not survive the reboot"):
-                await kubelet.readmit("training")
-            listed = f"its device was there {milliseconds(seconds)} after kubelet.sock appeared"
-            stage.fact("daemon first", f"pod training: {stage.good('admitted')}; {listed}")
-            await self.daemon.stop()
+            stage.fact("registered", f"{milliseconds(self._latest_list(appeared))} after kubelet.sock appeared")
+            await self._until(appeared + PODS_COME)
+            for pod in SURVIVORS:
+                with expected(f"the pod {pod} does not survive the reboot"):
+                    await kubelet.readmit(pod)
+                stage.fact(f"pod {pod}", stage.good("admitted"))
+            await daemon.stop(signal.SIGKILL)
+
+    async def reboot_with_a_late_daemon(self) -> None:
+        """The same pods, and a daemon that comes after them, as one that is a pod itself."""
+        stage, kubelet = self.stage, self.kubelet
+        stage.step("It reboots again; this time the daemon starts after the kubelet, as a pod would")
+        await kubelet.kill()
+        appeared = await self._kubelet_starts()
+        await self._until(appeared + PODS_COME)
+        for pod in SURVIVORS:
+            try:
+                await kubelet.readmit(pod)
+            except AdmissionError as error:
+                stage.fact(f"pod {pod}", stage.bad(error.reason), error.message)
+            else:
+                raise Broken("a kubelet without a plugin admits a pod that holds a device")
+        async with self._new_daemon() as daemon:
+            await daemon.ready()
+            await self._registered()
+            stage.fact("registered", f"{self._latest_list(appeared):.1f} s after kubelet.sock appeared")
+            check(not kubelet.allocated(N300), "a pod that was refused holds a device")
+            stage.fact("so", "the devices are there again, and nobody has them: a pod that was refused stays refused")
+            await daemon.stop()
+
+    async def _kubelet_starts(self) -> float:
+        await self.kubelet.start()
+        return self.kubelet.find("started")[-1].at
+
+    async def _until(self, moment: float) -> None:
+        await asyncio.sleep(max(0.0, moment - time.monotonic()))
+
+    def _latest_list(self, since: float) -> float:
+        return max(self.kubelet.find("list", resource, since)[0].at for resource in RESOURCES) - since
 
 
 async def demo(pyz: Path | None, verbose: bool) -> int:

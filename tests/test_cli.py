@@ -493,7 +493,8 @@ def test_list_shows_a_read_that_blocks_and_ends_all_the_same(answers: dict[str, 
     stuck, well = answer.rows
     assert (stuck["healthy"], well["healthy"]) == (False, True)
     assert "does not return" in stuck["reason"]
-    assert answer.seconds < 8  # three seconds, and what a busy machine adds
+    # Two seconds more than one that does not block, and what a busy machine makes of both.
+    assert answer.seconds < 4 + 2 * answers["listed_stalled"].seconds
 
 
 @scene

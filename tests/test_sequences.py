@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import Chip, SimulatedNode, Ticker
-from tests.world.processes import until, workspace
+from tests.world.processes import Broken, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import SharedResource, Sharing
 
@@ -94,20 +94,23 @@ class Sequences(RuleBasedStateMachine):
     async def _settle(self) -> None:
         """Until the daemon knows the chips as they are, and the kubelet what the daemon has published."""
 
-        def settled() -> bool:
-            daemon = self.daemon.daemon
+        def differences() -> list[str]:
+            daemon, expected = self.daemon.daemon, self.expected()
             if not daemon._serving or (daemon._asking and not daemon._asking.done()):
-                return False
-            if daemon.sessions.keys() != self.expected().keys():
-                return False
+                return ["the daemon is not ready"]
+            found = [f"resources {[*daemon.sessions]}, not {[*expected]}"] * (daemon.sessions.keys() != expected.keys())
             for name, session in daemon.sessions.items():
-                listed = session.plugin.resource.devices
-                healthy = {i for i, device in listed.items() if device.reason is None}
-                if self.kubelet.healthy(name) != healthy or self.kubelet.unhealthy(name) != listed.keys() - healthy:
-                    return False
-            return all(self._is_known(chip) for chip in self.chips)
+                published = {i: device.reason for i, device in session.plugin.resource.devices.items()}
+                healthy = {i for i, reason in published.items() if reason is None}
+                has = {*self.kubelet.healthy(name)}, {*self.kubelet.unhealthy(name)}
+                if has != (healthy, published.keys() - healthy):
+                    found.append(f"{name} is {session.state}: {published}, but the kubelet has {has}")
+            return found + [f"{chip.bdf} is {chip.facts}" for chip in self.chips if not self._is_known(chip)]
 
-        await until(settled, "the daemon and the kubelet to agree", 15)
+        try:
+            await until(lambda: not differences(), "the daemon and the kubelet to agree", 15)
+        except Broken as broken:
+            raise Broken(f"{broken}: {differences()}") from None
 
     def _is_known(self, chip: Chip) -> bool:
         """Whether the daemon has the chip's state and place right."""

@@ -1,7 +1,6 @@
 """What the real driver showed on emulated PCI functions, in compact form.
 
-`data/captures.json` holds the trees and `data/uevents.json` the events. They are made from full captures, one JSON file
-each, by `python -m tests.world.captures FILE…`.
+`data/captures.json` holds the trees and `data/uevents.json` the events.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,56 +119,3 @@ def compact(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "directories": [directory for directory in DIRECTORIES if directory in entries],
         "functions": sorted(functions, key=lambda function: function["ordinal"]),
     }
-
-
-def convert(files: Sequence[Path]) -> None:
-    """Rewrite the stored data: captures node-NAME.json become captures.json, uevents-NAME.json become uevents.json."""
-
-    def lines(items: Mapping[str, str], indent: str = "") -> str:
-        return "{\n" + ",\n".join(f"{indent}{json.dumps(k)}: {v}" for k, v in items.items()) + f"\n{indent}}}"
-
-    trees: dict[str, str] = {}
-    events: dict[str, str] = {}
-    for file in sorted(files):
-        kind, _, name = file.stem.partition("-")
-        raw = json.loads(file.read_text())
-        if kind == "node":
-            tree = compact(raw["entries"])
-            functions = tree.pop("functions")
-            for function in functions:
-                if "tt_serial" not in function.get("class", {}) and len(functions) == 1:
-                    function["board"] = raw["meta"]["functions"][0]
-            common = {
-                group: dict(set.intersection(*(set(function.get(group, {}).items()) for function in functions)))
-                for group in GROUPS
-                if functions
-            }
-            for function in functions:
-                for group in GROUPS:
-                    if group in function:
-                        function[group] = dict(sorted(function[group].items() - common[group].items()))
-            tree["driver"] = raw["meta"]["driver"]
-            tree["common"] = {group: dict(sorted(values.items())) for group, values in common.items() if values}
-            if "events_on_load" in raw["meta"]:
-                tree["events_on_load"] = raw["meta"]["events_on_load"]
-            fields = {key: json.dumps(value) for key, value in tree.items()}
-            fields["functions"] = "[\n" + ",\n".join("  " + json.dumps(function) for function in functions) + "\n ]"
-            trees[name] = lines(fields, " ")
-        elif kind == "uevents":
-            steps = {}
-            for step in raw["steps"]:
-                kernel = [e for e in step.get("events", []) if e["source"] == "kernel"]
-                texts = [
-                    json.dumps([e["action"], e["devpath"], {k: v for k, v in e["env"].items()
-                                                           if k not in ("ACTION", "DEVPATH", "SEQNUM")}])
-                    for e in kernel
-                ]  # fmt: skip
-                steps[step["step"]] = "[\n" + ",\n".join("  " + text for text in texts) + "\n ]" if texts else "[]"
-            events[name] = lines(steps, " ")
-    for name, items in (("captures.json", trees), ("uevents.json", events)):
-        if items:
-            (DATA / name).write_text(lines(items) + "\n")
-
-
-if __name__ == "__main__":
-    convert([Path(name) for name in sys.argv[1:]])
