@@ -1982,6 +1982,7 @@ class Owners:
         self._listed: list[Holder] = []
         self._of_before: list[Holder] = []  # whom this kubelet has not named yet, since it has just started
         self._told = -math.inf  # when
+        self._asked: SocketIdentity | None = None  # the kubelet's socket for this, as it was then
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
 
@@ -2015,17 +2016,18 @@ class Owners:
             chip.bdf for chip in chips.values() if identifier in (chip.bdf, asic_name(chip))
         ]
 
-    def kubelet_is_new(self) -> None:
-        """It names a pod only once it has admitted it anew: that it does not is no proof that the pod has ended."""
-        self._of_before, self._listed = [*self._of_before, *self._listed], []
+    def kubelet_is_young(self, kubelet: str) -> bool:
+        """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
+        identity = socket_identity(kubelet)
+        return identity is not None and time.time() - identity[2] / 1e9 < ADMISSION
 
-    async def ask(self, kubelet: str, *, young: bool = False) -> str | None:
-        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does.
-
-        young: it has started so recently that it may not have admitted all pods of before yet.
-        """
+    async def ask(self, kubelet: str) -> str | None:
+        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does."""
         if not listens(kubelet):
             return ""
+        if self._asked != (identity := socket_identity(kubelet)):
+            # It names a pod only once it has admitted it anew: that it does not is no proof that the pod has ended.
+            self._asked, self._of_before, self._listed = identity, [*self._of_before, *self._listed], []
         try:
             async with grpc.aio.insecure_channel(f"unix:{kubelet}", options=CHANNEL_OPTIONS) as channel:
                 call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
@@ -2045,6 +2047,7 @@ class Owners:
             for devices in container.devices
             for identifier in devices.device_ids
         ]
+        young = self.kubelet_is_young(kubelet)
         self._of_before = [holder for holder in self._of_before if young and holder not in self._listed]
         named = {(holder.resource, holder.identifier) for holder in self._listed}
         self._granted = {h: at for h, at in self._granted.items() if (h.resource, h.identifier) not in named}
@@ -2466,12 +2469,16 @@ class OwnFile:
         """Whether the directory is there."""
         return os.path.isdir(os.path.dirname(self.path))
 
-    def write(self, text: str | None) -> None:
+    def is_there(self) -> bool:
+        """Whether it is where it was put; always, if it was not put anywhere."""
+        return self._text is None or os.path.exists(self.path)
+
+    def write(self, text: str | None, *, again: bool = False) -> None:
         """Nobody ever sees half of it, everybody may read it; None: there shall be no file.
 
         Where its directory is not there nobody wants it. What fails is logged once, and tried again the next time.
         """
-        if text == self._text and text is not None:
+        if text == self._text and text is not None and not again and self.is_there():
             return
         new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
         try:
@@ -2731,6 +2738,7 @@ class Daemon:
         self._serving = False  # the first look at every chip is done
         self._published = -1  # the fleet's version that the kubelet knows
         self._settled: set[Offer] | None = None  # what is offered with the kubelet asked; None: it was asked just now
+        self._unsettled: set[Offer] = set()  # what is offered, but not yet: the kubelet has to say who holds it
         self._asking: asyncio.Task[None] | None = None
         self._held: dict[tuple[str, str], str] = {}  # who holds what under another name, which was logged
         self._kubelet: SocketIdentity | None = None  # the last one that was asked
@@ -2859,7 +2867,7 @@ class Daemon:
         self._watch.check()
         self._directory_changed((), ())
         held = any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct)
-        if held or self._kubelet_is_young():
+        if held or self.owners.kubelet_is_young(self.settings.pod_resources_socket):
             self._ask_kubelet()
         self.publish_changes()
         self._in_background(self._describe())
@@ -2920,39 +2928,35 @@ class Daemon:
             for chip in device.chips
         }
         self._settled = offers if self._settled is None else self._settled & offers
-        if new := offers - self._settled:
-            if not listens(self.settings.pod_resources_socket):
-                self._settled |= new
-                return wanted
-            self._ask_kubelet(new)
-            return resources(chips, self.settings, holders, {bdf for bdf, *_ in new})
+        if offers - self._settled and not listens(self.settings.pod_resources_socket):
+            self._settled = offers
+        self._unsettled = offers - self._settled
+        if self._unsettled:
+            self._ask_kubelet()
+            return resources(chips, self.settings, holders, {bdf for bdf, *_ in self._unsettled})
         return wanted
 
-    def _ask_kubelet(self, new: Collection[Offer] = (), *, after: float = 0.0) -> None:
-        """Learn who holds what, and publish what follows from it. new: offers that wait for the answer."""
+    def _ask_kubelet(self, *, after: float = 0.0) -> None:
+        """Learn who holds what, and publish what follows from it, unless that is under way already."""
 
         async def ask() -> None:
             await asyncio.sleep(after)
-            deadline = time.monotonic() + ASK_TIMEOUT
-            while True:
-                young = self._kubelet_is_young()
-                reason = await self.owners.ask(self.settings.pod_resources_socket, young=young)
-                if reason != "" or not after or time.monotonic() > deadline:
-                    break
-                await asyncio.sleep(after)  # a kubelet that starts serves this later than it takes registrations
-            if reason and new:
+            settling, reason = self._unsettled, "an internal error"
+            with surviving("asking the kubelet who holds what"):
+                reason = await self.owners.ask(self.settings.pod_resources_socket) or ""
+            if reason and settling:
                 log.warning("whether pods still hold what is offered anew cannot be known: %s", reason)
             if self._settled is not None:
-                self._settled |= set(new)
-            self._published = -1
-            self.publish_changes()
+                self._settled |= settling
+            self._asking, self._published = None, -1
+            self.publish_changes()  # which asks once more if more is offered anew by now
 
-        if self._asking is None or self._asking.done():
+        if self._asking is None:
             self._asking = asyncio.get_running_loop().create_task(ask())
 
     async def _asked(self) -> None:
         """Until a question that is under way has been answered, for as long as an answer may take."""
-        if self._asking and not self._asking.done():
+        if self._asking:
             await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
 
     def _log_holders(self, wanted: Iterable[Resource]) -> None:
@@ -2969,7 +2973,7 @@ class Daemon:
         result = "refused"
         try:
             await self._asked()
-            if self._kubelet_is_young():
+            if self.owners.kubelet_is_young(self.settings.pod_resources_socket):
                 self._ask_kubelet()  # it admits the pods of before first, so by now it names them
                 await self._asked()
             mounts = await self._existing_mounts()
@@ -3037,7 +3041,8 @@ class Daemon:
             mounts = await self._existing_mounts()
         except Refusal:
             return  # what a runtime would wait for is better not named
-        if self._described == (made_of := (self.fleet.version, mounts)):
+        made_of = self.fleet.version, mounts
+        if self._described == made_of and all(file.is_there() for file in self._files.values()):
             return
         self._described, chips = made_of, [chip for chip in self.fleet.chips.values() if chip.listed]
         with_node = [chip.function for chip in chips if chip.present and not chip.function.node_fault]
@@ -3058,7 +3063,7 @@ class Daemon:
         return exposition([*families, *plugin_metrics(listed, self._registrations, self._allocations, self._started)])
 
     async def _write_metrics(self, file: OwnFile) -> None:
-        file.write(await self._metrics())
+        file.write(await self._metrics(), again=True)  # its age tells others that we are at work
 
     # What happens
 
@@ -3111,17 +3116,12 @@ class Daemon:
         kubelet = self._present_kubelet()
         if self._serving and kubelet not in (None, self._kubelet):
             self._kubelet = kubelet
-            self.owners.kubelet_is_new()
             self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
 
     def _present_kubelet(self) -> SocketIdentity | None:
         return socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
-
-    def _kubelet_is_young(self) -> bool:
-        """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
-        return self._kubelet is not None and 0 <= time.time() - self._kubelet[2] / 1e9 < ADMISSION
 
     def _session_changed(self, session: KubeletSession) -> None:
         self._registrations[session.name] += session.state == REGISTERED

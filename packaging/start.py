@@ -26,7 +26,6 @@ CHECKED = "TTDP_CHECKED_TREE"  # tells the next process that a tree was checked 
 
 
 def start() -> NoReturn:
-    sys.dont_write_bytecode = True  # the tree stays as it was noted
     checked = os.environ.pop(CHECKED, None)
     for root in roots():
         tree = f"{root}/{TREE}"

@@ -23,11 +23,20 @@ import pytest
 
 import ttdp
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import PATIENCE, ROOT, SIMULATION, environment, finished, wait_until, workspace
+from tests.world.processes import (
+    PATIENCE,
+    ROOT,
+    SIMULATION,
+    environment,
+    finished,
+    outlet_flags,
+    wait_until,
+    workspace,
+)
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node", "firmware", "healthy",
-        "reason", "resource"]  # fmt: skip
+        "reason", "resource", "replicas", "pods", "processes"]  # fmt: skip
 
 # Root may write everywhere; without this capability it is told apart from a directory that it cannot write to.
 AS_OTHERS = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
@@ -110,7 +119,8 @@ def _play(root: Path, arrange: Scene) -> Answer:
     program = [*AS_OTHERS, *program] if arrange in (unwritable, forbidden) else program
     began = time.monotonic()
     with Ticker(node, 0.2):
-        ended = finished([*program, *words, *node.flags, f"--device-plugin-dir={plugins(node)}"])
+        words = [*words, *node.flags, f"--device-plugin-dir={plugins(node)}", *outlet_flags(root)]
+        ended = finished([*program, *words])
     return Answer(node, ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began)
 
 
@@ -404,18 +414,70 @@ def listed_otherwise(node: SimulatedNode) -> list[str]:
     return ["list", "--json", "--device-id-strategy=asic", "--resource-naming=card", "--resource-domain=example.org"]
 
 
-def test_list_is_a_row_for_each_device(answers: dict[str, Answer]) -> None:
-    """ID, node, card, board, architecture, serial, NUMA node, firmware, resource and health; a dash for the unknown."""
+def table(answer: Answer) -> list[list[str]]:
+    """The cells, the heading's first."""
+    return [re.split(r"  +", line) for line in answer.out.splitlines()]
+
+
+def test_list_is_a_row_for_each_chip(answers: dict[str, Answer]) -> None:
+    """In 100 columns: its node's number, address, card, serial, NUMA node, firmware, resource, users and health."""
     answer = answers["listed"]
-    header, *rows = [re.split(r"  +", line) for line in answer.out.splitlines()]
-    assert header == ["ID", "NODE", "CARD", "BOARD", "ARCH", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE", "HEALTH"]
-    assert [row[0] for row in rows] == ["0000:01:00.0", "0000:41:00.0", "0000:42:00.0", "0000:81:00.0"]
-    assert rows[0][1:] == [
-        f"{answer.node.root}/dev/tenstorrent/0", "n150", "n150", "wormhole", "0100018511732048", "1", "19.4.0.0",
-        "tenstorrent.com/n150", "healthy",
-    ]  # fmt: skip
-    assert rows[3][2:] == ["n300", "n300", "wormhole", "-", "-", "-", "tenstorrent.com/n300", "healthy"]
+    header, *rows = table(answer)
+    assert header == ["N", "ADDRESS", "CARD", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE", "USED BY", "HEALTH"]
+    assert rows[0] == ["0", "0000:01:00.0", "n150", "0100018511732048", "1", "19.4.0.0", "n150", "?", "healthy"]
+    assert [row[1] for row in rows] == ["0000:01:00.0", "0000:41:00.0", "0000:42:00.0", "0000:81:00.0"]
+    assert rows[3] == ["3", "0000:81:00.0", "n300", "-", "-", "-", "n300", "?", "healthy"]
+    assert max(map(len, answer.out.splitlines())) <= 100
     assert (answer.status, answer.err) == (0, "")
+
+
+@scene
+def listed_boards(node: SimulatedNode) -> list[str]:
+    mixed(node)
+    node.add("p300c", bdf="0000:91:00.0", firmware=False)
+    return ["list", "--unit=board"]
+
+
+def test_list_shows_an_id_that_is_no_address_and_who_waits_for_one(answers: dict[str, Answer]) -> None:
+    """A board's serial for both of its chips; a chip whose board is not known yet says so."""
+    header, *rows = table(answers["listed_boards"])
+    assert header[:3] == ["N", "ADDRESS", "ID"]
+    assert [row[2] for row in rows] == ["0000:01:00.0", *["0000046131842007"] * 2, "0000:81:00.0", "-", "-"]
+    assert rows[1][-3] == "p300-board"
+    assert rows[5][-3:] == ["-", "?", "UNHEALTHY: its board is not known yet"]
+
+
+def hold(node: SimulatedNode, chip: int, pid: int, command: str, cgroup: str) -> None:
+    """A process has the chip's node open."""
+    process = node.root / f"proc/{pid}"
+    process.mkdir()
+    (process / "comm").write_text(f"{command}\n")
+    (process / "cgroup").write_text(f"0::{cgroup}\n")
+    node.chips[chip].set_pids([pid, pid])
+
+
+@scene
+def listed_users(node: SimulatedNode) -> list[str]:
+    for _ in range(3):
+        node.add("n150")
+    hold(node, 0, 4711, "tt-smi", "/user.slice")
+    node.chips[1].set_pids([0])  # of another PID namespace
+    node.chips[2].set_pids([999])  # has ended
+    return ["list", "--json"]
+
+
+@scene
+def listed_users_of_an_old_driver(node: SimulatedNode) -> list[str]:
+    node.add("n150")
+    shutil.rmtree(node.root / "proc/driver/tenstorrent")
+    return ["list", "--json"]
+
+
+def test_list_names_the_processes_that_have_a_node_open(answers: dict[str, Answer]) -> None:
+    """Each once; null where nobody can know, an empty list where there is none."""
+    processes = [row["processes"] for row in answers["listed_users"].rows]
+    assert processes == [[{"pid": 4711, "command": "tt-smi", "of_pod": False}], None, []]
+    assert [row["processes"] for row in answers["listed_users_of_an_old_driver"].rows] == [None]
 
 
 def test_list_as_json_has_these_keys_and_values(answers: dict[str, Answer]) -> None:
@@ -424,7 +486,7 @@ def test_list_as_json_has_these_keys_and_values(answers: dict[str, Answer]) -> N
     assert all(list(row) == KEYS for row in answer.rows)
     assert answer.rows[1] == dict(zip(KEYS, [
         "0000:41:00.0", 1, f"{answer.node.root}/dev/tenstorrent/1", "0000:41:00.0", "p300c", "p300", "blackhole",
-        "0000046131842007", "5D8801E2B3C42B01", None, "19.4.0.0", True, None, "tenstorrent.com/p300",
+        "0000046131842007", "5D8801E2B3C42B01", None, "19.4.0.0", True, None, "tenstorrent.com/p300", 0, None, [],
     ], strict=True))  # fmt: skip
     silent = answer.rows[3]
     assert (silent["card"], silent["healthy"], silent["resource"]) == ("n300", True, "tenstorrent.com/n300")

@@ -232,6 +232,9 @@ async def test_the_files_follow_what_is_there(node: SimulatedNode, start: StartD
     first.come_back()
     second.come_back()
     await until(lambda: names() == [first.bdf, second.bdf, "all"], seconds=1)
+    cdi.unlink()
+    daemon.daemon.poll()
+    await until(cdi.exists)
     first.die()
     daemon.daemon.poll()
     await until(lambda: daemon.chip(first.bdf).health.fault)
@@ -465,3 +468,59 @@ async def test_the_locks_are_there_before_any_allocation(
     daemon = await start(sharing=Sharing(lock_dir=str(short_tmp / "locks"), resources=(SharedResource("n150", 2),)))
     await until(lambda: daemon.notified("READY=1"))
     assert (short_tmp / "locks/n150").is_dir()
+
+
+# -- who uses what -----------------------------------------------------------------------------------------------------
+
+
+def used_by(rows: list[dict[str, Any]]) -> list[str]:
+    header, *lines = [re.split("  +", line) for line in ttdp._as_text(rows).splitlines()]
+    return [line[header.index("USED BY")] for line in lines]
+
+
+async def test_list_names_the_pods_that_hold_a_chip_and_the_processes_of_the_host(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """A pod's process is the pod; a process of the host beside it is named, and `check` warns of that one."""
+    for _ in range(3):
+        node.add("n150")
+    daemon = await start()
+    await kubelet.registered(N150)
+    await kubelet.admit("team-a/train", "main", {N150: 2})
+    for pid, (command, cgroup) in enumerate([("python3", "/kubepods/pod1/x"), ("tt-smi", "/user.slice")], start=100):
+        process = node.root / f"proc/{pid}"
+        process.mkdir()
+        (process / "comm").write_text(f"{command}\n")
+        (process / "cgroup").write_text(f"0::{cgroup}\n")
+    node.chips[0].set_pids([100])
+    node.chips[1].set_pids([100, 101])
+    found = await ttdp.survey(daemon.settings)
+    rows = [ttdp._row(chip, found, daemon.settings) for chip in found.fleet.chips.values()]
+    assert rows[0]["pods"] == [{"namespace": "team-a", "pod": "train", "container": "main"}]
+    assert used_by(rows) == ["team-a/train", "team-a/train, tt-smi[101]", "-"]
+    warned = [finding for finding in ttdp._check_chips(daemon.settings, found) if "tt-smi" in finding.text]
+    assert [(one.level, one.subject) for one in warned] == [("warn", node.chips[1].bdf)]
+    assert "team-a/train" in warned[0].text and "101" in warned[0].text
+
+
+async def test_list_shows_what_a_pod_holds_under_another_name(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The same reason that the kubelet has for its being unhealthy."""
+    node.add("p150a")
+    daemon = await start()
+    await kubelet.registered("tenstorrent.com/p150")
+    await kubelet.admit("train", "main", {"tenstorrent.com/p150": 1})
+    settings = replace(daemon.settings, resource_naming="card")
+    found = await ttdp.survey(settings)
+    (row,) = (ttdp._row(chip, found, settings) for chip in found.fleet.chips.values())
+    assert not row["healthy"] and "held by default/train as tenstorrent.com/p150" in row["reason"]
+
+
+def test_who_uses_a_chip_is_a_question_mark_where_it_cannot_be_known() -> None:
+    """No kubelet, or a driver that does not tell; what is known is shown all the same."""
+    row: dict[str, Any] = dict.fromkeys(("id", "index", "path", "bdf", "card", "serial", "numa_node", "firmware"))
+    row |= {"resource": None, "replicas": 0, "healthy": True, "reason": None}
+    process = {"pid": 7, "command": "a", "of_pod": False}
+    cases: list[tuple[Any, Any, str]] = [(None, [], "?"), ([], None, "?"), ([], [], "-"), (None, [process], "a[7]")]
+    assert used_by([{**row, "pods": pods, "processes": known} for pods, known, _ in cases]) == [c[2] for c in cases]

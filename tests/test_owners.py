@@ -158,7 +158,7 @@ async def test_an_allocation_that_no_list_names_yet_counts(
     (chip,) = node.add("p150a")
     daemon = await start()
     await kubelet.registered(f"{DOMAIN}/p150")
-    await until(lambda: not daemon.daemon._kubelet_is_young())
+    await until(lambda: not daemon.daemon.owners.kubelet_is_young(daemon.settings.pod_resources_socket))
     async with grpc.aio.insecure_channel(f"unix:{directory}/{plugin_sockets(directory)[0]}") as channel:
         asked = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=[chip.bdf])])
         await rpc.DevicePluginStub(channel).Allocate(asked)  # type: ignore[no-untyped-call]
@@ -207,6 +207,21 @@ async def test_a_pod_of_before_comes_first_even_if_nobody_remembers_it(
         kubelet._admitted.add("train")  # it runs, so that the kubelet asks nobody
         with pytest.raises(AdmissionError, match="held by default/train"):
             await kubelet.admit("other", "main", {new: 1})
+
+
+async def test_what_is_offered_anew_while_the_kubelet_is_being_asked_is_asked_for_after_that(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """Two reloads in a row, the second while the question of the first is under way: both come to an end."""
+    (chip,) = node.add("p150a")
+    daemon = await start(interval=3600)
+    await kubelet.registered(f"{DOMAIN}/p150")
+    kubelet.hang(0.3, method="List", times=2)
+    daemon.reload(resource_naming="card")
+    await asyncio.sleep(0.1)
+    daemon.reload(resource_naming="arch")
+    await kubelet.registered(f"{DOMAIN}/blackhole")
+    await kubelet.wait_for(lambda: kubelet.healthy(f"{DOMAIN}/blackhole") == {chip.bdf}, 3)
 
 
 # -- kubelets that do not tell -----------------------------------------------------------------------------------------
@@ -276,8 +291,8 @@ async def test_at_rest_nobody_is_asked(node: SimulatedNode, kubelet: Kubelet, st
     node.add("p150a")
     await start(interval=0.05)
     await kubelet.registered(f"{DOMAIN}/p150")
-    old = time.time() - 3600
-    os.utime(kubelet.socket, (old, old))
+    assert kubelet.pod_resources
+    os.utime(kubelet.pod_resources, (0, 0))
     await asyncio.sleep(0.3)
     asked = len(kubelet.find("asked"))
     await asyncio.sleep(0.5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -18,7 +20,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-TOP = Path(__file__).resolve().parents[1]
+from tests.world.processes import ROOT, wait_until
+
 SUFFIX = EXTENSION_SUFFIXES[0]
 ABI = SUFFIX.split(".")[1]
 # A program that loads an extension module and says what it is.
@@ -64,7 +67,7 @@ class Zipapp:
 
 def pack(path: Path, abis: tuple[str, ...] = (ABI, "cpython-39-abacus")) -> None:
     module = next(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob(f"*{SUFFIX}"))
-    bootstrap = runpy.run_path(str(TOP / "packaging/build_pyz.py"))["bootstrap_files"]
+    bootstrap = runpy.run_path(str(ROOT / "packaging/build_pyz.py"))["bootstrap_files"]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("__main__.py", "import _bootstrap.start\n_bootstrap.start.start()\n")
         for name, text in bootstrap("build", "program:main", abis).items():
@@ -187,12 +190,18 @@ def test_a_start_that_was_killed_leaves_nothing(zipapp: Zipapp) -> None:
 
 
 def test_several_first_starts_at_once(zipapp: Zipapp) -> None:
-    """All of them run, silently."""
+    """One of them extracts, the others wait for it; all of them run, silently."""
+    root = tree_of(zipapp).parent
+    root.mkdir()
     command = [sys.executable, "-I", "-S", str(zipapp.path)]
-    starts = [
-        subprocess.Popen(command, env=zipapp.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+    with (root / f".{tree_of(zipapp).name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        starts = [
+            subprocess.Popen(command, env=zipapp.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        waiter = re.compile(rf"(?m)^\d+: +-> FLOCK .*:{os.fstat(lock.fileno()).st_ino} ")
+        wait_until(lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait")
     for start in starts:
         out, error = start.communicate(timeout=60)
         assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(tree_of(zipapp))

@@ -115,6 +115,13 @@ def tree(request: pytest.FixtureRequest) -> Iterator[Tree]:
     tree.delete()
 
 
+def test_make_deb_says_what_is_missing(tree: Tree) -> None:
+    """Where Debian's tools are not installed: one line names their packages, and nothing has been set up."""
+    done = tree.make("deb")
+    assert done.returncode != 0 and "apt install --no-install-recommends dpkg-dev debhelper fakeroot\n" in done.stdout
+    assert not (tree.root / "home" / USER / "clone/.venv").exists(), done.stdout
+
+
 @pytest.mark.parametrize("load", ["quiet", "busy"])
 @pytest.mark.parametrize("target", COMMANDS)
 def test_the_two_commands(tree: Tree, target: str, load: str, told: Told) -> None:
