@@ -202,8 +202,8 @@ async def test_nothing_is_registered_without_devices_and_the_first_one_is_at_onc
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
     """A node without cards serves no socket; a card that is plugged in later becomes a resource."""
-    await start(interval=3600)
-    await kubelet.wait_for(lambda: True)
+    daemon = await start(interval=3600)
+    await until(lambda: daemon.notified("READY=1"))
     assert not kubelet.find("register")
     node.add("n150")
     await kubelet.registered("tenstorrent.com/n150", 1)

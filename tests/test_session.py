@@ -262,7 +262,13 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
             session.start()
             for _ in range(number % 40):
                 await asyncio.sleep(0)
-        await kubelet.wait_for(lambda: state(daemon) == "registered with kubelet" and kubelet.healthy(NAME))
+
+        def settled() -> bool:
+            """The one socket there is, is the one that the kubelet was told of last."""
+            told = kubelet.find("registered")[-1].fields["endpoint"]
+            return plugin_sockets(directory) == [told] and bool(kubelet.healthy(NAME))
+
+        await until(lambda: settled() and state(daemon) == "registered with kubelet")
         (path,) = plugin_sockets(directory)
         (directory / path).unlink()
         await kubelet.wait_for(functools.partial(registered_anew, kubelet, path), 1)
