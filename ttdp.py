@@ -194,14 +194,8 @@ def _path(what: str, most: int = 4095, *, or_none: bool = False) -> Parser:
     return parse
 
 
-def _is_domain(value: Any) -> bool:
-    """Whether it is a DNS subdomain that the API server takes as the prefix of an extended resource.
-
-    Kubernetes reserves *.kubernetes.io and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
-    """
-    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    ours = isinstance(value, str) and re.fullmatch(rf"{label}(\.{label})*", value) and len(value) <= 244
-    return bool(ours) and "kubernetes.io" not in value and not value.startswith("requests.")
+def _matching(what: str, form: str, is_valid: Callable[[str], bool] = lambda value: True) -> Parser:
+    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v))
 
 
 def _selection(value: Any) -> Any:
@@ -212,25 +206,25 @@ def _selection(value: Any) -> Any:
     raise ValueError('"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals')
 
 
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")  # as flags and variables have it
+_in_words = _one_of(_TRUE + _FALSE)
 _switch = _valid("true or false", lambda value: isinstance(value, bool))
-_in_words = _one_of(("true", "yes", "on", "1", "false", "no", "off", "0"))
-_absolute = _valid("an absolute path", lambda v: isinstance(v, str) and v.startswith("/") and "\0" not in v)
+_absolute = _matching("an absolute path", r"/[^\0]*")
 _directory = _path("the path of a directory")
 _or_none = _path("a path, or empty", or_none=True)
-_resource_name = _valid(
-    "the name of a resource, such as n300 or tenstorrent.com/n300",
-    lambda v: isinstance(v, str) and re.fullmatch(r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", v),
-)
+_NAMED = "the name of a resource, such as n300 or tenstorrent.com/n300"
+_resource_name = _matching(_NAMED, r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _left_out = _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False)
+# A DNS subdomain that the API server takes as the prefix of an extended resource. Kubernetes reserves *.kubernetes.io
+# and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
+_domain = _matching(
+    "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
+    r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
+    lambda value: len(value) <= 244 and "kubernetes.io" not in value,
+)
 
 
-def _boolean(text: str) -> bool:
-    """As flags and variables have it."""
-    return _in_words(text.lower()) in ("true", "yes", "on", "1")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A setting that has a flag, an environment variable and a key in the file."""
 
     key: str
@@ -251,7 +245,6 @@ class Option:
 
 
 _PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
-_DOMAIN = "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com"
 _NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
 _IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
 _VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
@@ -264,7 +257,7 @@ OPTIONS = (
     Option("sysfs_root", _directory, "where sysfs is mounted"),
     Option("dev_root", _directory, "where the device nodes are"),
     Option("proc_root", _directory, "where procfs is mounted"),
-    Option("resource_domain", _valid(_DOMAIN, _is_domain), "the resource's name before the slash"),
+    Option("resource_domain", _domain, "the resource's name before the slash"),
     Option("resource_naming", _one_of(get_args(ResourceNaming)), _NAMING),
     Option("device_id_strategy", _one_of(get_args(DeviceIdStrategy)), _IDS),
     Option("visible_devices", _one_of(get_args(VisibleDevices)), _VISIBLE),
@@ -314,11 +307,12 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
     values = _read_config_file(path, must_exist=bool(named))
     values["state_dir"] = (environ.get("STATE_DIRECTORY") or "").partition(":")[0] or None
     for option in OPTIONS:
-        parse = _boolean if option.is_switch else option.parse
         variable, flag = environ.get(option.variable) or None, flags.get(option.key)
         for source, text in ((option.variable, variable), (option.flag, flag)):
-            if text is not None:
-                values[option.key] = _parsed(parse, text, source)
+            if text is not None and option.is_switch:
+                values[option.key] = _parsed(_in_words, text.lower(), source) in _TRUE
+            elif text is not None:
+                values[option.key] = _parsed(option.parse, text, source)
     settings = Settings(**values)
     return replace(settings, sharing=_checked_sharing(settings, path)) if settings.sharing.resources else settings
 
@@ -351,8 +345,7 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; it must be a readable TOML file") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError; a thousand brackets
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: is not valid TOML: {reason}") from None
+        raise ConfigError(f"{path}: is not valid TOML: {' '.join(str(error).split())}") from None
 
     sections: dict[str, Parser] = {
         "health": lambda table: HealthSettings(**_table(f"{path}: [health] ", table, _HEALTH)),
@@ -575,15 +568,10 @@ def functions_on_bus(settings: Settings) -> list[str]:
     return sorted(found, key=address)
 
 
-def bound_driver(settings: Settings, bdf: str) -> str | None:
-    """The name of the driver that has a PCI function; None if none has, or if the function is gone."""
-    return _link_name(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/driver")
-
-
 def is_for_driver(settings: Settings, bdf: str) -> bool:
     """Whether the driver has a PCI function or can have it: it is not another's, nor kept for another."""
     function = f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
-    wanted = bound_driver(settings, bdf) or _read_quick(f"{function}/driver_override") or DRIVER
+    wanted = _link_name(f"{function}/driver") or _read_quick(f"{function}/driver_override") or DRIVER
     return os.path.isdir(function) and wanted in (DRIVER, "(null)")
 
 
@@ -729,18 +717,12 @@ def _read_everything(function: PciFunction) -> Telemetry:
         return replace(parse_telemetry(raw), hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
-    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it.
-    off_bus = _is_off_bus(function)
+    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it: vendor and
+    # device, with which its PCI configuration space begins, read all ones.
+    off_bus = False
+    with contextlib.suppress(OSError), open(f"{function.sysfs}/device/config", "rb", buffering=0) as config:
+        off_bus = config.read(4) == b"\xff" * 4
     return Telemetry(all_ones=off_bus, off_bus=off_bus)
-
-
-def _is_off_bus(function: PciFunction) -> bool:
-    """Whether the function's PCI configuration space, vendor and device first, reads all ones."""
-    try:
-        with open(f"{function.sysfs}/device/config", "rb", buffering=0) as config:
-            return config.read(4) == b"\xff" * 4
-    except OSError:
-        return False
 
 
 def _count(text: str | None) -> int | None:
@@ -755,11 +737,11 @@ def _celsius(text: str | None) -> float | None:
 
 _HEX_ID = re.compile(r"[0-9A-F]{16}")
 _NO_ID = ("F" * 16, "0" * 16)  # all ones; and what a board without an ID reports, which would make all of them the same
-_WORDS: Mapping[str, tuple[re.Pattern[str], Collection[str]]] = {  # the form that the driver writes; what says nothing
-    "tt_card_type": (re.compile(r"[a-z][a-z0-9-]{0,40}[a-z0-9]"), ("unknown",)),
-    "tt_serial": (_HEX_ID, _NO_ID),
-    "tt_asic_id": (_HEX_ID, _NO_ID),
-    "tt_fw_bundle_ver": (re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
+_WORDS: Mapping[str, tuple[str, re.Pattern[str], Collection[str]]] = {  # the driver's form; and what says nothing
+    "card": ("tt_card_type", re.compile(r"[a-z][a-z0-9-]{0,40}[a-z0-9]"), ("unknown",)),
+    "serial": ("tt_serial", _HEX_ID, _NO_ID),
+    "asic_id": ("tt_asic_id", _HEX_ID, _NO_ID),
+    "firmware": ("tt_fw_bundle_ver", re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
 }
 _DEAD = {
     "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
@@ -772,15 +754,12 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
-    words = {
-        name: text if (text := raw.get(name)) and text not in never and form.fullmatch(text) else None
-        for name, (form, never) in _WORDS.items()
+    words: dict[str, Any] = {
+        field: text if (text := raw.get(name)) and text not in never and form.fullmatch(text) else None
+        for field, (name, form, never) in _WORDS.items()
     }
     return Telemetry(
-        card=words["tt_card_type"],
-        serial=words["tt_serial"],
-        asic_id=words["tt_asic_id"],
-        firmware=words["tt_fw_bundle_ver"],
+        **words,
         heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
         temperature=_celsius(raw.get("temp1_input")),
         temperature_limit=_celsius(raw.get("temp1_max")),
@@ -852,7 +831,9 @@ def judge(
     if telemetry.error:
         attribute, number = telemetry.error
         if number == errno.ENODATA:
-            return unhealthy(health, Fault.RESETTING, _resetting(function))
+            # Seen on Blackhole when the firmware was not ready at POST_RESET: it stays so for good, though it runs.
+            advice = "; if it stays so, unbind and bind the driver" if function.arch == "blackhole" else ""
+            return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
         if number == errno.ENODEV:
             return unhealthy(health, Fault.GONE, "PCI device is going away")
         return unhealthy(health, Fault.READ_ERROR, f"telemetry cannot be read: {attribute}: {os.strerror(number)}")
@@ -866,10 +847,9 @@ def judge(
     misses = 0 if beats else health.misses + periodic
     limit = telemetry.temperature_limit if settings.temperature_limit is None else settings.temperature_limit
     degrees = telemetry.temperature
-    if degrees is None or limit is None:
-        hot = False
-    else:
-        hot = degrees > limit - HYSTERESIS if health.hot else degrees >= limit
+    hot = (
+        degrees is not None and limit is not None and (degrees > limit - HYSTERESIS if health.hot else degrees >= limit)
+    )
     rose = telemetry.trips is not None and health.trips is not None and telemetry.trips > health.trips
     tripped_at = now if rose else health.tripped_at
     health = Health(
@@ -881,27 +861,21 @@ def judge(
     )
     if misses >= settings.heartbeat_misses:
         reason = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped, reset it: tt-smi -r"
-        return replace(health, fault=Fault.STALLED, reason=reason)
+        return unhealthy(health, Fault.STALLED, reason)
     if hot:
         reason = f"too hot: {degrees:.1f} °C, limit {limit:g} °C; check its cooling"
-        return replace(health, fault=Fault.HOT, reason=reason)
+        return unhealthy(health, Fault.HOT, reason)
     if tripped_at is not None and now - tripped_at < settings.trip_holdoff:
         reason = f"thermal trip ({health.trips} so far); it counts again after {settings.trip_holdoff:g} s without one"
-        return replace(health, fault=Fault.TRIPPED, reason=reason)
+        return unhealthy(health, Fault.TRIPPED, reason)
     return health
-
-
-def _resetting(function: PciFunction) -> str:
-    if function.arch == "blackhole":
-        # Seen on Blackhole when the firmware was not ready at POST_RESET: it stays so for good, though the chip runs.
-        return "resetting (no telemetry); if it stays so, unbind and bind the driver"
-    return "resetting (no telemetry)"
 
 
 # ======================================================================================================================
 #  RESOURCES: which devices there are, what they are called, and where they sit. Pure
 # ======================================================================================================================
 
+IDENTITY = ("card", "serial", "asic_id", "firmware")  # what the firmware says of itself
 DEVICE_ID_MAX = 63  # characters that Kubernetes takes in a device's ID
 
 
@@ -960,18 +934,11 @@ class Chip:
 
 def with_identity(chip: Chip, telemetry: Telemetry) -> Chip:
     """The chip after it was read: what the firmware says now counts, what it leaves out stays known."""
-    return replace(
-        chip,
-        telemetry=telemetry,
-        card=telemetry.card or chip.card,
-        serial=telemetry.serial or chip.serial,
-        asic_id=telemetry.asic_id or chip.asic_id,
-        firmware=telemetry.firmware or chip.firmware,
-    )
+    known: dict[str, Any] = {key: getattr(telemetry, key) or getattr(chip, key) for key in IDENTITY}
+    return replace(chip, telemetry=telemetry, **known)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A container that was given a device, under the name and ID that it had then."""
 
     resource: str
@@ -979,7 +946,7 @@ class Holder:
     pod: str  # "namespace/name"
     container: str = ""
 
-    def as_json(self) -> dict[str, str]:
+    def place(self) -> dict[str, str]:
         namespace, _, pod = self.pod.rpartition("/")
         return {"namespace": namespace, "pod": pod, "container": self.container}
 
@@ -1344,23 +1311,6 @@ def _few(names: Sequence[str]) -> str:
 # ======================================================================================================================
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceNode:
-    host: str
-    container: str
-    permissions: str = "rw"
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerEdits:
-    """What a container runtime adds to a container that was given devices."""
-
-    environment: Mapping[str, str]
-    nodes: tuple[DeviceNode, ...]
-    mounts: tuple[Mount, ...]
-    cdi_devices: tuple[str, ...] = ()  # names, instead of nodes
-
-
 def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
     """Value of TT_VISIBLE_DEVICES for a container that gets exactly these chips; None: not to be set.
 
@@ -1385,36 +1335,27 @@ def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
 
 
 def container_edits(
-    devices: Iterable[Device],
-    settings: Settings,
-    mounts: tuple[Mount, ...],
-    locks: str | None,
+    devices: Iterable[Device], settings: Settings, mounts: tuple[Mount, ...], locks: str | None,
     host_path: Callable[[PciFunction], str],
-) -> ContainerEdits:
-    """Edits for a container that gets these devices.
+) -> pb.ContainerAllocateResponse:  # fmt: skip
+    """What a runtime adds to a container that gets these devices.
 
     mounts: those that exist. locks: its /dev/shm. host_path: by which path its runtime shall find a node.
     """
-    chips = sorted(
-        {chip.bdf: chip for device in devices for chip in device.chips}.values(), key=lambda c: address(c.bdf)
-    )
-    environment = {"TT_DEVICE_PLUGIN_DEVICES": ",".join(chip.bdf for chip in chips)}
-    visible = visible_devices(chips, settings.visible_devices)
-    if visible is not None:
-        environment["TT_VISIBLE_DEVICES"] = visible
-    shm = (Mount(locks, "/dev/shm"),) if locks else ()
-    if settings.device_list_strategy == "cdi":
-        names = tuple(cdi_name(settings, chip.bdf) for chip in chips)
-        return ContainerEdits(environment, nodes=(), mounts=shm, cdi_devices=names)
-    functions = [chip.function for chip in chips]
-    # Under the host's number: tt-umd names its files and locks after it.
-    nodes = tuple(DeviceNode(host_path(function), f"/dev/tenstorrent/{function.ordinal}") for function in functions)
-    return ContainerEdits(environment, nodes, (*mounts, *shm))
-
-
-def cdi_name(settings: Settings, device: str) -> str:
-    """By which a runtime finds a device in the CDI file."""
-    return f"{settings.resource_domain}/device={device}"
+    by_address = {address(chip.bdf): chip for device in devices for chip in device.chips}
+    chips, by_cdi = [by_address[key] for key in sorted(by_address)], settings.device_list_strategy == "cdi"
+    edits = pb.ContainerAllocateResponse(envs={"TT_DEVICE_PLUGIN_DEVICES": ",".join(chip.bdf for chip in chips)})
+    if (visible := visible_devices(chips, settings.visible_devices)) is not None:
+        edits.envs["TT_VISIBLE_DEVICES"] = visible
+    for chip in chips:
+        if by_cdi:
+            edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
+        else:  # under the host's number: tt-umd names its files and locks after it
+            node = f"/dev/tenstorrent/{chip.function.ordinal}"
+            edits.devices.add(container_path=node, host_path=host_path(chip.function), permissions="rw")
+    for mount in (*(() if by_cdi else mounts), *([Mount(locks, "/dev/shm")] if locks else ())):
+        edits.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
+    return edits
 
 
 # ======================================================================================================================
@@ -1508,7 +1449,7 @@ def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], hol
         return {key: "" if fact is None else fact for key, fact in facts.items()}
 
     def held(chip: Chip) -> Iterator[Labels]:
-        return ({"device": chip.bdf, **holder.as_json()} for holder in holders.get(chip.bdf, ()))
+        return ({"device": chip.bdf, **holder.place()} for holder in holders.get(chip.bdf, ()))
 
     return [
         ("tt_device_info", "gauge", "A chip, and what it is.", [(info(chip), 1) for _, chip, _ in told]),
@@ -1557,6 +1498,7 @@ def plugin_metrics(
 
 PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
 Context = grpc.aio.ServicerContext[Any, Any]
+ContainerResponses = list[pb.ContainerAllocateResponse]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
@@ -1566,17 +1508,6 @@ def device_list(resource: Resource) -> pb.ListAndWatchResponse:
         listed = response.devices.add(ID=identifier, health="Unhealthy" if device.reason else "Healthy")
         if device.numa_nodes:
             listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)
-    return response
-
-
-def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-    response = pb.ContainerAllocateResponse(envs=edits.environment)
-    for mount in edits.mounts:
-        response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
-    for node in edits.nodes:
-        response.devices.add(container_path=node.container, host_path=node.host, permissions=node.permissions)
-    for name in edits.cdi_devices:
-        response.cdi_devices.add(name=name)
     return response
 
 
@@ -1622,10 +1553,9 @@ class DevicePlugin(rpc.DevicePluginServicer):
     """One resource, as the kubelet sees it. The daemon publishes, the kubelet watches and allocates."""
 
     def __init__(
-        self,
-        resource: Resource,
-        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Coroutine[Any, Any, list[ContainerEdits]]],
-    ) -> None:
+        self, resource: Resource,
+        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Coroutine[Any, Any, ContainerResponses]],
+    ) -> None:  # fmt: skip
         """allocate: answers for IDs per container, or raises Refusal."""
         self.resource = resource
         self._allocate = allocate
@@ -1690,12 +1620,12 @@ class DevicePlugin(rpc.DevicePluginServicer):
     async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
         containers = [list(container.devices_ids) for container in request.container_requests]
         try:
-            edits = await self._allocate(self, containers)
+            response = pb.AllocateResponse(container_responses=await self._allocate(self, containers))
         except Refusal as refusal:
             log.warning("%s: refused an allocation: %s", self.resource.name, refusal)
             await context.abort(refusal.code, str(refusal))
         log.debug("%s: allocated %s", self.resource.name, containers)
-        return pb.AllocateResponse(container_responses=map(container_response, edits))
+        return response
 
     async def PreStartContainer(
         self, request: pb.PreStartContainerRequest, context: Context
@@ -2065,17 +1995,14 @@ OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Uevent:
+class Uevent(NamedTuple):
     action: str  # "add", "remove", "change", "bind", "unbind"
     ordinal: int | None  # of the node that it is about; None if it is about a PCI function
 
 
 def open_uevent_socket() -> socket.socket:
     """A socket that gets the kernel's uevents; raises OSError where that is not allowed."""
-    kernel = socket.socket(
-        socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, NETLINK_KOBJECT_UEVENT
-    )
+    kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, NETLINK_KOBJECT_UEVENT)
     kernel.bind((0, UEVENT_GROUP_KERNEL))
     return kernel
 
@@ -2089,15 +2016,12 @@ def parse_uevent(message: bytes) -> Uevent | None:
     """The event if it is about one of our devices, else None: a machine has many others, of each container's start."""
     if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
-    pairs = (part.split("=", 1) for part in message.decode("utf-8", "replace").split("\0") if "=" in part)
-    variables = {pair[0]: pair[1] for pair in pairs}
-    action, subsystem = variables.get("ACTION", ""), variables.get("SUBSYSTEM")
-    if subsystem == "tenstorrent":
-        name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-        return Uevent(action, int(name[1]) if name else None)
-    if subsystem == "pci" and OUR_PCI_ID in message:
-        return Uevent(action, None)
-    return None
+    variables = dict(part.split("=", 1) for part in message.decode("utf-8", "replace").split("\0") if "=" in part)
+    name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
+    subsystem = variables.get("SUBSYSTEM")
+    if subsystem != "tenstorrent" and not (subsystem == "pci" and OUR_PCI_ID in message):
+        return None
+    return Uevent(variables.get("ACTION", ""), int(name[1]) if name and subsystem == "tenstorrent" else None)
 
 
 def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) -> Iterator[Uevent | None]:
@@ -2172,9 +2096,8 @@ class DirectoryWatch:
             self._watched = (path, _directory_identity(path))
             self._watch = _libc.inotify_add_watch(self._descriptor, os.fsencode(path), ctypes.c_uint32(self.MASK))
         if self._watch < 0:
-            log.warning(
-                "cannot watch %s (%s): a kubelet is seen at the next poll only", path, os.strerror(ctypes.get_errno())
-            )
+            reason = os.strerror(ctypes.get_errno())
+            log.warning("cannot watch %s (%s): a kubelet is seen at the next poll only", path, reason)
 
     def _nearest(self) -> str:
         path = self._path
@@ -2201,11 +2124,8 @@ class DirectoryWatch:
 
 
 def _directory_identity(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    identity = socket_identity(path)
+    return identity and identity[:2]
 
 
 # ======================================================================================================================
@@ -2384,9 +2304,10 @@ class ServiceManager:
         if microseconds and microseconds > 0 and (not pid or pid == str(os.getpid())):
             self.watchdog_pause = microseconds / 2e6
 
-    def _notify(self, state: str) -> None:
+    def notify(self, *states: str) -> None:
+        """Tell it these, such as "READY=1"."""
         # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the bytes of that.
-        self._notifier.notify(state.encode().decode("latin-1"))
+        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
 
     def sockets(self, name: str) -> list[socket.socket]:
         """The listening sockets of this name that it has handed in (sd_listen_fds(3))."""
@@ -2396,23 +2317,14 @@ class ServiceManager:
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
         return [socket.socket(fileno=3 + number) for number, given in enumerate(names) if given == name]
 
-    def ready(self) -> None:
-        self._notify("READY=1")
-
-    def reloading(self) -> None:
-        self._notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-
-    def stopping(self) -> None:
-        self._notify("STOPPING=1")
-
     def alive(self) -> None:
         if self.watchdog_pause < math.inf:
-            self._notify("WATCHDOG=1")
+            self.notify("WATCHDOG=1")
 
     def status(self, text: str) -> None:
         if text != self._status:
             self._status = text
-            self._notify(f"STATUS={text}")
+            self.notify(f"STATUS={text}")
 
 
 class _JournalFormatter(logging.Formatter):
@@ -2421,15 +2333,6 @@ class _JournalFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         priority = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}.get(record.levelno, 3)
         return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
-
-
-def stderr_is_journal(environ: Mapping[str, str]) -> bool:
-    """Whether stderr is the journal's own stream (systemd.exec(5), JOURNAL_STREAM), and not redirected since."""
-    try:
-        status = os.fstat(2)
-    except OSError:
-        return False
-    return environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
@@ -2443,12 +2346,13 @@ def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
     """One event a line on stderr; the journal has a time of its own."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_without_traceback_of_garbage)
-    if stderr_is_journal(environ):
-        handler.setFormatter(_JournalFormatter("%(message)s"))
-    else:
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)-7s %(message)s" if timestamps else "%(message)s")
-        )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s" if timestamps else None))
+    with contextlib.suppress(
+        OSError
+    ):  # is stderr the journal's own stream, and not redirected since (systemd.exec(5))?
+        status = os.fstat(2)
+        if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
+            handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
 
 
@@ -2464,10 +2368,6 @@ class OwnFile:
         self.path = path
         self._text: str | None = None  # as written last
         self._failed = False  # which was said
-
-    def is_wanted(self) -> bool:
-        """Whether the directory is there."""
-        return os.path.isdir(os.path.dirname(self.path))
 
     def is_there(self) -> bool:
         """Whether it is where it was put; always, if it was not put anywhere."""
@@ -2500,53 +2400,46 @@ class OwnFile:
             self._failed = True
 
 
-class MetricsConnection(asyncio.Protocol):
-    """One scrape by HTTP. Whatever a client does costs its own connection and nothing else."""
+class MetricsServer:
+    """`GET /metrics` by HTTP. Whatever a client does costs its own connection and nothing else."""
 
     MOST, HEAD_MAX, SECONDS = 32, 8192, 5.0  # connections at a time; bytes of a request; for all of it
 
-    def __init__(self, text: Callable[[], Coroutine[Any, Any, str]], others: set[MetricsConnection]) -> None:
-        """text: what is answered. others: the connections that are open."""
+    def __init__(self, text: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._text = text
-        self._others = others
-        self._head = b""
-        self._answer: asyncio.Task[None] | None = None
+        self.open = 0  # connections
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._others.add(self)
-        self._deadline = asyncio.get_running_loop().call_later(self.SECONDS, transport.abort)
-        if len(self._others) > self.MOST:
-            transport.abort()
+    async def start(self, listening: socket.socket) -> None:
+        await asyncio.start_server(self._connected, sock=listening, limit=self.HEAD_MAX)
 
-    def data_received(self, data: bytes) -> None:
-        if self._answer is None:
-            self._head += data
-            if len(self._head) > self.HEAD_MAX:
-                self._transport.abort()
-            elif b"\r\n\r\n" in self._head or b"\n\n" in self._head:
-                self._answer = asyncio.get_running_loop().create_task(self._respond())
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        try:
+            if self.open <= self.MOST:
+                await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
+        except (asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line that is too long
+            pass
+        finally:
+            self.open -= 1
+            writer.transport.abort()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._others.discard(self)
-        self._deadline.cancel()
-        if self._answer:
-            self._answer.cancel()
-
-    async def _respond(self) -> None:
-        method, path, *_ = [*self._head.decode("latin-1").split("\n")[0].split(), "", ""]
-        found = path.partition("?")[0] == "/metrics"
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines: list[bytes] = []
+        while not lines or lines[-1].strip():
+            lines.append(await reader.readline())
+            if not lines[-1] or sum(map(len, lines)) > self.HEAD_MAX:
+                return
+        method, path, *_ = [*lines[0].decode("latin-1").split(), "", ""]
         status, text = "404 Not Found", "there is /metrics\n"
         if method not in ("GET", "HEAD"):
             status, text = "405 Method Not Allowed", "GET /metrics\n"
-        elif found:
+        elif path.partition("?")[0] == "/metrics":
             status, text = "200 OK", await self._text()
-        body = text.encode()
         head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        self._transport.write(head.encode() + (b"" if method == "HEAD" else body))
-        self._transport.close()
+        head += f"Content-Length: {len(text.encode())}\r\nConnection: close\r\n\r\n"
+        writer.write((head if method == "HEAD" else head + text).encode())
+        writer.close()
+        await writer.wait_closed()
 
 
 # ======================================================================================================================
@@ -2621,7 +2514,7 @@ class Fleet:
             bdf: {
                 "arch": chip.function.arch,
                 "pci_card": chip.function.pci_card,
-                **{key: getattr(chip, key) for key in _IDENTITY},
+                **{key: getattr(chip, key) for key in IDENTITY},
                 "stalled_at": chip.health.heartbeat if chip.health.fault is Fault.STALLED else None,
             }
             for bdf, chip in self.chips.items()
@@ -2632,7 +2525,7 @@ class Fleet:
         known = self._remembered.get(function.bdf, {})
         if (known.get("arch"), known.get("pci_card")) != (function.arch, function.pci_card):
             return Chip(function)
-        identity: dict[str, Any] = {key: known.get(key) for key in _IDENTITY}
+        identity: dict[str, Any] = {key: known.get(key) for key in IDENTITY}
         misses = settings.heartbeat_misses if known.get("stalled_at") is not None else 0
         return Chip(function, **identity, health=Health(heartbeat=known.get("stalled_at"), misses=misses))
 
@@ -2650,9 +2543,6 @@ class Fleet:
                 log.warning("%s: unhealthy: %s", what, new.reason)
             else:
                 log.info("%s: healthy again", what)
-
-
-_IDENTITY = ("card", "serial", "asic_id", "firmware")
 
 
 def _introduction(chip: Chip) -> str:
@@ -2754,7 +2644,7 @@ class Daemon:
         self._files: dict[str, OwnFile] = {}  # for others to read, by kind
         self._described: object = None  # what they were made of
         self._measured = -math.inf  # when the metrics were written last
-        self._scrapes: set[MetricsConnection] = set()
+        self._scrapes = MetricsServer(self._metrics)
         self._started = time.time()
         self._registrations = collections.Counter[str]()
         self._allocations = collections.Counter[tuple[str, str]]()
@@ -2780,7 +2670,7 @@ class Daemon:
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             return serving.result() if serving.done() else 0
         finally:
-            self._manager.stopping()
+            self._manager.notify("STOPPING=1")
             for task in (serving, stop, *self._background):
                 task.cancel()
             if kernel:
@@ -2801,8 +2691,7 @@ class Daemon:
         self._serving = True
         self.publish_changes()
         for listening in self._manager.sockets("metrics"):
-            protocol = functools.partial(MetricsConnection, self._metrics, self._scrapes)
-            await asyncio.get_running_loop().create_server(protocol, sock=listening)
+            await self._scrapes.start(listening)
         version = driver_version(self.settings)
         await self._until_bound(functions_on_bus(self.settings) if version is not None else [])
         if self.settings.fail_on_init_error and not self.fleet.chips:
@@ -2813,7 +2702,7 @@ class Daemon:
         for session in list(self.sessions.values()):
             await session.tried_to_serve.wait()
         self._show_status()
-        self._manager.ready()
+        self._manager.notify("READY=1")
         await self._poll_for_ever()
 
     async def _until_bound(self, on_bus: Collection[str]) -> None:
@@ -2871,8 +2760,7 @@ class Daemon:
             self._ask_kubelet()
         self.publish_changes()
         self._in_background(self._describe())
-        metrics = self._files.get("metrics")
-        if time.monotonic() - self._measured >= METRICS_PAUSE and metrics and metrics.is_wanted():
+        if time.monotonic() - self._measured >= METRICS_PAUSE and (metrics := self._files.get("metrics")):
             self._measured = time.monotonic()
             self._in_background(self._write_metrics(metrics))
 
@@ -2969,7 +2857,7 @@ class Daemon:
             log.info("%s %s: nobody holds it under another name any longer", resource, identifier)
         self._held = held
 
-    async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
+    async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> ContainerResponses:
         result = "refused"
         try:
             await self._asked()
@@ -2985,7 +2873,7 @@ class Daemon:
 
     def _edits(
         self, resource: Resource, containers: Sequence[Sequence[str]], mounts: tuple[Mount, ...]
-    ) -> list[ContainerEdits]:
+    ) -> ContainerResponses:
         """What containers with these IDs get, as things stand at this moment. Raises Refusal."""
         check_allocation(resource, containers)
         chosen = [{identifier: resource.devices[identifier] for identifier in container} for container in containers]
@@ -2994,8 +2882,7 @@ class Daemon:
                 if fault := node_fault_now(chip.function):  # the news of it is under way
                     reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
                     raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        locks = lock_directory(self.settings.sharing, resource)
-        if locks:
+        if locks := lock_directory(self.settings.sharing, resource):
             try:
                 make_lock_directory(locks)
             except OSError as error:
@@ -3063,13 +2950,14 @@ class Daemon:
         return exposition([*families, *plugin_metrics(listed, self._registrations, self._allocations, self._started)])
 
     async def _write_metrics(self, file: OwnFile) -> None:
-        file.write(await self._metrics(), again=True)  # its age tells others that we are at work
+        if os.path.isdir(os.path.dirname(file.path)):  # else nobody wants it, and nobody need be asked
+            file.write(await self._metrics(), again=True)  # its age tells others that we are at work
 
     # What happens
 
     def reload(self) -> None:
         """SIGHUP: take over what a running daemon can; a bad configuration changes nothing, and is told of."""
-        self._manager.reloading()
+        self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             loaded = self._load()
         except ConfigError as error:
@@ -3091,7 +2979,7 @@ class Daemon:
             self._rescheduled.set()
         if self._serving:
             self._show_status()
-            self._manager.ready()
+            self._manager.notify("READY=1")
 
     def _uevents_arrived(self, kernel: socket.socket) -> None:
         events = list(receive_uevents(kernel, self._trusted))
@@ -3303,7 +3191,7 @@ def _row(chip: Chip, found: Survey, settings: Settings) -> dict[str, Any]:
         "reason": reason,
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
-        "pods": None if pods is None else [holder.as_json() for holder in pods],
+        "pods": None if pods is None else [holder.place() for holder in pods],
         "processes": None if processes is None else [process._asdict() for process in processes],
     }
 
@@ -3371,7 +3259,7 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
         yield "warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}"
     for bdf in on_bus if driver_version(settings) is not None else ():
-        if bdf not in fleet.chips and bound_driver(settings, bdf) is None:
+        if bdf not in fleet.chips and not _link_name(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/driver"):
             advice = f"look into dmesg, then: echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
             yield "warn", bdf, f"no driver is bound to it; {advice}"
     for oddity in fleet.oddities:

@@ -349,7 +349,7 @@ async def test_a_request_of_nonsense_costs_its_own_connection(
     port: tuple[int, RunningDaemon], request_: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Answered with an error or dropped after its time; no line in the log."""
-    monkeypatch.setattr(ttdp.MetricsConnection, "SECONDS", 0.2)
+    monkeypatch.setattr(ttdp.MetricsServer, "SECONDS", 0.2)
     number, _ = port
     with contextlib.suppress(ConnectionResetError):
         status, _ = await answer(number, request_)
@@ -375,7 +375,7 @@ async def test_a_thousand_connections_hold_up_neither_the_kubelet_nor_the_next_s
     port: tuple[int, RunningDaemon], kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than a few are kept at a time, and none of them for long."""
-    monkeypatch.setattr(ttdp.MetricsConnection, "SECONDS", 1.0)
+    monkeypatch.setattr(ttdp.MetricsServer, "SECONDS", 1.0)
     number, daemon = port
     await kubelet.registered(N150)
     idle = []
@@ -387,7 +387,7 @@ async def test_a_thousand_connections_hold_up_neither_the_kubelet_nor_the_next_s
     began = time.monotonic()
     await kubelet.admit("pod", "main", {N150: 1})
     assert time.monotonic() - began < 1
-    await until(lambda: not daemon.daemon._scrapes, seconds=10)
+    await until(lambda: not daemon.daemon._scrapes.open, seconds=10)
     assert (await answer(number, b"GET /metrics HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 200 OK"
     for one in idle:
         one.close()
@@ -397,13 +397,13 @@ async def test_a_client_that_does_not_read_is_dropped(
     port: tuple[int, RunningDaemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cannot be sent is not kept for ever."""
-    monkeypatch.setattr(ttdp.MetricsConnection, "SECONDS", 0.3)
+    monkeypatch.setattr(ttdp.MetricsServer, "SECONDS", 0.3)
     number, daemon = port
     monkeypatch.setattr(ttdp, "exposition", lambda families: "x" * 50_000_000)
     with socket.create_connection(("127.0.0.1", number)) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        await until(lambda: daemon.daemon._scrapes)
-        await until(lambda: not daemon.daemon._scrapes, seconds=5)
+        await until(lambda: daemon.daemon._scrapes.open)
+        await until(lambda: not daemon.daemon._scrapes.open, seconds=5)
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------

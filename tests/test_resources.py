@@ -354,8 +354,8 @@ def test_one_replica_for_a_container_unless_more_are_allowed() -> None:
     ttdp.check_allocation(lenient, wanted)
     chosen = [lenient.devices[i] for i in wanted[0]]
     edits = ttdp.container_edits(chosen, Settings(), (), None, lambda function: function.path)
-    assert [node.host for node in edits.nodes] == ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
-    assert edits.environment["TT_VISIBLE_DEVICES"] == f"{BDFS[0]},{BDFS[1]}"
+    assert [node.host_path for node in edits.devices] == ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
+    assert edits.envs["TT_VISIBLE_DEVICES"] == f"{BDFS[0]},{BDFS[1]}"
 
 
 # -- chips that somebody holds under another name ----------------------------------------------------------------------

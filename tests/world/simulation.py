@@ -74,7 +74,7 @@ class RunningDaemon:
         self.loaded: Callable[[], ttdp.Settings] = lambda: self.settings
         self.notes: list[str] = []  # what systemd would have heard
         manager = ttdp.ServiceManager(environ or {})
-        manager._notify = self.notes.append  # type: ignore[assignment, method-assign]
+        manager.notify = lambda *states: self.notes.append("\n".join(states))  # type: ignore[method-assign]
         self._kernel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.daemon = ttdp.Daemon(settings, lambda: self.loaded(), manager, lambda: theirs, trusted)
         self._errors = contextlib.ExitStack()
