@@ -46,7 +46,7 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import grpc
@@ -67,9 +67,7 @@ __version__ = "0.1.0"
 log = logging.getLogger("tt-device-plugin")
 
 
-# ======================================================================================================================
-#  CONFIGURATION: flag, then environment variable, then file, then default
-# ======================================================================================================================
+# ==== CONFIGURATION: flag, then environment variable, then file, then default =========================================
 
 ResourceNaming = Literal["board", "card", "arch"]
 DeviceIdStrategy = Literal["bdf", "asic", "index"]
@@ -84,81 +82,12 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
 # The kernel's sun_path holds 108 bytes with its NUL, and the kubelet has to reach our sockets under their full path.
 SOCKET_PATH_MAX = 107
 SOCKET_NAME_MAX = 42  # our part of that
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
 
 
 class ConfigError(Exception):
     """A configuration that cannot be used: one line with the source, the value and what would be valid."""
 
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A bind mount for every container that gets a device; it counts only while `host` exists."""
-
-    host: str
-    container: str
-    read_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HealthSettings:
-    """Section [health] of the configuration file."""
-
-    interval: float = 5.0  # seconds between two polls
-    temperature_limit: float | None = None  # °C; None: the card's own temp1_max
-    heartbeat_misses: int = 2  # polls in a row without a change of tt_heartbeat
-    trip_holdoff: float = 300.0  # seconds without a further thermal trip until a card counts as healthy again
-
-
-@dataclass(frozen=True, slots=True)
-class SharedResource:
-    """An entry [[sharing.resources]]: several containers on each of these devices."""
-
-    name: str  # as it is called unshared, without the domain: "n300"
-    replicas: int  # how many containers a device is for
-    rename: str | None = None  # the name under which they are offered, without the domain
-    devices: Literal["all"] | int | tuple[str, ...] = "all"  # so many, or by PCI address, ID or ordinal
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Section [sharing] of the configuration file."""
-
-    rename_by_default: bool = False
-    fail_requests_greater_than_one: bool = True
-    lock_dir: str = "/dev/shm/tt-device-plugin"  # "": containers get no common locks
-    resources: tuple[SharedResource, ...] = ()
-
-    def shared_name(self, entry: SharedResource) -> str:
-        return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything that the configuration can say. Every path is absolute."""
-
-    device_plugin_dir: str = "/var/lib/kubelet/device-plugins"
-    sysfs_root: str = "/sys"
-    dev_root: str = "/dev"
-    proc_root: str = "/proc"
-    resource_domain: str = "tenstorrent.com"
-    resource_naming: ResourceNaming = "board"
-    device_id_strategy: DeviceIdStrategy = "bdf"
-    visible_devices: VisibleDevices = "bdf"
-    unit: Unit = "chip"
-    device_list_strategy: DeviceListStrategy = "device-specs"
-    cdi_dir: str = "/var/run/cdi"  # "" here and in the next two: nothing is written
-    labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
-    metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
-    pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
-    fail_on_init_error: bool = False
-    log_level: LogLevel = "info"
-    health: HealthSettings = field(default_factory=HealthSettings)
-    sharing: Sharing = field(default_factory=Sharing)
-    mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
-    state_dir: str | None = None  # systemd's StateDirectory=, for what a restart must not forget; None: it forgets
-
-
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")  # not taken over on SIGHUP
 
 # A parser takes what stands in the file, or the text of a variable or flag; it raises ValueError with what is valid.
 Parser = Callable[[Any], Any]
@@ -181,6 +110,10 @@ def _number(least: float, most: float, what: str, *kinds: type) -> Parser:
     return _valid(what, lambda value: type(value) in kinds and least <= value <= most)  # a boolean is an int to Python
 
 
+def _matching(what: str, form: str, is_valid: Callable[[str], bool] = lambda value: True) -> Parser:
+    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v))
+
+
 def _path(what: str, most: int = 4095, *, or_none: bool = False) -> Parser:
     """An absolute path from any path, of so many bytes at most; or_none: also "", for none."""
 
@@ -192,10 +125,6 @@ def _path(what: str, most: int = 4095, *, or_none: bool = False) -> Parser:
         return os.path.abspath(value)
 
     return parse
-
-
-def _matching(what: str, form: str, is_valid: Callable[[str], bool] = lambda value: True) -> Parser:
-    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v))
 
 
 def _selection(value: Any) -> Any:
@@ -214,7 +143,6 @@ _directory = _path("the path of a directory")
 _or_none = _path("a path, or empty", or_none=True)
 _NAMED = "the name of a resource, such as n300 or tenstorrent.com/n300"
 _resource_name = _matching(_NAMED, r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_left_out = _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False)
 # A DNS subdomain that the API server takes as the prefix of an extended resource. Kubernetes reserves *.kubernetes.io
 # and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
 _domain = _matching(
@@ -222,6 +150,116 @@ _domain = _matching(
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
     lambda value: len(value) <= 244 and "kubernetes.io" not in value,
 )
+_socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", SOCKET_PATH_MAX)
+_plugin_dir = _path(
+    f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address",
+    PLUGIN_DIR_MAX,
+)
+
+
+def _key(default: Any, parse: Parser, help: str = "") -> Any:
+    """A key of the file, as a dataclass's field. help: the text of its flag, if it has one."""
+    return field(default=default, metadata={"parse": parse, "help": help})
+
+
+def _keys(kind: Any) -> dict[str, Parser]:
+    return {key.name: key.metadata["parse"] for key in fields(kind) if key.metadata}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A bind mount for every container that gets a device; it counts only while `host` exists."""
+
+    host: str = _key(MISSING, _absolute)
+    container: str = _key(MISSING, _absolute)
+    read_only: bool = _key(False, _switch)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """Section [health] of the configuration file."""
+
+    # Seconds between two polls. The firmware's heartbeat goes on every tenth of a second: faster ones would miss it.
+    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600", int, float))
+    # °C; None: the card's own temp1_max
+    temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200", int, float))
+    # Polls in a row without a change of tt_heartbeat
+    heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))
+    # Seconds without a further thermal trip until a card counts as healthy again
+    trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on", int, float))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedResource:
+    """An entry [[sharing.resources]]: several containers on each of these devices."""
+
+    name: str = _key(MISSING, _resource_name)  # as it is called unshared, without the domain: "n300"
+    replicas: int = _key(MISSING, _number(2, 100, "a whole number of containers for each device, from 2 to 100", int))
+    rename: str | None = _key(None, _resource_name)  # under which they are offered, without the domain
+    devices: Literal["all"] | int | tuple[str, ...] = _key("all", _selection)  # so many, or by address, ID or ordinal
+
+
+# What other vendors' plugins have beside it.
+_LEFT_OUT: dict[str, Parser] = dict.fromkeys(
+    ("memory_gb", "memory", "mps", "cores", "timeslice"),
+    _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Section [sharing] of the configuration file."""
+
+    rename_by_default: bool = _key(False, _switch)
+    fail_requests_greater_than_one: bool = _key(True, _switch)
+    lock_dir: str = _key("/dev/shm/tt-device-plugin", _or_none)  # "": containers get no common locks
+    resources: tuple[SharedResource, ...] = _key((), lambda value: value)
+
+    def shared_name(self, entry: SharedResource) -> str:
+        return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
+
+
+_PODS = "where the kubelet tells which pod has which device"
+_NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
+_IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
+_VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
+_UNIT = "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"
+_STRATEGY = "how a container gets its devices: device-specs (from the kubelet) or cdi (from the CDI file)"
+_CDI_DIR = "where runtimes look for CDI files, if it exists; empty: no file"
+_LABELS_DIR = "where node-feature-discovery looks for features, if it exists; empty: no file"
+_METRICS_FILE = "the file for node_exporter, if its directory exists; empty: no file"
+_FAIL = "exit with status 1 if there is no driver or no device at start"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that the configuration can say. Every path is absolute."""
+
+    device_plugin_dir: str = _key(
+        "/var/lib/kubelet/device-plugins", _plugin_dir, "the kubelet's device plugin directory"
+    )
+    sysfs_root: str = _key("/sys", _directory, "where sysfs is mounted")
+    dev_root: str = _key("/dev", _directory, "where the device nodes are")
+    proc_root: str = _key("/proc", _directory, "where procfs is mounted")
+    resource_domain: str = _key("tenstorrent.com", _domain, "the resource's name before the slash")
+    resource_naming: ResourceNaming = _key("board", _one_of(get_args(ResourceNaming)), _NAMING)
+    device_id_strategy: DeviceIdStrategy = _key("bdf", _one_of(get_args(DeviceIdStrategy)), _IDS)
+    visible_devices: VisibleDevices = _key("bdf", _one_of(get_args(VisibleDevices)), _VISIBLE)
+    unit: Unit = _key("chip", _one_of(get_args(Unit)), _UNIT)
+    device_list_strategy: DeviceListStrategy = _key("device-specs", _one_of(get_args(DeviceListStrategy)), _STRATEGY)
+    cdi_dir: str = _key("/var/run/cdi", _or_none, _CDI_DIR)
+    labels_dir: str = _key("/etc/kubernetes/node-feature-discovery/features.d", _or_none, _LABELS_DIR)
+    metrics_file: str = _key("/var/lib/prometheus/node-exporter/tt-device-plugin.prom", _or_none, _METRICS_FILE)
+    pod_resources_socket: str = _key("/var/lib/kubelet/pod-resources/kubelet.sock", _socket, _PODS)
+    fail_on_init_error: bool = _key(False, _switch, _FAIL)
+    log_level: LogLevel = _key("info", _one_of(get_args(LogLevel)), "debug, info, warning or error")
+    health: HealthSettings = field(default_factory=HealthSettings)
+    sharing: Sharing = field(default_factory=Sharing)
+    mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
+    state_dir: str | None = None  # systemd's StateDirectory=, for what a restart must not forget; None: it forgets
+
+
+NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")  # not taken over on SIGHUP
 
 
 class Option(NamedTuple):
@@ -244,55 +282,7 @@ class Option(NamedTuple):
         return self.parse is _switch
 
 
-_PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
-_NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
-_IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
-_VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
-_STRATEGY = "how a container gets its devices: device-specs (from the kubelet) or cdi (from the CDI file)"
-_PODS = f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes"
-_PLUGIN_DIR = f"a path of at most {_PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
-
-OPTIONS = (
-    Option("device_plugin_dir", _path(_PLUGIN_DIR, _PLUGIN_DIR_MAX), "the kubelet's device plugin directory"),
-    Option("sysfs_root", _directory, "where sysfs is mounted"),
-    Option("dev_root", _directory, "where the device nodes are"),
-    Option("proc_root", _directory, "where procfs is mounted"),
-    Option("resource_domain", _domain, "the resource's name before the slash"),
-    Option("resource_naming", _one_of(get_args(ResourceNaming)), _NAMING),
-    Option("device_id_strategy", _one_of(get_args(DeviceIdStrategy)), _IDS),
-    Option("visible_devices", _one_of(get_args(VisibleDevices)), _VISIBLE),
-    Option("unit", _one_of(get_args(Unit)), "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"),
-    Option("device_list_strategy", _one_of(get_args(DeviceListStrategy)), _STRATEGY),
-    Option("cdi_dir", _or_none, "where runtimes look for CDI files, if it exists; empty: no file"),
-    Option("labels_dir", _or_none, "where node-feature-discovery looks for features, if it exists; empty: no file"),
-    Option("metrics_file", _or_none, "the file for node_exporter, if its directory exists; empty: no file"),
-    Option("pod_resources_socket", _path(_PODS, SOCKET_PATH_MAX), "where the kubelet tells which pod has which device"),
-    Option("fail_on_init_error", _switch, "exit with status 1 if there is no driver or no device at start"),
-    Option("log_level", _one_of(get_args(LogLevel)), "debug, info, warning or error"),
-)
-
-_HEALTH: Mapping[str, Parser] = {
-    # The firmware's heartbeat goes on every tenth of a second: faster polls would see it stand still.
-    "interval": _number(0.1, 3600, "a number of seconds from 0.1 to 3600", int, float),
-    "temperature_limit": _number(1, 200, "a number of °C from 1 to 200", int, float),
-    "heartbeat_misses": _number(1, 1_000_000, "a whole number of polls from 1 on", int),
-    "trip_holdoff": _number(0, 1e9, "a number of seconds from 0 on", int, float),
-}
-_MOUNT: Mapping[str, Parser] = {"host": _absolute, "container": _absolute, "read_only": _switch}
-_SHARING: Mapping[str, Parser] = {
-    "rename_by_default": _switch,
-    "fail_requests_greater_than_one": _switch,
-    "lock_dir": _or_none,
-    "resources": lambda value: value,
-}
-_SHARED_RESOURCE: Mapping[str, Parser] = {
-    "name": _resource_name,
-    "replicas": _number(2, 100, "a whole number of containers for each device, from 2 to 100", int),
-    "rename": _resource_name,
-    "devices": _selection,
-    # What other vendors' plugins have beside it.
-    **dict.fromkeys(("memory_gb", "memory", "mps", "cores", "timeslice"), _left_out),
-}
+OPTIONS = [Option(key.name, key.metadata["parse"], key.metadata["help"]) for key in fields(Settings) if key.metadata]
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
@@ -314,7 +304,7 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
             elif text is not None:
                 values[option.key] = _parsed(option.parse, text, source)
     settings = Settings(**values)
-    return replace(settings, sharing=_checked_sharing(settings, path)) if settings.sharing.resources else settings
+    return replace(settings, sharing=_checked_sharing(settings, path))
 
 
 def _invalid(source: str, value: object, what: object) -> ConfigError:
@@ -348,11 +338,11 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid TOML: {' '.join(str(error).split())}") from None
 
     sections: dict[str, Parser] = {
-        "health": lambda table: HealthSettings(**_table(f"{path}: [health] ", table, _HEALTH)),
+        "health": lambda table: HealthSettings(**_table(f"{path}: [health] ", table, _keys(HealthSettings))),
         "sharing": lambda table: _sharing(path, table),
         "mounts": lambda tables: _mounts(path, tables),
     }
-    return _table(f"{path}: ", document, {option.key: option.parse for option in OPTIONS} | sections)
+    return _table(f"{path}: ", document, _keys(Settings) | sections)
 
 
 def _table(where: str, table: object, keys: Mapping[str, Parser]) -> dict[str, Any]:
@@ -378,19 +368,19 @@ def _tables(where: str, tables: object, keys: Mapping[str, Parser], *needed: str
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
-    where, mounts = f"{path}: [[mounts]] ", list[Mount]()
-    for values in _tables(where, tables, _MOUNT, "host"):
+    where, mounts = f"{path}: [[mounts]] ", dict[str, Mount]()
+    for values in _tables(where, tables, _keys(Mount), "host"):
         mount = Mount(**{"container": values["host"]} | values)
-        if any(mount.container == other.container for other in mounts):
+        if mount.container in mounts:
             raise _invalid(f"{where}container", mount.container, "another path in each of them")
-        mounts.append(mount)
-    return tuple(mounts)
+        mounts[mount.container] = mount
+    return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
-    values = _table(f"{path}: [sharing] ", table, _SHARING)
-    where = f"{path}: [[sharing.resources]] "
-    entries = _tables(where, values.pop("resources", []), _SHARED_RESOURCE, "name", "replicas")
+    values = _table(f"{path}: [sharing] ", table, _keys(Sharing))
+    where, keys = f"{path}: [[sharing.resources]] ", _keys(SharedResource) | _LEFT_OUT
+    entries = _tables(where, values.pop("resources", []), keys, "name", "replicas")
     return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
 
 
@@ -429,9 +419,7 @@ def _contradiction(sharing: Sharing, entry: SharedResource, others: Sequence[Sha
     return None
 
 
-# ======================================================================================================================
-#  INVENTORY: what sysfs, stat() and /proc show of the devices. No device is ever opened: that would power it up
-# ======================================================================================================================
+# ==== INVENTORY: what sysfs, stat() and /proc show of the devices. None is ever opened: that would power it up ========
 
 Arch = Literal["wormhole", "blackhole"]
 
@@ -767,9 +755,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     )
 
 
-# ======================================================================================================================
-#  HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look
-# ======================================================================================================================
+# ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look ============
 
 HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
 READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
@@ -871,9 +857,7 @@ def judge(
     return health
 
 
-# ======================================================================================================================
-#  RESOURCES: which devices there are, what they are called, and where they sit. Pure
-# ======================================================================================================================
+# ==== RESOURCES: which devices there are, what they are called, and where they sit. Pure ==============================
 
 IDENTITY = ("card", "serial", "asic_id", "firmware")  # what the firmware says of itself
 DEVICE_ID_MAX = 63  # characters that Kubernetes takes in a device's ID
@@ -1123,9 +1107,7 @@ def called(device: Device) -> set[str]:
     return names
 
 
-# ======================================================================================================================
-#  PREFERRED ALLOCATION: neighbours, and whole boards left for those who need them. Pure
-# ======================================================================================================================
+# ==== PREFERRED ALLOCATION: neighbours, and whole boards left for those who need them. Pure ===========================
 
 
 class InvalidRequest(ValueError):
@@ -1306,9 +1288,7 @@ def _few(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-# ======================================================================================================================
-#  CONTAINER EDITS: exactly what a container needs to use its devices. Pure
-# ======================================================================================================================
+# ==== CONTAINER EDITS: exactly what a container needs to use its devices. Pure ========================================
 
 
 def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
@@ -1358,9 +1338,7 @@ def container_edits(
     return edits
 
 
-# ======================================================================================================================
-#  WHAT OTHERS READ: CDI for runtimes, labels for node-feature-discovery, metrics for Prometheus. Pure
-# ======================================================================================================================
+# ==== WHAT OTHERS READ: CDI for runtimes, labels for node-feature-discovery, metrics for Prometheus. Pure =============
 
 CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
@@ -1492,9 +1470,7 @@ def plugin_metrics(
     ]  # fmt: skip
 
 
-# ======================================================================================================================
-#  DEVICE PLUGIN SERVICE: what the kubelet calls
-# ======================================================================================================================
+# ==== DEVICE PLUGIN SERVICE: what the kubelet calls ===================================================================
 
 PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -1633,9 +1609,7 @@ class DevicePlugin(rpc.DevicePluginServicer):
         return pb.PreStartContainerResponse()  # nothing to do, and the options do not ask for the call
 
 
-# ======================================================================================================================
-#  KUBELET SESSION: a socket for each resource, and its registration, for as long as both of us live
-# ======================================================================================================================
+# ==== KUBELET SESSION: a socket for each resource, and its registration, for as long as both of us live ===============
 
 KUBELET_SOCKET = "kubelet.sock"
 SOCKET_PREFIX = "tt-"
@@ -1895,9 +1869,7 @@ def surviving(what: str) -> Iterator[None]:
         log.exception("internal error in %s; going on", what)
 
 
-# ======================================================================================================================
-#  OWNERS: who holds which chip, which the kubelet knows
-# ======================================================================================================================
+# ==== OWNERS: who holds which chip, which the kubelet knows ===========================================================
 
 ASK_TIMEOUT = 1.0  # seconds
 ADMISSION = 10.0  # seconds after an allocation by which the kubelet lists the pod, or never will
@@ -1984,9 +1956,7 @@ class Owners:
         return None
 
 
-# ======================================================================================================================
-#  KERNEL EVENTS: what changes among devices (netlink) and in the kubelet's directory (inotify)
-# ======================================================================================================================
+# ==== KERNEL EVENTS: what changes among devices (netlink) and in the kubelet's directory (inotify) ====================
 
 NETLINK_KOBJECT_UEVENT = 15
 UEVENT_GROUP_KERNEL = 1  # udevd's own messages go to group 2
@@ -2128,9 +2098,7 @@ def _directory_identity(path: str) -> tuple[int, int] | None:
     return identity and identity[:2]
 
 
-# ======================================================================================================================
-#  OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data; there are no others
-# ======================================================================================================================
+# ==== OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data =======================
 
 READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
 
@@ -2285,9 +2253,7 @@ class HostPaths:
         self._asked.pop(path).set_result(there)
 
 
-# ======================================================================================================================
-#  SYSTEMD: readiness, status and watchdog, and log lines with a priority
-# ======================================================================================================================
+# ==== SYSTEMD: readiness, status and watchdog, and log lines with a priority ==========================================
 
 
 class ServiceManager:
@@ -2356,9 +2322,7 @@ def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
 
 
-# ======================================================================================================================
-#  FILES AND METRICS: the ways out for what others read
-# ======================================================================================================================
+# ==== FILES AND METRICS: the ways out for what others read ============================================================
 
 
 class OwnFile:
@@ -2442,9 +2406,7 @@ class MetricsServer:
         await writer.wait_closed()
 
 
-# ======================================================================================================================
-#  DAEMON: follows the chips, judges them, publishes them
-# ======================================================================================================================
+# ==== DAEMON: follows the chips, judges them, publishes them ==========================================================
 
 
 class Fleet:
@@ -3040,9 +3002,7 @@ def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
     return "; ".join([*counts, *sorted(states)])
 
 
-# ======================================================================================================================
-#  COMMAND LINE
-# ======================================================================================================================
+# ==== COMMAND LINE ====================================================================================================
 
 DESCRIPTION = """\
 Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
