@@ -1,16 +1,20 @@
-"""What the package says of the program, in files of its own, is what the program does. No root, no container."""
+"""What README and package say of the program, in files of their own, is what it does. No root, no container."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import yaml
 
 import ttdp
+from tests.e2e.test_metrics import FREE, HOTTEST, UNHEALTHY
+from tests.test_resources import NAMES, device
 from tests.world.processes import ROOT
 
 if sys.version_info >= (3, 11):
@@ -19,6 +23,10 @@ else:
     import tomli as tomllib
 
 DEB = ROOT / "packaging/deb"
+README = (ROOT / "README.md").read_text()
+PROSE = re.sub(r"(?ms)^```.*?^```$", "", README)
+TABLES = {"[health]": ttdp.HealthSettings, "[sharing]": ttdp.Sharing, "[[sharing.resources]]": ttdp.SharedResource,
+          "[[mounts]]": ttdp.Mount}  # fmt: skip
 KUBELETS = (
     "kubelet",
     "k3s",
@@ -29,6 +37,114 @@ KUBELETS = (
     "k0sworker",
     "k0scontroller",
 )
+
+
+# -- README ------------------------------------------------------------------------------------------------------------
+
+
+def fenced(language: str) -> list[str]:
+    """README's blocks of code in a language."""
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README)
+
+
+def cells(heading: str) -> list[list[str]]:
+    """The rows of README's tables below a heading, without what marks code."""
+    part = re.split(r"(?m)^#+ ", PROSE.split(f"\n## {heading}\n")[1])[0]
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_readme_has_every_option_with_its_default() -> None:
+    """Flag, variable, key and default of each, as the program has them, in its order; and every key of the tables."""
+    rows = [row[:4] for row in cells("Configuration") if row[0].startswith("--")]
+    config_file = ["--config-file", "TTDP_CONFIG_FILE", "", ttdp.DEFAULT_CONFIG_FILE]
+    defaults = {option.key: str(getattr(ttdp.Settings(), option.key)) for option in ttdp.OPTIONS}
+    options = [[o.flag, o.variable, o.key, defaults[o.key].replace("False", "false")] for o in ttdp.OPTIONS]
+    assert rows == [config_file, *options]
+    keys = {row[2]: row[3] for row in cells("Configuration") if row[2].startswith("[")}
+    settings = {f"{table} {field.name}": field for table, kind in TABLES.items() for field in fields(kind)}
+    assert keys.keys() == settings.keys() - {"[sharing] resources"}
+    for key in keys:
+        if settings[key].default not in (None, "") and isinstance(settings[key].default, (str, int, float)):
+            assert keys[key] == str(settings[key].default).replace("True", "true").replace("False", "false"), key
+
+
+def test_readme_names_every_resource() -> None:
+    """Every board's, and those of whole boards."""
+    for card, (_, arch) in NAMES.items():
+        for unit in get_args(ttdp.Unit):
+            name = ttdp.resource_name(device("0000:01:00.0", arch=arch, pci_card=card), ttdp.Settings(unit=unit))
+            assert f"`tenstorrent.com/{name}`" in README, (card, unit)
+
+
+def limits(document: Any) -> Iterator[str]:
+    """What a manifest, or a part of one, asks for."""
+    if isinstance(document, dict):
+        yield from document.get("limits", ())
+    for part in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from limits(part)
+
+
+def test_readme_manifests_ask_for_what_there_is() -> None:
+    """They are YAML, and every resource of ours in them is one that the program offers."""
+    blocks = fenced("yaml")
+    wanted = {name for block in blocks for name in limits(yaml.safe_load(block)) if name.startswith("tenstorrent.com/")}
+    assert len(blocks) >= 3 and wanted
+    assert wanted <= {f"tenstorrent.com/{board}" for board, _ in NAMES.values()}
+
+
+def test_readme_configurations_are_valid(tmp_path: Path) -> None:
+    """Each of them, as a file of its own."""
+    for number, block in enumerate(fenced("toml")):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(block)
+        assert ttdp.load_settings({"config_file": str(file)}, {}) != ttdp.Settings(), block
+
+
+def test_readme_names_every_metric_and_fault() -> None:
+    """Those that the program writes, and no others."""
+    prefixes = "device|resource|kubelet|allocations|plugin"
+    source = (ROOT / "ttdp.py").read_text()
+    named = {name for row in cells("Metrics") for name in re.findall(rf"tt_(?:{prefixes})_\w+", row[0])}
+    assert named == set(re.findall(rf'"(tt_(?:{prefixes})_\w+)"', source))
+    faults = next(row[1] for row in cells("Metrics") if row[0].startswith("tt_device_fault"))
+    assert re.findall(r"`(\w+)", faults)[1:] == [fault.name.lower() for fault in ttdp.Fault]
+
+
+def test_readme_queries_are_those_that_are_tested() -> None:
+    """Word for word, so that what is copied works."""
+    assert [query.strip() for query in fenced("promql")] == [query.strip() for query in (FREE, UNHEALTHY, HOTTEST)]
+
+
+def test_readme_links_lead_somewhere() -> None:
+    """To files that are there, and to headings of its own."""
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"(?m)^#+ (.*)$", PROSE)
+    }
+    targets = re.findall(r"\]\((?!https://)([^)]*)\)", PROSE)
+    assert targets
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).exists() and (not anchor or anchor in headings), target
+
+
+def test_readme_commands_exist() -> None:
+    """Every `make` target that it names."""
+    makefiles = "".join((ROOT / name).read_text() for name in ("Makefile", "packaging/packaging.mk"))
+    targets = set(re.findall(r"(?m)^([a-z0-9-]+):", makefiles))
+    named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
+    assert {"demo", "test", "deb"} <= {word for words in named for word in " ".join(words).split()} <= targets
+
+
+def test_alerts_are_installed_where_readme_says() -> None:
+    """As an example of the package; and they are YAML."""
+    name = "tt-device-plugin.rules.yml"
+    assert f"/usr/share/doc/tt-device-plugin/examples/{name}" in README
+    assert name in (DEB / "examples").read_text()
+    assert yaml.safe_load((DEB / name).read_text())["groups"]
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
 
 
 def uncommented(text: str) -> str:
@@ -72,13 +188,11 @@ def test_man_page_describes_every_flag_and_variable() -> None:
         assert option.variable in plain, option.variable
         default = getattr(ttdp.Settings(), option.key)
         assert str(default).lower() in plain, f"{option.flag}: {default}"
-    tables = {"[health]": ttdp.HealthSettings, "[sharing]": ttdp.Sharing, "[[sharing.resources]]": ttdp.SharedResource}
-    for table, settings in tables.items():
+    for table, settings in TABLES.items():
         for field in fields(settings):
             assert (
                 re.search(rf"^\.It Li {re.escape(table)} .*\b{field.name}\b", plain, re.M) or field.name == "resources"
             )
-    assert "[[mounts]]" in plain
     flags = {f"-{flag}" for flag in re.findall(r"--([a-z-]+)", ttdp.argument_parser().format_help())}
     assert flags == set(re.findall(r"^\.It Fl (-[a-z-]+)", plain, re.MULTILINE))
     assert {"0", "1", "2", "78"} <= set(re.findall(r"^\.It (\d+)$", plain, re.MULTILINE))

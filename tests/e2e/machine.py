@@ -538,7 +538,8 @@ def busybox_layer() -> bytes:
             directory.type, directory.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(directory)
         tar.add(busybox, "bin/busybox")
-        for applet in ("sh", "sleep", "ls", "cat", "env", "stat", "id", "dd", "mount", "true", "false", "test"):
+        applets = "sh sleep ls cat env grep sort stat id dd mount true false test"
+        for applet in applets.split(" "):
             link = tarfile.TarInfo(f"bin/{applet}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
