@@ -3168,7 +3168,8 @@ commands:
 EPILOG = """\
 Each option can also be set by the environment variable in brackets, or in the configuration file under the flag's name
 without dashes in front and with underscores. A flag wins over the environment, the environment over the file.
-The file can say more: [health] interval, temperature_limit, heartbeat_misses, trip_holdoff, and [[mounts]].
+The file can say more: [health] interval, temperature_limit, heartbeat_misses, trip_holdoff; [sharing] and
+[[sharing.resources]]; [[mounts]].
 
 exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-error; 2 usage; 78 bad configuration
 """
@@ -3176,7 +3177,7 @@ exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-er
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)  # a path is one
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)  # a path is one word
 
 
 class _Parser(argparse.ArgumentParser):
@@ -3185,29 +3186,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="tt-device-plugin",
-        usage="tt-device-plugin [run|list|check] [OPTIONS]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=_Formatter,
-        allow_abbrev=False,
-    )
+    usage = "tt-device-plugin [run|list|check] [OPTIONS]"
+    parser = _Parser("tt-device-plugin", usage, DESCRIPTION, EPILOG, formatter_class=_Formatter, allow_abbrev=False)
     parser.add_argument("command", nargs="?", choices=("run", "list", "check"), default="run", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"tt-device-plugin {__version__}")
     parser.add_argument("--json", action="store_true", help="with list: an array of objects")
     parser.add_argument("--config-only", action="store_true", help="with check: the configuration and nothing else")
-    parser.add_argument(
-        "--config-file", metavar="FILE", help=f"default {DEFAULT_CONFIG_FILE}, which may be absent [TTDP_CONFIG_FILE]"
-    )
+    file = f"default {DEFAULT_CONFIG_FILE}, which may be absent [TTDP_CONFIG_FILE]"
+    parser.add_argument("--config-file", metavar="FILE", help=file)
     for option in OPTIONS:
         default = getattr(Settings(), option.key)
-        shown = str(default).lower() if option.is_switch else default
-        parser.add_argument(
-            option.flag,
-            metavar="BOOL" if option.is_switch else option.key.rpartition("_")[2].upper(),
-            help=f"{option.help}; default {shown} [{option.variable}]",
-        )
+        metavar = "BOOL" if option.is_switch else option.key.rpartition("_")[2].upper()
+        text = f"{option.help}; default {str(default).lower() if option.is_switch else default} [{option.variable}]"
+        parser.add_argument(option.flag, metavar=metavar, help=text)
     return parser
 
 
@@ -3218,13 +3209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     switches = {option.flag for option in OPTIONS if option.is_switch}
     parser = argument_parser()
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
-    if options.json and options.command != "list":
-        parser.error("--json goes with list")
-    if options.config_only and options.command != "check":
-        parser.error("--config-only goes with check")
+    for flag, given, command in (("--json", options.json, "list"), ("--config-only", options.config_only, "check")):
+        if given and options.command != command:
+            parser.error(f"{flag} goes with {command}")
     set_up_logging(os.environ, timestamps=options.command == "run")
     load = functools.partial(load_settings, vars(options), os.environ)
-
     if options.command != "run":
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
@@ -3236,9 +3225,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
-    if options.command == "list":
-        return list_devices(settings, as_json=options.json)
-    return asyncio.run(_run(settings, load))
+    return (
+        list_devices(settings, as_json=options.json) if options.command == "list" else asyncio.run(_run(settings, load))
+    )
 
 
 async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
@@ -3251,14 +3240,6 @@ class Survey(NamedTuple):
     fleet: Fleet
     resources: Mapping[str, Resource]
     holders: Holders | None  # None: the kubelet does not tell
-
-    def device_of(self, chip: Chip) -> tuple[Resource | None, Device | None]:
-        """The resource and the device that a chip belongs to; none, while its board is not known."""
-        for resource in self.resources.values():
-            for device in resource.distinct:
-                if chip in device.chips:
-                    return resource, device
-        return None, None
 
 
 async def survey(settings: Settings) -> Survey:
@@ -3279,9 +3260,7 @@ async def survey(settings: Settings) -> Survey:
         fleet.observe(settings)
         asked = [chip.function for chip in fleet.chips.values() if chip.present]
         readers.request(Request(function, None, periodic=True) for function in asked)
-        while not readers.is_settled() or any(
-            0 < readers.seconds_under_way(function.bdf) <= READ_DEADLINE for function in asked
-        ):
+        while not readers.is_settled() or any(0 < readers.seconds_under_way(f.bdf) <= READ_DEADLINE for f in asked):
             told.clear()
             await told.wait()
     known = await owners.ask(settings.pod_resources_socket) is None
@@ -3291,25 +3270,23 @@ async def survey(settings: Settings) -> Survey:
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     found = asyncio.run(survey(settings))
-    chips = sorted(found.fleet.chips.values(), key=lambda chip: address(chip.bdf))
     for oddity in found.fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
-    rows = [_row(chip, found, settings) for chip in chips]
+    rows = [_row(found.fleet.chips[bdf], found, settings) for bdf in sorted(found.fleet.chips, key=address)]
     if as_json:
         print(json.dumps(rows, indent=2))
-    elif rows:
-        print(_as_text(rows))
     else:
-        print("no Tenstorrent device on this node")
+        print(_as_text(rows) if rows else "no Tenstorrent device on this node")
     return 0
 
 
 def _row(chip: Chip, found: Survey, settings: Settings) -> dict[str, Any]:
-    function, (resource, device) = chip.function, found.device_of(chip)
+    function = chip.function
+    owned = ((r, device) for r in found.resources.values() for device in r.distinct if chip in device.chips)
+    resource, device = next(owned, (None, None))
+    reason = chip.health.reason or (device.held if device else "its board is not known yet")
     processes = processes_on(settings, function.ordinal) if chip.present else []
     pods = None if found.holders is None else found.holders.get(chip.bdf, ())
-    waits = None if device else "its board is not known yet"
-    reason = chip.health.reason or (device.held if device else waits)
     return {
         "id": device.identifier if device else None,
         "index": function.ordinal,
@@ -3339,37 +3316,22 @@ def _as_text(rows: Sequence[Mapping[str, Any]]) -> str:
         processes = [f"{p['command']}[{p['pid']}]" for p in row["processes"] or () if not (pods and p["of_pod"])]
         return ", ".join([*pods, *processes]) or ("-" if None not in (row["pods"], row["processes"]) else "?")
 
-    def resource(row: Mapping[str, Any]) -> str | None:
+    named = ["ID"] if any(row["id"] not in (row["bdf"], None) for row in rows) else []
+    lines: list[list[Any]] = [
+        ["N", "ADDRESS", *named, "CARD", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE", "USED BY", "HEALTH"]
+    ]
+    for row in rows:
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
-        return f"{row['resource'].partition('/')[2]}{shared}" if row["resource"] else None
-
-    columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "N": lambda row: row["index"] if row["path"] else None,
-        "ADDRESS": operator.itemgetter("bdf"),
-        "ID": operator.itemgetter("id"),
-        "CARD": operator.itemgetter("card"),
-        "SERIAL": operator.itemgetter("serial"),
-        "NUMA": operator.itemgetter("numa_node"),
-        "FIRMWARE": operator.itemgetter("firmware"),
-        "RESOURCE": resource,
-        "USED BY": used_by,
-        "HEALTH": lambda row: "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}",
-    }
-    if all(row["id"] in (row["bdf"], None) for row in rows):
-        del columns["ID"]
-    cells = [[*columns]]
-    cells += [["-" if (cell := show(row)) is None else str(cell) for show in columns.values()] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+        resource = f"{row['resource'].partition('/')[2]}{shared}" if row["resource"] else None
+        cells = [row[key] for key in ("bdf", *(["id"] if named else ()), "card", "serial", "numa_node", "firmware")]
+        health = "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}"
+        lines.append([row["index"] if row["path"] else None, *cells, resource, used_by(row), health])
+    texts = [["-" if cell is None else str(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in texts)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of `check`."""
-
-    level: Literal["ok", "warn", "FAIL"]
-    subject: str
-    text: str  # what is so and, unless it is ok, what to do
+Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # a line of `check`: subject; what is so and what to do
 
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
@@ -3377,59 +3339,56 @@ def check(load: Callable[[], Settings], *, config_only: bool) -> int:
     findings: list[Finding] = []
     try:
         settings = load()
-        findings.append(Finding("ok", "configuration", "valid"))
+        findings.append(("ok", "configuration", "valid"))
     except ConfigError as error:
         more = "" if config_only else "; the rest is checked with the defaults"
-        findings.append(Finding("FAIL", "configuration", f"{error}{more}"))
+        findings.append(("FAIL", "configuration", f"{error}{more}"))
         settings = Settings()
     if not config_only:
         found = asyncio.run(survey(settings))
-        findings += [_check_driver(settings), *_check_chips(settings, found), *_check_hugepages(settings, found.fleet)]
-        findings += [*_check_kubelet(settings), *_check_sandbox(settings)]
-    width = max(len(finding.subject) for finding in findings)
-    for finding in findings:
-        print(f"{finding.level:4}  {finding.subject:{width}}  {finding.text}")
-    return 1 if any(finding.level == "FAIL" for finding in findings) else 0
+        findings += [*_check_driver(settings), *_check_chips(settings, found), *_check_hugepages(settings, found.fleet)]
+        findings += [*_check_sharing(settings, found), *_check_cdi(settings), *_check_kubelet(settings)]
+    width = max(len(subject) for _, subject, _ in findings)
+    for level, subject, text in findings:
+        print(f"{level:4}  {subject:{width}}  {text}")
+    return 1 if any(level == "FAIL" for level, _, _ in findings) else 0
 
 
-def _check_driver(settings: Settings) -> Finding:
+def _check_driver(settings: Settings) -> Iterator[Finding]:
     version = driver_version(settings)
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None:
-        return Finding("FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and (int(numbers[1]), int(numbers[2])) < (2, 7):
-        advice = "firmware that stops is not noticed; update to 2.7"
-        return Finding("warn", "driver", f"{version} shows no heartbeat: {advice}")
-    return Finding("ok", "driver", version or "loaded; it does not say its version")
+        yield "FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent"
+    elif numbers and (int(numbers[1]), int(numbers[2])) < (2, 7):
+        yield "warn", "driver", f"{version} shows no heartbeat: firmware that stops is not noticed; update to 2.7"
+    else:
+        yield "ok", "driver", version or "loaded; it does not say its version"
 
 
 def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
-    fleet = found.fleet
-    on_bus = functions_on_bus(settings)
+    fleet, on_bus = found.fleet, functions_on_bus(settings)
     if not fleet.chips and not fleet.oddities:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
-        yield Finding("warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}")
+        yield "warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}"
     for bdf in on_bus if driver_version(settings) is not None else ():
         if bdf not in fleet.chips and bound_driver(settings, bdf) is None:
             advice = f"look into dmesg, then: echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
-            yield Finding("warn", bdf, f"no driver is bound to it; {advice}")
+            yield "warn", bdf, f"no driver is bound to it; {advice}"
     for oddity in fleet.oddities:
-        advice = "reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
-        yield Finding("FAIL", "devices", f"{oddity}; {advice}")
+        yield "FAIL", "devices", f"{oddity}; reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
     for chip in fleet.chips.values():
         what = f"{chip.card_type or chip.function.arch}, {chip.function.path}"
         if chip.health.fault:
-            yield Finding("FAIL", chip.bdf, f"{what}: {chip.health.reason}")
+            yield "FAIL", chip.bdf, f"{what}: {chip.health.reason}"
             continue
-        yield Finding("ok", chip.bdf, f"{what}, healthy")
+        yield "ok", chip.bdf, f"{what}, healthy"
         strangers = [p for p in processes_on(settings, chip.function.ordinal) or () if not p.of_pod]
         if (pods := (found.holders or {}).get(chip.bdf)) and strangers:
             who = f"{strangers[0].command} ({strangers[0].pid})"
-            yield Finding("warn", chip.bdf, f"{pods[0].pod} was given it, and {who} of the host has it open; end that")
-        mode = stat.S_IMODE(os.stat(chip.function.path).st_mode)
-        if mode & 0o666 != 0o666:
+            yield "warn", chip.bdf, f"{pods[0].pod} was given it, and {who} of the host has it open; end that"
+        if (mode := stat.S_IMODE(os.stat(chip.function.path).st_mode)) & 0o666 != 0o666:
             advice = "containers that do not run as root cannot open it; install the driver's udev rules"
-            yield Finding("warn", chip.bdf, f"{chip.function.path} has mode {mode:04o}, not 0666: {advice}")
+            yield "warn", chip.bdf, f"{chip.function.path} has mode {mode:04o}, not 0666: {advice}"
 
 
 def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
@@ -3444,60 +3403,80 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
     wanted = sum(8 if chip.board_type == "n300" else 4 for chip in needy)
     pool = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
     there = _decimal(_read_quick(f"{pool}/nr_hugepages")) or 0
-    try:
-        with open(f"{settings.proc_root}/mounts", errors="replace") as file:
-            mounts = file.read()
-    except OSError:
-        mounts = ""
-    directory = f"{settings.dev_root}/hugepages-1G"
-    if not needy:
-        yield Finding("ok", "hugepages", f"{there} of 1 GiB; none are needed")
-    elif there < wanted:
+    mounts, directory = "", f"{settings.dev_root}/hugepages-1G"
+    with contextlib.suppress(OSError), open(f"{settings.proc_root}/mounts", errors="replace") as file:
+        mounts = file.read()
+    if needy and there < wanted:
         advice = f"boot with hugepagesz=1G hugepages={wanted}, or install Tenstorrent's tt-system-tools"
-        yield Finding("warn", "hugepages", f"{there} of 1 GiB for {len(needy)} Wormholes without IOMMU; {advice}")
-    elif not re.search(rf"^\S+ {re.escape(directory)} hugetlbfs ", mounts, re.MULTILINE):
-        yield Finding("warn", "hugepages", f"{there} of 1 GiB, but {directory} is not mounted; mount hugetlbfs there")
+        yield "warn", "hugepages", f"{there} of 1 GiB for {len(needy)} Wormholes without IOMMU; {advice}"
+    elif needy and not re.search(rf"^\S+ {re.escape(directory)} hugetlbfs ", mounts, re.MULTILINE):
+        yield "warn", "hugepages", f"{there} of 1 GiB, but {directory} is not mounted; mount hugetlbfs there"
     else:
-        yield Finding("ok", "hugepages", f"{there} of 1 GiB")
+        yield "ok", "hugepages", f"{there} of 1 GiB{'' if needy else '; none are needed'}"
+
+
+def _check_sharing(settings: Settings, found: Survey) -> Iterator[Finding]:
+    devices = devices_by_name(list(found.fleet.chips.values()), settings)
+    for entry in settings.sharing.resources:
+        there = devices.get(entry.name, [])
+        names = set(entry.devices) if isinstance(entry.devices, tuple) else set()
+        if missing := sorted(names.difference(*map(called, there))):
+            yield "warn", "sharing", f"{entry.name}: no device is called {_few(missing)}"
+        elif not there:
+            yield (
+                "warn",
+                "sharing",
+                f"no device is a {entry.name}; those that there are: {', '.join(devices) or 'none'}",
+            )
+
+
+def _check_cdi(settings: Settings) -> Iterator[Finding]:
+    file, by_cdi = f"{settings.cdi_dir}/{CDI_FILE}", settings.device_list_strategy == "cdi"
+    if settings.cdi_dir and os.path.exists(file):
+        yield "ok", "CDI", f"{file} describes the devices"
+    elif by_cdi:
+        yield (
+            "FAIL",
+            "CDI",
+            f"there is no {file}, which containers need by device_list_strategy; is the service running?",
+        )
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(["containerd", "--version"], capture_output=True, text=True, timeout=5).stdout
+        version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", said)
+        if by_cdi and version and (int(version[1]), int(version[2])) < (1, 7):
+            yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; update to 1.7, or leave device-specs"
 
 
 def _check_kubelet(settings: Settings) -> Iterator[Finding]:
-    directory = settings.device_plugin_dir
+    directory, kubelet = settings.device_plugin_dir, f"{settings.device_plugin_dir}/{KUBELET_SOCKET}"
     try:
         os.stat(f"{directory}/.")
     except PermissionError:
-        yield Finding("warn", "kubelet", f"{directory}: you may not look there; run as root")
+        yield "warn", "kubelet", f"{directory}: you may not look there; run as root"
         return
     except OSError:
         advice = "is kubelet installed, and is this its directory? device_plugin_dir in the configuration file says so"
-        yield Finding("warn", "kubelet", f"{directory} is not there (yet); {advice}")
+        yield "warn", "kubelet", f"{directory} is not there (yet); {advice}"
         return
     if os.access(directory, os.W_OK | os.X_OK):
-        yield Finding("ok", "kubelet", f"{directory} can be written to")
+        yield "ok", "kubelet", f"{directory} can be written to"
     else:
-        yield Finding("FAIL", "kubelet", f"{directory} cannot be written to; run as root, and look at its mount")
-    kubelet = f"{directory}/{KUBELET_SOCKET}"
+        yield "FAIL", "kubelet", f"{directory} cannot be written to; run as root, and look at its mount"
     if not os.path.exists(kubelet):
-        yield Finding("warn", "kubelet", f"{kubelet} is not there; kubelet is not running")
+        yield "warn", "kubelet", f"{kubelet} is not there; kubelet is not running"
     elif not os.access(kubelet, os.W_OK):
-        yield Finding("warn", "kubelet", f"{kubelet} may not be connected to; run as root")
+        yield "warn", "kubelet", f"{kubelet} may not be connected to; run as root"
     elif not listens(kubelet):
-        yield Finding("warn", "kubelet", f"nobody listens on {kubelet}; kubelet is not running")
+        yield "warn", "kubelet", f"nobody listens on {kubelet}; kubelet is not running"
     else:
-        yield Finding("ok", "kubelet", f"{kubelet} answers")
-
-
-def _check_sandbox(settings: Settings) -> Iterator[Finding]:
-    """Whether the installed unit, if there is one, lets the daemon write where the configuration says."""
-    command = ["systemctl", "show", "--value", "--property=ReadWritePaths", "tt-device-plugin.service"]
-    try:
+        yield "ok", "kubelet", f"{kubelet} answers"
+    # Whether the installed unit, if there is one, lets the daemon write there.
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["systemctl", "show", "--value", "--property=ReadWritePaths", "tt-device-plugin.service"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
-    except (OSError, subprocess.SubprocessError):
-        return
-    open_paths = [os.path.normpath(path.lstrip("-+")) for path in shown.split()]
-    directory = settings.device_plugin_dir
-    if open_paths and not any(directory == path or directory.startswith(f"{path}/") for path in open_paths):
-        yield Finding("FAIL", "sandbox", f"the service may not write to {directory}; a drop-in opens it: {DROP_IN}")
+        open_paths = [os.path.normpath(path.lstrip("-+")) for path in shown.split()]
+        if open_paths and not any(f"{directory}/".startswith(f"{path}/") for path in open_paths):
+            yield "FAIL", "sandbox", f"the service may not write to {directory}; a drop-in opens it: {DROP_IN}"
 
 
 if __name__ == "__main__":

@@ -498,9 +498,9 @@ async def test_list_names_the_pods_that_hold_a_chip_and_the_processes_of_the_hos
     rows = [ttdp._row(chip, found, daemon.settings) for chip in found.fleet.chips.values()]
     assert rows[0]["pods"] == [{"namespace": "team-a", "pod": "train", "container": "main"}]
     assert used_by(rows) == ["team-a/train", "team-a/train, tt-smi[101]", "-"]
-    warned = [finding for finding in ttdp._check_chips(daemon.settings, found) if "tt-smi" in finding.text]
-    assert [(one.level, one.subject) for one in warned] == [("warn", node.chips[1].bdf)]
-    assert "team-a/train" in warned[0].text and "101" in warned[0].text
+    warned = [finding for finding in ttdp._check_chips(daemon.settings, found) if "tt-smi" in finding[2]]
+    assert [finding[:2] for finding in warned] == [("warn", node.chips[1].bdf)]
+    assert "team-a/train" in warned[0][2] and "101" in warned[0][2]
 
 
 async def test_list_shows_what_a_pod_holds_under_another_name(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import os
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()  # runs all the time, as it does in reality
+        self.loop.add_signal_handler = lambda *_: None  # type: ignore[method-assign]  # for the main thread only
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
         self.resources = workspace()
         home = self.resources.__enter__()
         self.home: Path = home
@@ -71,7 +75,7 @@ class Sequences(RuleBasedStateMachine):
         self.number = 0
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(work)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     @initialize(configuration=configurations())
     def begin(self, configuration: dict[str, Any]) -> None:
@@ -264,6 +268,8 @@ class Sequences(RuleBasedStateMachine):
                 assert self.kubelet.violations == []
         finally:
             self.ticker.__exit__()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
             self.loop.close()
             self.resources.__exit__(None, None, None)
 
