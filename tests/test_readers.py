@@ -72,7 +72,7 @@ async def test_everyone_is_read_once_in_order_and_no_thread_is_left(chips: Chips
     assert threading.active_count() <= threads + 1
     await until(lambda: len(chips.delivered) == 3)
     assert chips.answered() == [chip.bdf for chip in (ONE, TWO, THREE)]
-    await until(lambda: threading.active_count() == threads)
+    await until(lambda: threading.active_count() <= threads)
     assert chips.readers.is_settled()
 
 
@@ -93,7 +93,7 @@ async def test_what_was_read_when_another_is_asked_for_is_delivered(chips: Chips
     """The first chip has answered, and before the loop has come to hear of that an event has the second one asked."""
     threads = threading.active_count()
     chips.ask(ONE)
-    wait_until(lambda: threading.active_count() == threads)
+    wait_until(lambda: threading.active_count() <= threads)
     chips.ask(TWO)
     await until(lambda: len(chips.delivered) == 2, seconds=2)
 
@@ -119,7 +119,7 @@ async def test_many_that_hang_have_a_thread_each_and_no_more(chips: Chips) -> No
     assert threading.active_count() <= threads + len(stuck) + 1
     assert len(chips.reads) == 32
     chips.release(*stuck)
-    await until(lambda: threading.active_count() == threads)
+    await until(lambda: threading.active_count() <= threads)
 
 
 async def test_a_request_during_a_read_is_asked_again_after_it(chips: Chips) -> None:

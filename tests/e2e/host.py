@@ -157,9 +157,13 @@ class Host:
             self._node.add(card)
         self._heartbeats.enter_context(Ticker(self._node))
 
+    @property
+    def node(self) -> SimulatedNode:
+        assert self._node, "no card was plugged"
+        return self._node
+
     def chip(self, name: str) -> Chip:
-        assert self._node
-        return self._node.chip(name)
+        return self.node.chip(name)
 
     # The kubelet.
 

@@ -104,6 +104,7 @@ class Daemon:
         """
         self.machine = machine
         self.process: Process | None = None
+        self.starting: Callable[[], object] = lambda: None  # called when it was started, before it is ready
         self._program = program
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
@@ -149,6 +150,7 @@ class Daemon:
                     "PYTHONPYCACHEPREFIX": str(self._cache),
                 },
             )
+            self.starting()
             wait_until(
                 lambda: any("READY=1" in note.text.splitlines() for note in manager.receive()),
                 lambda: f"READY=1 of the daemon, whose log ends\n{tail(self.log)}\n",

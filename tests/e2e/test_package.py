@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -520,18 +521,50 @@ def test_boot_with_the_kubelet(host: Host, told: Told) -> None:
     host.event(since, "list", resource=RESOURCE, healthy=4)
     host.tell_kubelet(f"admit before {RESOURCE}=2")
     admitted = host.event(since, "admitted", pod="before")
-    ready = int(host.property("ActiveEnterTimestampMonotonic")) / 1e6
-    started = int(host.property("ExecMainStartTimestampMonotonic", "kubelet")) / 1e6
-    assert ready <= started, f"READY {ms(ready - started)} after the kubelet's start"
+    early = seconds_before_kubelet(host)
     assert registered - began < 1, registered - began
     ready_after = int(host.property("ActiveEnterTimestampMonotonic")) - int(
         host.property("UserspaceTimestampMonotonic", "")
     )
     told(
-        f"down in {down:.1f} s, up in {up:.1f} s; READY {ms(started - ready)} before the kubelet starts, registered "
+        f"down in {down:.1f} s, up in {up:.1f} s; READY {ms(early)} before the kubelet starts, registered "
         f"{ms(registered - began)} after its socket is there; the pod of before has {admitted['ids'][0]} again"
         f" (READY {ready_after / 1e6:.1f} s into the boot)"
     )
+
+
+@pytest.mark.usefixtures("running")
+def test_boot_with_a_driver_that_takes_its_time(host: Host, told: Told) -> None:
+    """Chips that the driver binds to one after another while the system boots: READY, and the kubelet, wait for all."""
+    host.container("systemctl", "enable", "kubelet")
+    host.tell_kubelet(f"admit before {RESOURCE}=2")
+    host.event(0, "admitted", pod="before")
+    host.container.shut_down()
+    host.node.unload_driver()
+    host.node.load_driver(probe=False)
+    said: list[str] = []
+
+    def bind() -> None:
+        for chip in host.node.chips:
+            said.append(host.status_becomes(f"waiting for the driver to make a node for {chip.bdf}", timeout=60))
+            host.node.probe(chip.bdf)
+
+    with ThreadPoolExecutor() as meanwhile:
+        since = time.monotonic()
+        up = host.container.boot(begun=lambda: meanwhile.submit(bind).add_done_callback(lambda done: done.result()))
+    early = seconds_before_kubelet(host)
+    host.event(since, "list", resource=RESOURCE, healthy=4)
+    host.tell_kubelet("readmit before")
+    host.event(since, "admitted", pod="before")
+    told(f"up in {up:.1f} s; STATUS={said[0]!r}, …; READY {ms(early)} before the kubelet starts, which has all devices")
+
+
+def seconds_before_kubelet(host: Host) -> float:
+    """How long before the kubelet's start the daemon was READY."""
+    ready = int(host.property("ActiveEnterTimestampMonotonic")) / 1e6
+    started = int(host.property("ExecMainStartTimestampMonotonic", "kubelet")) / 1e6
+    assert ready <= started, f"READY {ms(ready - started)} after the kubelet's start"
+    return started - ready
 
 
 @pytest.mark.usefixtures("running")

@@ -352,6 +352,49 @@ def test_restarted_container_keeps_its_chip(node: Node) -> None:
     assert node.open_inside(name, path) == "opened"
 
 
+# --- A driver that comes late -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_reboot_with_a_driver_that_takes_its_time(program: Program, version: str) -> None:
+    """The daemon, and so the kubelet, waits for chips that the loading driver has yet to bind to: no pod is lost."""
+    with Node(version, program, static_pods=False) as node:
+        chips = [chip for _ in range(4) for chip in node.cards.add("n300")]
+        node.start_daemon()
+        names = start_device_pods(node)
+        held = node.kubelet.assigned(N300)
+
+        def bind() -> None:
+            for chip in chips:
+                time.sleep(0.5)  # this is what is tried, nothing is waited for
+                node.cards.probe(chip.bdf)
+
+        with ThreadPoolExecutor() as meanwhile:
+
+            def unload() -> None:
+                node.daemon.starting = lambda: meanwhile.submit(bind)
+                node.cards.unload_driver()
+                node.cards.load_driver(probe=False)
+
+            node.reboot(while_off=unload)
+        assert [node.outcome(name) for name in names] == [RUNNING] * len(names)
+        assert node.kubelet.assigned(N300) == held
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_reboot_with_a_driver_that_is_loaded_after_the_kubelet(program: Program, version: str) -> None:
+    """Nobody waits for a driver that is not being loaded. Pods of before are lost then; its devices are there with it."""
+    with Node(version, program, static_pods=False) as node:
+        chips = [chip for _ in range(4) for chip in node.cards.add("n300")]
+        node.start_daemon(interval=0.2)
+        names = start_device_pods(node)
+        node.reboot(while_off=node.cards.unload_driver)
+        assert {node.outcome(name) for name in names} == {REFUSED}
+        node.cards.load_driver()
+        node.kubelet.wait_allocatable(N300, ids(chips))
+        assert node.outcome(node.run({N300: 4})) == RUNNING
+
+
 # --- Reboots ----------------------------------------------------------------------------------------------------------
 
 REBOOTS = 20
