@@ -16,7 +16,7 @@ demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job on a simulated no
 	@$(PY) -m tests.demo --pyz dist/tt-device-plugin.pyz
 
 test: $(VENV)/ready  ## every test that needs no root
-	@$(PYTEST)
+	@$(PYTEST) --numprocesses 2 --dist loadfile
 
 e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 
