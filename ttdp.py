@@ -2427,11 +2427,9 @@ class Fleet:
         known = [] if thorough else [chip.function for chip in self.chips.values() if chip.present]
         seen = scan(settings, known)
         nodes = [f.node_fault for f in seen.functions.values() if f.node_fault and f.bdf not in self.chips]
-        for oddity in (oddities := (*seen.oddities, *nodes)):
-            if oddity not in self.oddities:
-                log.warning("not listed: %s", oddity)
-        self.oddities = oddities
-
+        before, self.oddities = self.oddities, (*seen.oddities, *nodes)
+        for oddity in [oddity for oddity in self.oddities if oddity not in before]:
+            log.warning("not listed: %s", oddity)
         wanted = []
         for bdf, function in seen.functions.items():
             chip = self.chips.get(bdf)
@@ -2464,11 +2462,9 @@ class Fleet:
     def wait_no_longer(self, seconds_under_way: Callable[[str], float]) -> None:
         """Go on without the chips that do not answer: list those that are new, and call it a fault at the deadline."""
         for chip in list(self.chips.values()):
-            seconds = seconds_under_way(chip.bdf)
-            if chip.present and seconds > READ_DEADLINE:
-                self._update(replace(chip, health=blocked(chip.health), listed=True))
-            elif seconds > READ_PATIENCE:
-                self._update(replace(chip, listed=True))
+            if (seconds := seconds_under_way(chip.bdf)) > READ_PATIENCE:
+                late = chip.present and seconds > READ_DEADLINE
+                self._update(replace(chip, listed=True, health=blocked(chip.health) if late else chip.health))
 
     def memory(self) -> dict[str, dict[str, Any]]:
         """What a restart of the daemon must not forget: who the chips are, and which of them are known to be dead."""
@@ -2500,11 +2496,10 @@ class Fleet:
         what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
         if chip.listed and _introduction(chip) != (_introduction(before) if before.listed else ""):
             log.info("%s: %s", what, _introduction(chip))
-        if old.fault != new.fault:
-            if new.fault:
-                log.warning("%s: unhealthy: %s", what, new.reason)
-            else:
-                log.info("%s: healthy again", what)
+        if new.fault and old.fault != new.fault:
+            log.warning("%s: unhealthy: %s", what, new.reason)
+        elif old.fault != new.fault:
+            log.info("%s: healthy again", what)
 
 
 def _introduction(chip: Chip) -> str:
@@ -2552,8 +2547,7 @@ def make_lock_directory(path: str) -> None:
         status = os.lstat(directory)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it is somebody else's", directory)
-    if stat.S_IMODE(status.st_mode) != 0o1777:
-        os.chmod(path, 0o1777)
+    os.chmod(path, 0o1777)
 
 
 BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind to what is on the bus
@@ -2592,7 +2586,7 @@ class Daemon:
         self._settled: set[Offer] | None = None  # what is offered with the kubelet asked; None: it was asked just now
         self._unsettled: set[Offer] = set()  # what is offered, but not yet: the kubelet has to say who holds it
         self._asking: asyncio.Task[None] | None = None
-        self._held: dict[tuple[str, str], str] = {}  # who holds what under another name, which was logged
+        self._held: Mapping[str, str | None] = {}  # who holds what under another name, which was logged
         self._kubelet: SocketIdentity | None = None  # the last one that was asked
         self._polls = 0
         self._stop = asyncio.Event()
@@ -2647,7 +2641,7 @@ class Daemon:
     async def _serve(self) -> int:
         self._read(self.fleet.observe(self.settings))
         while not self._readers.is_settled():
-            await self._news(math.inf)
+            await self._news(None)
         self._kubelet = self._present_kubelet()
         await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
@@ -2685,11 +2679,11 @@ class Daemon:
             await self._news(min(left, 0.5))  # events can be lost, or there are none
             self._read(self.fleet.observe(self.settings))
 
-    async def _news(self, seconds: float) -> None:
+    async def _news(self, seconds: float | None) -> None:
         """Until telemetry has arrived or the kernel has told of something, for so long at most."""
         self._told.clear()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._told.wait(), None if seconds == math.inf else seconds)
+            await asyncio.wait_for(self._told.wait(), seconds)
 
     async def _poll_for_ever(self) -> NoReturn:
         polled, sound = time.monotonic(), True
@@ -2711,10 +2705,8 @@ class Daemon:
         self._polls += 1
         thorough = self._polls % THOROUGH == 0
         self.fleet.observe(self.settings, thorough=thorough)
-        present = [chip for chip in self.fleet.chips.values() if chip.present]
-        self._readers.request(
-            Request(chip.function, None if thorough else chip.telemetry, periodic=True) for chip in present
-        )
+        last = {c.function: None if thorough else c.telemetry for c in self.fleet.chips.values() if c.present}
+        self._readers.request(Request(function, telemetry, periodic=True) for function, telemetry in last.items())
         self._watch.check()
         self._directory_changed((), ())
         held = any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct)
@@ -2726,10 +2718,11 @@ class Daemon:
             self._measured = time.monotonic()
             self._in_background(self._write_metrics(metrics))
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def _in_background(self, work: Coroutine[Any, Any, None], *, to_its_end: bool = False) -> None:
+        """to_its_end: whether the daemon's own end waits for it."""
+        tasks = self._closing if to_its_end else self._background
+        tasks.add(task := asyncio.get_running_loop().create_task(work))
+        task.add_done_callback(tasks.discard)
 
     def _read(self, functions: Iterable[PciFunction]) -> None:
         """Ask these chips for everything, because of an event."""
@@ -2749,9 +2742,7 @@ class Daemon:
             log.info("%s: no device is of this resource any longer", name)
             session = self.sessions.pop(name)
             session.plugin.publish(Resource(name, {}))
-            task = asyncio.get_running_loop().create_task(session.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._in_background(session.close(), to_its_end=True)
         for name, resource in wanted.items():
             if locks := lock_directory(self.settings.sharing, resource):
                 # After a reboot containers start with the old answer: what it names has to be there.
@@ -2811,60 +2802,55 @@ class Daemon:
 
     def _log_holders(self, wanted: Iterable[Resource]) -> None:
         """Who holds what under another name than it has now, when that begins and when it ends."""
-        held = {(r.name, d.identifier): d.held for r in wanted for d in r.distinct if d.held and d.held != ASKING}
-        for (resource, identifier), holder in held.items():
-            if self._held.get((resource, identifier)) != holder:
-                log.warning("%s %s: unhealthy: %s", resource, identifier, holder)
-        for resource, identifier in self._held.keys() - held.keys():
-            log.info("%s %s: nobody holds it under another name any longer", resource, identifier)
-        self._held = held
+        held = {f"{r.name} {d.identifier}": d.held for r in wanted for d in r.distinct if d.held not in (None, ASKING)}
+        before, self._held = self._held, held
+        for what, holder in sorted(held.items() - before.items()):
+            log.warning("%s: unhealthy: %s", what, holder)
+        for what in before.keys() - held.keys():
+            log.info("%s: nobody holds it under another name any longer", what)
 
     async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> ContainerResponses:
+        """What containers with these IDs get, as things stand at this moment. Raises Refusal."""
         result = "refused"
         try:
             await self._asked()
             if self.owners.kubelet_is_young(self.settings.pod_resources_socket):
                 self._ask_kubelet()  # it admits the pods of before first, so by now it names them
                 await self._asked()
-            mounts = await self._existing_mounts()
-            edits = self._edits(plugin.resource, containers, mounts)
-            result = "granted"
-            return edits
+            mounts, resource = await self._existing_mounts(), plugin.resource
+            check_allocation(resource, containers)
+            chosen = [{identifier: resource.devices[identifier] for identifier in ids} for ids in containers]
+            locks = self._ready_to_start(resource, [device for ids in chosen for device in ids.values()])
+            for ids in chosen:
+                self.owners.granted(resource.name, ids, time.monotonic())
+            self.memory.keep(self.fleet.memory(), self.owners.stood_for)
+            path, result = functools.partial(node_path, self.settings), "granted"
+            return [container_edits(ids.values(), self.settings, mounts, locks, path) for ids in chosen]
         finally:
             self._allocations[plugin.resource.name, result] += 1
 
-    def _edits(
-        self, resource: Resource, containers: Sequence[Sequence[str]], mounts: tuple[Mount, ...]
-    ) -> ContainerResponses:
-        """What containers with these IDs get, as things stand at this moment. Raises Refusal."""
-        check_allocation(resource, containers)
-        chosen = [{identifier: resource.devices[identifier] for identifier in container} for container in containers]
-        for device in itertools.chain.from_iterable(ids.values() for ids in chosen):
-            for chip in device.chips:
-                if fault := node_fault_now(chip.function):  # the news of it is under way
-                    reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
-                    raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
+    def _ready_to_start(self, resource: Resource, chosen: Iterable[Device]) -> str | None:
+        """The directory for the locks of these devices, whose nodes are as they should be. Raises Refusal."""
+        for device in chosen:
+            if fault := next(filter(None, (node_fault_now(chip.function) for chip in device.chips)), None):
+                reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)  # the news of it is under way
         if locks := lock_directory(self.settings.sharing, resource):
             try:
                 make_lock_directory(locks)
             except OSError as error:
                 reason = f"no directory for the locks of {resource.name}: {error.filename}: {error.strerror}"
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, reason) from None
-        for ids in chosen:
-            self.owners.granted(resource.name, ids, time.monotonic())
-        self.memory.keep(self.fleet.memory(), self.owners.stood_for)
-        path = functools.partial(node_path, self.settings)
-        return [container_edits(ids.values(), self.settings, mounts, locks, path) for ids in chosen]
+        return locks
 
     async def _existing_mounts(self) -> tuple[Mount, ...]:
         """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
-        if self.settings.mounts is None:
+        if (mounts := self.settings.mounts) is None:
             return tuple(mount for mount in default_mounts(self.settings) if os.path.exists(mount.host))
-        mounts = self.settings.mounts
         found = await asyncio.gather(*(self._host_paths.is_there(mount.host, MOUNT_PATIENCE) for mount in mounts))
-        for mount, there in zip(mounts, found, strict=True):
-            if there is None:
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the host's {mount.host}, a mount, does not answer")
+        if None in found:
+            silent = mounts[found.index(None)].host
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the host's {silent}, a mount, does not answer")
         return tuple(itertools.compress(mounts, found))
 
     # What others get
@@ -2894,8 +2880,8 @@ class Daemon:
         if self._described == made_of and all(file.is_there() for file in self._files.values()):
             return
         self._described, chips = made_of, [chip for chip in self.fleet.chips.values() if chip.listed]
-        with_node = [chip.function for chip in chips if chip.present and not chip.function.node_fault]
         if cdi := self._files.get("cdi"):
+            with_node = [chip.function for chip in chips if chip.present and not chip.function.node_fault]
             cdi.write(cdi_spec(with_node, self.settings, mounts))
         if labels := self._files.get("labels"):
             listed = [session.plugin.resource for session in self.sessions.values()]
@@ -2907,8 +2893,7 @@ class Daemon:
         listed = [(session.plugin.resource, session.state == REGISTERED) for session in self.sessions.values()]
         resource_of = {c.bdf: resource for resource, _ in listed for d in resource.distinct for c in d.chips}
         holders = self.owners.holders(self.fleet.chips, math.inf)  # without those that are just being admitted
-        chips = [chip for chip in self.fleet.chips.values() if chip.listed]
-        families = chip_metrics(chips, resource_of, holders)
+        families = chip_metrics([chip for chip in self.fleet.chips.values() if chip.listed], resource_of, holders)
         return exposition([*families, *plugin_metrics(listed, self._registrations, self._allocations, self._started)])
 
     async def _write_metrics(self, file: OwnFile) -> None:
@@ -2963,8 +2948,7 @@ class Daemon:
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
-        kubelet = self._present_kubelet()
-        if self._serving and kubelet not in (None, self._kubelet):
+        if self._serving and (kubelet := self._present_kubelet()) not in (None, self._kubelet):
             self._kubelet = kubelet
             self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
@@ -3073,13 +3057,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
-    return (
-        list_devices(settings, as_json=options.json) if options.command == "list" else asyncio.run(_run(settings, load))
-    )
+    if options.command == "list":
+        return list_devices(settings, as_json=options.json)
 
+    async def run() -> int:
+        return await Daemon(settings, load, ServiceManager(os.environ), open_uevent_socket, sent_by_kernel).run()
 
-async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
-    return await Daemon(settings, load, ServiceManager(os.environ), open_uevent_socket, sent_by_kernel).run()
+    return asyncio.run(run())
 
 
 class Survey(NamedTuple):
@@ -3092,10 +3076,8 @@ class Survey(NamedTuple):
 
 async def survey(settings: Settings) -> Survey:
     """The node's chips, asked twice, one second apart: a heartbeat that stands still shows only then."""
-    memory = Memory(settings)
+    memory, told, rules = Memory(settings), asyncio.Event(), replace(settings.health, heartbeat_misses=1)
     fleet, owners = Fleet(memory.chips), Owners(memory.stood_for)
-    told = asyncio.Event()
-    rules = replace(settings.health, heartbeat_misses=1)
 
     def arrived(readings: list[Reading]) -> None:
         fleet.learn(readings, rules, time.monotonic())
@@ -3164,16 +3146,15 @@ def _as_text(rows: Sequence[Mapping[str, Any]]) -> str:
         processes = [f"{p['command']}[{p['pid']}]" for p in row["processes"] or () if not (pods and p["of_pod"])]
         return ", ".join([*pods, *processes]) or ("-" if None not in (row["pods"], row["processes"]) else "?")
 
-    named = ["ID"] if any(row["id"] not in (row["bdf"], None) for row in rows) else []
-    lines: list[list[Any]] = [
-        ["N", "ADDRESS", *named, "CARD", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE", "USED BY", "HEALTH"]
-    ]
+    ids = {"ID": "id"} if any(row["id"] not in (row["bdf"], None) for row in rows) else {}
+    keys = {"ADDRESS": "bdf", **ids, "CARD": "card", "SERIAL": "serial", "NUMA": "numa_node", "FIRMWARE": "firmware"}
+    lines: list[list[Any]] = [["N", *keys, "RESOURCE", "USED BY", "HEALTH"]]
     for row in rows:
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
         resource = f"{row['resource'].partition('/')[2]}{shared}" if row["resource"] else None
-        cells = [row[key] for key in ("bdf", *(["id"] if named else ()), "card", "serial", "numa_node", "firmware")]
         health = "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}"
-        lines.append([row["index"] if row["path"] else None, *cells, resource, used_by(row), health])
+        number, known = row["index"] if row["path"] else None, (row[key] for key in keys.values())
+        lines.append([number, *known, resource, used_by(row), health])
     texts = [["-" if cell is None else str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in texts)
@@ -3184,14 +3165,13 @@ Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # a line of `check`: s
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
     """Preflight for a node; returns 1 if anything FAILs."""
-    findings: list[Finding] = []
+    findings: list[Finding] = [("ok", "configuration", "valid")]
+    settings = Settings()
     try:
         settings = load()
-        findings.append(("ok", "configuration", "valid"))
     except ConfigError as error:
         more = "" if config_only else "; the rest is checked with the defaults"
-        findings.append(("FAIL", "configuration", f"{error}{more}"))
-        settings = Settings()
+        findings = [("FAIL", "configuration", f"{error}{more}")]
     if not config_only:
         found = asyncio.run(survey(settings))
         findings += [*_check_driver(settings), *_check_chips(settings, found), *_check_hugepages(settings, found.fleet)]
@@ -3199,7 +3179,7 @@ def check(load: Callable[[], Settings], *, config_only: bool) -> int:
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
         print(f"{level:4}  {subject:{width}}  {text}")
-    return 1 if any(level == "FAIL" for level, _, _ in findings) else 0
+    return int(any(level == "FAIL" for level, _, _ in findings))
 
 
 def _check_driver(settings: Settings) -> Iterator[Finding]:
@@ -3246,12 +3226,11 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         group = _read_quick(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/iommu_group/type")
         return (group or "").startswith("DMA")
 
-    chips = [chip for chip in fleet.chips.values() if chip.present and chip.function.arch == "wormhole"]
-    needy = [chip for chip in chips if not translated(chip.bdf)]
+    wormholes = [chip for chip in fleet.chips.values() if chip.present and chip.function.arch == "wormhole"]
+    needy = [chip for chip in wormholes if not translated(chip.bdf)]
     wanted = sum(8 if chip.board_type == "n300" else 4 for chip in needy)
-    pool = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
-    there = _decimal(_read_quick(f"{pool}/nr_hugepages")) or 0
-    mounts, directory = "", f"{settings.dev_root}/hugepages-1G"
+    pages = _read_quick(f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages")
+    there, mounts, directory = _decimal(pages) or 0, "", f"{settings.dev_root}/hugepages-1G"
     with contextlib.suppress(OSError), open(f"{settings.proc_root}/mounts", errors="replace") as file:
         mounts = file.read()
     if needy and there < wanted:
@@ -3271,11 +3250,8 @@ def _check_sharing(settings: Settings, found: Survey) -> Iterator[Finding]:
         if missing := sorted(names.difference(*map(called, there))):
             yield "warn", "sharing", f"{entry.name}: no device is called {_few(missing)}"
         elif not there:
-            yield (
-                "warn",
-                "sharing",
-                f"no device is a {entry.name}; those that there are: {', '.join(devices) or 'none'}",
-            )
+            known = ", ".join(devices) or "none"
+            yield "warn", "sharing", f"no device is a {entry.name}; those that there are: {known}"
 
 
 def _check_cdi(settings: Settings) -> Iterator[Finding]:
@@ -3283,11 +3259,8 @@ def _check_cdi(settings: Settings) -> Iterator[Finding]:
     if settings.cdi_dir and os.path.exists(file):
         yield "ok", "CDI", f"{file} describes the devices"
     elif by_cdi:
-        yield (
-            "FAIL",
-            "CDI",
-            f"there is no {file}, which containers need by device_list_strategy; is the service running?",
-        )
+        advice = "which containers need by device_list_strategy; is the service running?"
+        yield "FAIL", "CDI", f"there is no {file}, {advice}"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(["containerd", "--version"], capture_output=True, text=True, timeout=5).stdout
         version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", said)
