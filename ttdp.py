@@ -2559,27 +2559,21 @@ THOROUGH = 12  # every so many polls everything is read again, a minute by defau
 Offer = tuple[str, str, str, int]  # a chip's PCI address, and the resource, ID and replicas under which it is offered
 
 
+@dataclass(eq=False)
 class Daemon:
     """Ties it together: kernel events, polls and signals in; device lists, registrations and systemd's view out."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        load: Callable[[], Settings],
-        manager: ServiceManager,
-        uevents: Callable[[], socket.socket],
-        trusted: Callable[[object], bool],
-    ) -> None:
-        """load: reads the configuration again, for SIGHUP. uevents, trusted: where kernel events come from."""
-        self.settings = settings
-        self.memory = Memory(settings)
+    settings: Settings
+    load: Callable[[], Settings]  # reads the configuration again, for SIGHUP
+    manager: ServiceManager
+    open_uevents: Callable[[], socket.socket]  # where kernel events come from
+    trusted: Callable[[object], bool]  # whether such an address is the kernel's
+
+    def __post_init__(self) -> None:
+        self.memory = Memory(self.settings)
         self.fleet = Fleet(self.memory.chips)
         self.owners = Owners(self.memory.stood_for)
         self.sessions: dict[str, KubeletSession] = {}
-        self._load = load
-        self._manager = manager
-        self._open_uevents = uevents
-        self._trusted = trusted
         self._refused = ""  # why the configuration on disk is not the one in force
         self._serving = False  # the first look at every chip is done
         self._published = -1  # the fleet's version that the kubelet knows
@@ -2596,7 +2590,7 @@ class Daemon:
         self._background: set[asyncio.Task[None]] = set()  # what may be dropped at the end
         self._readers = TelemetryReaders(self._telemetry_arrived)
         self._host_paths = HostPaths()
-        self._watch = DirectoryWatch(settings.device_plugin_dir, self._directory_changed)
+        self._watch = DirectoryWatch(self.settings.device_plugin_dir, self._directory_changed)
         self._files: dict[str, OwnFile] = {}  # for others to read, by kind
         self._described: object = None  # what they were made of
         self._measured = -math.inf  # when the metrics were written last
@@ -2615,7 +2609,7 @@ class Daemon:
         self._choose_files()
         kernel = None
         try:
-            kernel = self._open_uevents()
+            kernel = self.open_uevents()
             loop.add_reader(kernel, self._uevents_arrived, kernel)
         except OSError as error:
             log.warning("no kernel events (%s): what changes is seen at the next poll only", error.strerror)
@@ -2626,7 +2620,7 @@ class Daemon:
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             return serving.result() if serving.done() else 0
         finally:
-            self._manager.notify("STOPPING=1")
+            self.manager.notify("STOPPING=1")
             for task in (serving, stop, *self._background):
                 task.cancel()
             if kernel:
@@ -2646,7 +2640,7 @@ class Daemon:
         await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
         self.publish_changes()
-        for listening in self._manager.sockets("metrics"):
+        for listening in self.manager.sockets("metrics"):
             await self._scrapes.start(listening)
         version = driver_version(self.settings)
         await self._until_bound(functions_on_bus(self.settings) if version is not None else [])
@@ -2658,7 +2652,7 @@ class Daemon:
         for session in list(self.sessions.values()):
             await session.tried_to_serve.wait()
         self._show_status()
-        self._manager.notify("READY=1")
+        self.manager.notify("READY=1")
         await self._poll_for_ever()
 
     async def _until_bound(self, on_bus: Collection[str]) -> None:
@@ -2675,7 +2669,7 @@ class Daemon:
             if (left := deadline - time.monotonic()) <= 0:
                 log.warning("%s: no node of the driver's in %g s; ready without it", missing[0], BIND_PATIENCE)
                 return
-            self._manager.status(f"waiting for the driver to make a node for {missing[0]}")
+            self.manager.status(f"waiting for the driver to make a node for {missing[0]}")
             await self._news(min(left, 0.5))  # events can be lost, or there are none
             self._read(self.fleet.observe(self.settings))
 
@@ -2691,14 +2685,14 @@ class Daemon:
             due = polled + self.settings.health.interval - time.monotonic()
             self._rescheduled.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._rescheduled.wait(), max(0, min(due, self._manager.watchdog_pause)))
+                await asyncio.wait_for(self._rescheduled.wait(), max(0, min(due, self.manager.watchdog_pause)))
             if time.monotonic() - polled >= self.settings.health.interval:
                 polled, sound = time.monotonic(), False
                 with surviving("a poll"):
                     self.poll()
                     sound = True
             if sound:  # a loop whose polls fail does not do its work
-                self._manager.alive()
+                self.manager.alive()
 
     def poll(self) -> None:
         """The net under all events, and the only way to see a chip die: that sends none."""
@@ -2904,9 +2898,9 @@ class Daemon:
 
     def reload(self) -> None:
         """SIGHUP: take over what a running daemon can; a bad configuration changes nothing, and is told of."""
-        self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self.manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            loaded = self._load()
+            loaded = self.load()
         except ConfigError as error:
             log.error("configuration is not reloaded, the old one stays: %s", error)
             self._refused = f"the configuration on disk is refused: {error}"
@@ -2926,10 +2920,10 @@ class Daemon:
             self._rescheduled.set()
         if self._serving:
             self._show_status()
-            self._manager.notify("READY=1")
+            self.manager.notify("READY=1")
 
     def _uevents_arrived(self, kernel: socket.socket) -> None:
-        events = list(receive_uevents(kernel, self._trusted))
+        events = list(receive_uevents(kernel, self.trusted))
         if not events:
             return
         log.debug("kernel events: %s", events)
@@ -2964,7 +2958,7 @@ class Daemon:
     def _show_status(self) -> None:
         sessions = self.sessions.values()
         status = status_line([(session.plugin.resource, session.state) for session in sessions])
-        self._manager.status("; ".join(filter(None, [status, self._refused])))
+        self.manager.status("; ".join(filter(None, [status, self._refused])))
 
 
 def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
