@@ -2,6 +2,8 @@
 
 The daemon runs as a process of its own, from source or from the zipapp, on a simulated node; the reference kubelet runs
 in this one. Every step shows what happened, and the first that does not happen ends the demo with exit status 1.
+
+There are two stories: single cards, from the first list to reboots; and whole boards, shared cards, and who else reads.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: i
 import argparse
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import statistics
@@ -25,11 +28,12 @@ from pathlib import Path
 
 from tests.world.kubelet import AdmissionError, Allocation, Event, Kubelet
 from tests.world.node import Chip, SimulatedNode, Ticker
-from tests.world.processes import Broken, Installation, Kernel, Service, run, within, workspace
+from tests.world.processes import Broken, Installation, Kernel, Service, outlet_flags, run, within, workspace
 
 DOMAIN = "tenstorrent.com"
 N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
 RESOURCES = (N150, N300, P300)
+GALAXY, TRAY, PAIR = f"{DOMAIN}/galaxy-wormhole", f"{DOMAIN}/galaxy-wormhole-board", f"{DOMAIN}/p300-board"
 SURVIVORS = ("training", "single")  # pods that the reboots are about
 PODS_COME = 0.8  # seconds after kubelet.sock at which an API server's pods come, measured with the real kubelet
 PATIENCE = 90.0  # seconds for everything
@@ -100,8 +104,8 @@ def expected(what: str) -> Iterator[None]:
         raise Broken(f"{what}: {error}") from None
 
 
-class Demo:
-    """The steps, in the order in which they are shown, and what they share."""
+class Story:
+    """A node with a kubelet and a daemon, and what the steps need."""
 
     def __init__(self, stage: Stage, home: Path, pyz: Path | None) -> None:
         self.stage = stage
@@ -113,6 +117,7 @@ class Demo:
         self.node = SimulatedNode(home / "node")
         self.kernel = Kernel(self.node, self.uevents)
         self.kubelet = Kubelet(self.directory, on_event=self._kubelet_event)
+        self.configuration = home / "daemon.toml"
         self.daemon = self._new_daemon()
 
     def _new_daemon(self) -> Service:
@@ -124,62 +129,26 @@ class Demo:
         self.stage.noise("kubelet", event.line())
 
     async def play(self) -> None:
+        """From the cards on; what the kubelet had to object to is a failure, too."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.kubelet.stop)
-            self.plug_cards()
             stack.enter_context(Ticker(self.node, INTERVAL / 4))
-            await self.list_devices()
-            async with self.daemon:
-                await self.start()
-                await self.register()
-                await self.one_card()
-                await self.one_board()
-                await self.failure()
-                await self.hot_plug()
-                await self.kubelet_restarts()
-                await self.end()
-            await self.reboot()
-            await self.reboot_with_a_late_daemon()
+            await self.steps()
         violations = self.kubelet.violations
         check(not violations, f"the kubelet had to object: {violations[:1]}")
 
-    # ------------------------------------------------------------------------------------------------------- the cards
+    async def steps(self) -> None:
+        raise NotImplementedError
 
-    def plug_cards(self) -> None:
-        for card, numa_node in (("n300", 0), ("p300c", 0), ("n300", 1), ("p300c", 1), ("n150", 1)):
-            self.node.add(card, numa_node=numa_node)
-        self.node.set_hugepages(12)
-
-    async def list_devices(self) -> None:
-        """The program's own table; its paths are shortened by the simulated node's root."""
-        stage = self.stage
-        stage.step("Two n300, two p300c with two chips each, and an n150, on two NUMA nodes")
-        command, environ = self.installation.command(
-            "list", f"--config-file={self._no_configuration()}", *self.node.flags
+    async def list_text(self, *more: str) -> str:
+        """What `list` shows; the daemon's configuration holds for it, too, and the kubelet here answers it."""
+        flags = [f"--config-file={self.configuration}", *self.node.flags, *outlet_flags(self.home), *more]
+        command, environ = self.installation.command("list", *flags)
+        listed = await asyncio.to_thread(
+            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=30
         )
-        listed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
-        text = listed.stdout
         check(listed.returncode == 0, f"list ended with status {listed.returncode}: {listed.stderr}")
-        check(len(text.splitlines()) == 8, f"list shows something else than 7 chips:\n{text}")
-        check("UNHEALTHY" not in text, f"list shows a chip that is not healthy:\n{text}")
-        stage.say(f"      {stage.paint('2', '$ tt-device-plugin list')}")
-        root = str(self.node.root)
-        stage.block(text.replace(root, "").replace("NODE" + " " * len(root), "NODE"))
-
-    def _no_configuration(self) -> Path:
-        path = self.home / "empty.toml"
-        path.touch()
-        return path
-
-    # --------------------------------------------------------------------------------------- the daemon and the kubelet
-
-    async def start(self) -> None:
-        """Up before the kubelet, as at boot."""
-        stage = self.stage
-        stage.step("The daemon starts; there is no kubelet yet")
-        stage.fact("ready after", milliseconds(await self.daemon.ready()))
-        stage.fact("log", *self._log("driver"))
-        await self._show_status("waiting for kubelet")
+        return listed.stdout
 
     async def _show_status(self, words: str) -> None:
         """What `systemctl status` would show, as soon as it says this."""
@@ -195,6 +164,69 @@ class Demo:
         found = [self._short(line) for line in lines if re.search(pattern, line)]
         check(found, f"the daemon's log has no line like {pattern!r}")
         return found
+
+    def _chip(self, bdf: str) -> Chip:
+        return self.node.chip(bdf)
+
+    async def _admit(self, pod: str, request: dict[str, int]) -> Allocation:
+        with expected(f"the pod {pod} is not admitted"):
+            return await self.kubelet.admit(pod, "main", request)
+
+    async def _listed(self, resource: str, condition: Callable[[], object], begin: float) -> float:
+        """Seconds from `begin` until the list that made the condition true."""
+        with expected("the kubelet does not hear of it"):
+            await self.kubelet.wait_for(condition, 15)
+        return self.kubelet.find("list", resource)[-1].at - begin
+
+    async def _kubelet_starts(self) -> float:
+        await self.kubelet.start()
+        return self.kubelet.find("started")[-1].at
+
+
+class Cards(Story):
+    """Single cards: lists, pods, neighbours, faults, hot-plug, restarts, reboots."""
+
+    async def steps(self) -> None:
+        self.plug_cards()
+        await self.list_devices()
+        async with self.daemon:
+            await self.start()
+            await self.register()
+            await self.one_card()
+            await self.one_board()
+            await self.failure()
+            await self.hot_plug()
+            await self.kubelet_restarts()
+            await self.end()
+        await self.reboot()
+        await self.reboot_with_a_late_daemon()
+
+    # ------------------------------------------------------------------------------------------------------- the cards
+
+    def plug_cards(self) -> None:
+        for card, numa_node in (("n300", 0), ("p300c", 0), ("n300", 1), ("p300c", 1), ("n150", 1)):
+            self.node.add(card, numa_node=numa_node)
+        self.node.set_hugepages(12)
+
+    async def list_devices(self) -> None:
+        """The program's own table."""
+        stage = self.stage
+        stage.step("Two n300, two p300c with two chips each, and an n150, on two NUMA nodes")
+        text = await self.list_text()
+        check(len(text.splitlines()) == 8, f"list shows something else than 7 chips:\n{text}")
+        check("UNHEALTHY" not in text, f"list shows a chip that is not healthy:\n{text}")
+        stage.say(f"      {stage.paint('2', '$ tt-device-plugin list')}")
+        stage.block(text)
+
+    # --------------------------------------------------------------------------------------- the daemon and the kubelet
+
+    async def start(self) -> None:
+        """Up before the kubelet, as at boot."""
+        stage = self.stage
+        stage.step("The daemon starts; there is no kubelet yet")
+        stage.fact("ready after", milliseconds(await self.daemon.ready()))
+        stage.fact("log", *self._log("driver"))
+        await self._show_status("waiting for kubelet")
 
     async def register(self) -> None:
         stage = self.stage
@@ -241,13 +273,6 @@ class Demo:
         check(not boards[0] & boards[1], "the pair has a chip of the board that was broken into")
         stage.fact("so", "the pair got the two chips of one board; the board that was broken into has one left")
 
-    def _chip(self, bdf: str) -> Chip:
-        return self.node.chip(bdf)
-
-    async def _admit(self, pod: str, request: dict[str, int]) -> Allocation:
-        with expected(f"the pod {pod} is not admitted"):
-            return await self.kubelet.admit(pod, "main", request)
-
     # ----------------------------------------------------------------------------------------------------- what happens
 
     async def failure(self) -> None:
@@ -288,12 +313,6 @@ class Demo:
         paths = [device.container_path for device in got.devices]
         check(paths == ["/dev/tenstorrent/11"], f"a pod gets {paths}")
         stage.fact("a new pod", f"has {paths[0]}; the device is still called {chip.bdf}")
-
-    async def _listed(self, resource: str, condition: Callable[[], object], begin: float) -> float:
-        """Seconds from `begin` until the list that made the condition true."""
-        with expected("the kubelet does not hear of it"):
-            await self.kubelet.wait_for(condition, 15)
-        return self.kubelet.find("list", resource)[-1].at - begin
 
     async def kubelet_restarts(self) -> None:
         stage, kubelet, number = self.stage, self.kubelet, 10
@@ -367,10 +386,6 @@ class Demo:
             stage.fact("so", "the devices are there again, and nobody has them: a pod that was refused stays refused")
             await daemon.stop()
 
-    async def _kubelet_starts(self) -> float:
-        await self.kubelet.start()
-        return self.kubelet.find("started")[-1].at
-
     async def _until(self, moment: float) -> None:
         await asyncio.sleep(max(0.0, moment - time.monotonic()))
 
@@ -378,13 +393,116 @@ class Demo:
         return max(self.kubelet.find("list", resource, since)[0].at for resource in RESOURCES) - since
 
 
+class Boards(Story):
+    """Devices that are whole boards, or shared; a chip that is held under another name; and what others read."""
+
+    async def steps(self) -> None:
+        for card in ("galaxy-wormhole", "p300c", "n300"):
+            self.node.add(card)
+        for directory in ("cdi", "features.d"):
+            (self.home / directory).mkdir()
+        async with self.daemon:
+            await self.a_tray_of_chips()
+            await self.configured_anew()
+            await self.whole_boards()
+            await self.the_pod_of_before_ends()
+            await self.turns()
+            await self.what_others_read()
+
+    async def a_tray_of_chips(self) -> None:
+        stage = self.stage
+        stage.step("Another node: a Galaxy of 32 chips, a p300c, an n300. A pod asks for 8 chips of the Galaxy")
+        await self.daemon.ready()
+        await self._kubelet_starts()
+        with expected("the daemon does not register"):
+            await self.kubelet.registered(GALAXY, 15)
+        ids = sorted((await self._admit("train", {GALAXY: 8})).ids[GALAXY])
+        trays = {self._chip(bdf).facts.telemetry["tt_serial"] for bdf in ids}
+        check(len(ids) == 8 and len(trays) == 1, f"the chips {ids} are of the trays {trays}")
+        stage.fact("it got", f"{ids[0]} to {ids[-1]}, which are one tray, {trays.pop()}")
+
+    async def configured_anew(self) -> None:
+        """The tray that the pod has is another device now, which nobody else may have."""
+        stage, kubelet = self.stage, self.kubelet
+        stage.step("systemctl reload: devices are whole boards now, and four containers share the n300")
+        shared = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
+        stage.block(f'unit = "board"\n\n{shared}')
+        rest = f'[sharing]\nlock_dir = "{self.home}/locks"\n[health]\ninterval = {INTERVAL}\n'
+        self.configuration.write_text(f'unit = "board"\n{rest}{shared}')
+        since = time.monotonic()
+        self.daemon.send(signal.SIGHUP)
+        names = {TRAY: 4, PAIR: 1, N300: 4}
+        with expected("the boards are not offered"):
+            await kubelet.wait_for(lambda: [len(kubelet.healthy(name)) for name in names] == [3, 1, 4], 15)
+        capacity, allocatable = kubelet.capacity(), kubelet.allocatable()
+        check({name: capacity[name] for name in names} == names, f"capacity is {capacity}, not {names}")
+        stage.say()
+        rows = [["node status", "capacity", "allocatable"]]
+        stage.rows(rows + [[name, str(capacity[name]), str(allocatable[name])] for name in names])
+        stage.fact("because", self._log("held by", since)[-1])
+
+    async def whole_boards(self) -> None:
+        stage = self.stage
+        stage.step("A pod asks for one tray, another one for one p300-board")
+        for pod, resource, chips in (("serve", TRAY, 8), ("pair", PAIR, 2)):
+            got = await self._admit(pod, {resource: 1})
+            check(len(got.devices) == chips, f"{pod} has {len(got.devices)} device nodes")
+            visible = got.envs["TT_VISIBLE_DEVICES"].split(",")
+            stage.fact(pod, f"{chips} nodes, TT_VISIBLE_DEVICES={','.join(visible[:2])}{',…' if chips > 2 else ''}")
+
+    async def the_pod_of_before_ends(self) -> None:
+        stage, kubelet = self.stage, self.kubelet
+        stage.step("The pod from before the reload ends")
+        begin = time.monotonic()
+        kubelet.remove_pod("train")
+        seconds = await self._listed(TRAY, lambda: len(kubelet.healthy(TRAY)) == 4, begin)
+        stage.fact("its tray", f"is offered again after {seconds:.1f} s, as {TRAY}")
+
+    async def turns(self) -> None:
+        stage = self.stage
+        stage.step("Five pods ask for the n300, which four can have")
+        got = [await self._admit(f"notebook-{number}", {N300: 1}) for number in range(1, 5)]
+        nodes = {device.container_path for allocation in got for device in allocation.devices}
+        mounts = {mount.container_path: mount.host_path for allocation in got for mount in allocation.mounts}
+        check(len(nodes) == 1 and "/dev/shm" in mounts, f"they have the nodes {nodes} and the mounts {mounts}")
+        locks = mounts["/dev/shm"].replace(str(self.home), "")
+        stage.fact("four", f"have {nodes.pop()}, and take turns by common locks: {locks} at /dev/shm")
+        try:
+            await self.kubelet.admit("notebook-5", "main", {N300: 1})
+        except AdmissionError as error:
+            stage.fact("the fifth", stage.bad(error.reason))
+        else:
+            raise Broken("five pods have an n300 that four can have")
+
+    async def what_others_read(self) -> None:
+        """Of the list only the columns that matter here: a Galaxy's names make it wide."""
+        stage = self.stage
+        stage.step("What others find: podman and containerd, node-feature-discovery, and whoever is logged in")
+        spec = json.loads((self.home / "cdi" / "tenstorrent.com-device.json").read_text())
+        names = [device["name"] for device in spec["devices"]]
+        check(len(names) == 36, f"the CDI file names {names}")
+        stage.fact("CDI", f"--device {spec['kind']}={names[0]} … {names[-2]}, and {names[-1]}")
+        features = (self.home / "features.d" / "tt-device-plugin").read_text().splitlines()
+        labels = [line for line in features if line.startswith(("tenstorrent.com/p300", "tenstorrent.com/n300"))]
+        check(labels, f"there is no label of the p300 among {features}")
+        stage.fact("labels", *labels)
+        listed = json.loads(await self.list_text("--json"))
+        users = {row["bdf"]: ", ".join(pod["pod"] for pod in row["pods"]) for row in listed if row["pods"]}
+        check(len(users) == 11, f"list --json names pods of {users}")
+        rows = [["list --json", "resource", "pods"]]
+        picked = (row for row in listed if row["card"] != "galaxy-wormhole")
+        stage.say()
+        stage.rows(rows + [[row["bdf"], row["resource"], users[row["bdf"]]] for row in picked])
+
+
 async def demo(pyz: Path | None, verbose: bool) -> int:
     stage, begin = Stage(verbose), time.monotonic()
     what = f"the zipapp {pyz.name}" if pyz else "from source"
     stage.say(stage.paint("1", f"tt-device-plugin, {what}") + " · simulated cards, reference kubelet, no cluster")
     try:
-        with workspace() as home:
-            await within(PATIENCE, "it does not go on", Demo(stage, home, pyz).play())
+        for story in (Cards, Boards):
+            with workspace() as home:
+                await within(PATIENCE, "it does not go on", story(stage, home, pyz).play())
     except Broken as error:
         stage.say(f"\n{stage.bad('FAILED')} in step {stage.steps}: {error}")
         return 1
