@@ -1613,32 +1613,19 @@ class DevicePlugin(rpc.DevicePluginServicer):
 
 KUBELET_SOCKET = "kubelet.sock"
 SOCKET_PREFIX = "tt-"
+DROP_IN = "/usr/share/doc/tt-device-plugin/examples/kubelet-dir.conf"  # lets the unit write to another directory
 REGISTERED = "registered with kubelet"
 REGISTER_TIMEOUT = 10.0  # seconds
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-STABLE = 30.0  # seconds after which a registration counts as one that held
-CLOSE_GRACE = 0.1  # seconds that calls under way have when a server is closed
-
-# What lets the unit write to another directory than the kubelet's usual one.
-DROP_IN = "/usr/share/doc/tt-device-plugin/examples/kubelet-dir.conf"
-
-# Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so it has to
-# have noticed the end of the old stream before it hears of the new one.
-FORGET_PAUSE = 0.05  # seconds
-
-# A kubelet makes its socket's file by bind() and accepts from listen() on, some microseconds later.
-LISTEN_PAUSES = (0.001, 0.002, 0.004, 0.008)  # seconds
-
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", 5000),  # a connection that says nothing is closed; default two minutes
-)
 CHANNEL_OPTIONS = (
     # Subchannels are shared between channels by default, and with them the back-off from a dead kubelet's socket.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
 )
+SocketIdentity = tuple[int, int, int]
+
+_bindings = itertools.count(1)
 
 
 class RegistrationError(Exception):
@@ -1659,14 +1646,13 @@ class KubeletSession:
         self.state = "starting"
         self.tried_to_serve = asyncio.Event()  # or was closed before it could
         self._directory = directory
-        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
         self._changed = changed
         self._server: grpc.aio.Server | None = None
         self._socket = ""  # its path
         self._bound: SocketIdentity | None = None  # its file
-        self._offered = False  # the kubelet has been told of it
-        self._watch = Watch()  # the kubelet's stream
-        self._kubelet: SocketIdentity | None = None  # the kubelet's socket, as it was when the attempt began
+        self._watch: Watch | None = None  # the kubelet's stream; None as long as it has not been told of the socket
+        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
+        self._kubelet: SocketIdentity | None = None  # as it was when the attempt began
         self._pausing = False
         self._disturbed = False  # something foreign happened in the directory during the attempt
         self._task: asyncio.Task[None] | None = None  # the present attempt, and those that come after it without events
@@ -1677,7 +1663,7 @@ class KubeletSession:
         if self._task:
             self._task.cancel()
             self._end(self._task)
-        self._task = asyncio.get_running_loop().create_task(self._attempts())
+        self._task = asyncio.create_task(self._attempts())
 
     def check_sockets(self, *, kubelet_is_new: bool = False, disturbed: bool = False) -> None:
         """Something may have happened in the directory: start anew if it concerns us.
@@ -1697,13 +1683,15 @@ class KubeletSession:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task, *self._ending})
-        if stop := self._unbind(CLOSE_GRACE):
+        if stop := self._unbind(0.1):  # seconds that calls under way have
             await stop
         self.tried_to_serve.set()
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Have the next attempt wait for this."""
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+        return task
 
     async def _attempts(self) -> None:
         while self._ending:
@@ -1711,78 +1699,76 @@ class KubeletSession:
         pause, longest = BACKOFF
         while True:
             self._pausing, self._disturbed, started = False, False, time.monotonic()
-            former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
             with surviving(f"the session of {self.name}"):
                 try:
-                    await self._bind(same_kubelet=self._kubelet == former_kubelet)
+                    await self._bind()
                     self.tried_to_serve.set()
-                    await self._register()
+                    watch = await self._register()
                     while self._ending:  # the former server: the streams that are left are the new one's
                         await asyncio.wait(self._ending)
-                    await self._until_lost()
+                    await _within(watch.opened, "kubelet took the registration but does not watch the devices")
+                    await watch.ended.wait()
+                    self._tell("kubelet no longer watches the devices")
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if self._disturbed or time.monotonic() - started > STABLE:
+            if self._disturbed or time.monotonic() - started > 30:  # seconds: a registration that held
                 pause = BACKOFF[0]
             self._pausing = True
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 
-    async def _bind(self, *, same_kubelet: bool) -> None:
+    async def _bind(self) -> None:
         """Serve on a socket that the kubelet has not been told of yet, unless we do.
 
-        Each registration gets a socket of its own name. Kubelet 1.37 refuses a name that it still has a connection to,
-        and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
+        Each registration gets a socket of its own name, such as "tt-n300.4711-1.sock". Kubelet 1.37 refuses a name that
+        it still has a connection to, and then loses sight of that connection; and gRPC, too, unlinks the path of a
+        server that stops late.
         """
-        if self._bound and not self._offered and socket_identity(self._socket) == self._bound:
+        former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
+        if self._bound and not self._watch and socket_identity(self._socket) == self._bound:
             return
-        was_watched = self._watch.is_open
         stop = self._unbind(None)
-        if stop and was_watched and same_kubelet:
+        if stop and self._watch and self._watch.is_open and self._kubelet == former_kubelet:
+            # Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so
+            # it has to have noticed the end of the old stream before it hears of the new one.
             await asyncio.shield(stop)
-            await asyncio.sleep(FORGET_PAUSE)
+            await asyncio.sleep(0.05)
         if not os.path.isdir(self._directory):
             raise RegistrationError(f"waiting for {self._directory}")
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        # A connection that says nothing is closed; the default is two minutes.
+        server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
         rpc.add_DevicePluginServicer_to_server(self.plugin, server)  # type: ignore[no-untyped-call]
-        self._socket = f"{self._directory}/{new_socket_name(self.name)}"
+        name = self.name.partition("/")[2][:18]  # the path of a socket has 107 bytes at most
+        self._socket = f"{self._directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{next(_bindings) % 100_000}.sock"
         try:
             server.add_insecure_port(f"unix:{self._socket}")
         except RuntimeError:  # gRPC does not pass on what bind() said
             reason = f"cannot serve in {self._directory}; if the unit's sandbox forbids it: {DROP_IN}"
             raise RegistrationError(reason) from None
-        self._server, self._offered, self._bound = server, False, socket_identity(self._socket)
-        start = asyncio.get_running_loop().create_task(server.start())
-        self._end(start)
+        self._server, self._watch, self._bound = server, None, socket_identity(self._socket)
         # An attempt can be dropped here, too; half a start would leave a server that never serves.
-        await asyncio.shield(start)
+        await asyncio.shield(self._end(asyncio.create_task(server.start())))
         if self._bound is None:
             raise RegistrationError(f"{self._socket} has gone while it was made")
 
     def _unbind(self, grace: float | None) -> asyncio.Task[None] | None:
         """Begin to stop the server, which takes some milliseconds; the next attempt comes after that in any case."""
         server, self._server, self._bound = self._server, None, None
-        if server is None:
-            return None
-        stop = asyncio.get_running_loop().create_task(server.stop(grace))
-        self._end(stop)
-        return stop
+        return self._end(asyncio.create_task(server.stop(grace))) if server else None
 
-    async def _register(self) -> None:
+    async def _register(self) -> Watch:
         if self._kubelet is None:
             raise RegistrationError(f"waiting for kubelet ({self._kubelet_socket} is not there)")
-        for pause in LISTEN_PAUSES:
+        for pause in (0.001, 0.002, 0.004, 0.008):  # seconds: bind() makes the file, listen() comes microseconds later
             if listens(self._kubelet_socket):
                 break
             await asyncio.sleep(pause)
         else:
             raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
-        endpoint = os.path.basename(self._socket)
-        request = pb.RegisterRequest(
-            version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS
-        )
-        self._offered, self._watch = True, self.plugin.await_watch()
+        request = pb.RegisterRequest(version="v1beta1", resource_name=self.name, options=PLUGIN_OPTIONS)
+        request.endpoint = os.path.basename(self._socket)
+        self._watch = watch = self.plugin.await_watch()
         async with grpc.aio.insecure_channel(f"unix:{self._kubelet_socket}", options=CHANNEL_OPTIONS) as channel:
             try:
                 kubelet = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
@@ -1794,44 +1780,22 @@ class KubeletSession:
                 raise RegistrationError(f"kubelet refuses: {reason}") from None
         log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.distinct), "device"))
         self._tell(REGISTERED)
-
-    async def _until_lost(self) -> NoReturn:
-        """Ends with a RegistrationError, once the kubelet no longer watches us."""
-        await _within(
-            REGISTER_TIMEOUT, self._watch.opened, "kubelet took the registration but does not watch the devices"
-        )
-        await self._watch.ended.wait()
-        raise RegistrationError("kubelet no longer watches the devices")
+        return watch
 
     def _tell(self, state: str) -> None:
-        """The session's state has become another: worth a log line, but for the good one, which has had its own."""
-        if state == self.state:
-            return
-        self.state = state
-        if state != REGISTERED:
-            level = logging.INFO if state.startswith("waiting") else logging.WARNING
-            log.log(level, "%s: %s", self.name, state)
-        self._changed(self)
-
-
-SocketIdentity = tuple[int, int, int]
-
-_bindings = itertools.count(1)
+        if state != self.state:
+            self.state = state
+            if state != REGISTERED:  # which has had a line of its own
+                log.log(logging.INFO if state.startswith("waiting") else logging.WARNING, "%s: %s", self.name, state)
+            self._changed(self)
 
 
 def socket_identity(path: str) -> SocketIdentity | None:
     """Device, inode and time of making of a socket's file: inode numbers are reused, so two of them do not suffice."""
-    try:
+    with contextlib.suppress(OSError):
         status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def new_socket_name(resource: str) -> str:
-    """File name for a socket of a resource that nobody has used before, such as "tt-n300.4711-1.sock"."""
-    name = resource.partition("/")[2]
-    return f"{SOCKET_PREFIX}{name[:18]}.{os.getpid()}-{next(_bindings) % 100_000}.sock"
+        return status.st_dev, status.st_ino, status.st_mtime_ns
+    return None
 
 
 def remove_dead_sockets(directory: str) -> None:
@@ -1849,14 +1813,14 @@ def listens(path: str) -> bool:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many have connected that the queue is full
 
 
-async def _within(seconds: float, event: asyncio.Event, otherwise: str) -> None:
+async def _within(event: asyncio.Event, otherwise: str) -> None:
     """Wait for an event. Not by wait_for(): before Python 3.12 that can swallow a cancellation which comes with it."""
-    waiting = asyncio.get_running_loop().create_task(event.wait())
+    waiting = asyncio.create_task(event.wait())
     try:
-        done, _ = await asyncio.wait({waiting}, timeout=seconds)
+        await asyncio.wait({waiting}, timeout=REGISTER_TIMEOUT)
     finally:
         waiting.cancel()
-    if not done:
+    if not event.is_set():
         raise RegistrationError(otherwise)
 
 
