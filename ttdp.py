@@ -1877,10 +1877,8 @@ class Owners:
         identifier = without_replica(holder.identifier)
         if known := self.stood_for.get(holder.resource, {}).get(identifier):
             return known
-        boards = (chip for chip in chips.values() if chip.board_chips > 1 and board_name(chip) == identifier)
-        return [chip.bdf for chip in boards] or [
-            chip.bdf for chip in chips.values() if identifier in (chip.bdf, asic_name(chip))
-        ]
+        board = [bdf for bdf, chip in chips.items() if chip.board_chips > 1 and board_name(chip) == identifier]
+        return board or [bdf for bdf, chip in chips.items() if identifier in (bdf, asic_name(chip))]
 
     def kubelet_is_young(self, kubelet: str) -> bool:
         """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
@@ -1913,8 +1911,7 @@ class Owners:
             for devices in container.devices
             for identifier in devices.device_ids
         ]
-        young = self.kubelet_is_young(kubelet)
-        self._of_before = [holder for holder in self._of_before if young and holder not in self._listed]
+        self._of_before = [h for h in self._of_before if h not in self._listed and self.kubelet_is_young(kubelet)]
         named = {(holder.resource, holder.identifier) for holder in self._listed}
         self._granted = {h: at for h, at in self._granted.items() if (h.resource, h.identifier) not in named}
         return None
@@ -1923,7 +1920,6 @@ class Owners:
 # ==== KERNEL EVENTS: what changes among devices (netlink) and in the kubelet's directory (inotify) ====================
 
 NETLINK_KOBJECT_UEVENT = 15
-UEVENT_GROUP_KERNEL = 1  # udevd's own messages go to group 2
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -1937,7 +1933,7 @@ class Uevent(NamedTuple):
 def open_uevent_socket() -> socket.socket:
     """A socket that gets the kernel's uevents; raises OSError where that is not allowed."""
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, NETLINK_KOBJECT_UEVENT)
-    kernel.bind((0, UEVENT_GROUP_KERNEL))
+    kernel.bind((0, 1))  # to the kernel's group; udevd's own messages go to group 2
     return kernel
 
 
@@ -1951,11 +1947,11 @@ def parse_uevent(message: bytes) -> Uevent | None:
     if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
     variables = dict(part.split("=", 1) for part in message.decode("utf-8", "replace").split("\0") if "=" in part)
-    name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-    subsystem = variables.get("SUBSYSTEM")
-    if subsystem != "tenstorrent" and not (subsystem == "pci" and OUR_PCI_ID in message):
-        return None
-    return Uevent(variables.get("ACTION", ""), int(name[1]) if name and subsystem == "tenstorrent" else None)
+    action, subsystem = variables.get("ACTION", ""), variables.get("SUBSYSTEM")
+    if subsystem == "tenstorrent":
+        name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
+        return Uevent(action, int(name[1]) if name else None)
+    return Uevent(action, None) if subsystem == "pci" and OUR_PCI_ID in message else None
 
 
 def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) -> Iterator[Uevent | None]:
@@ -1993,8 +1989,7 @@ class DirectoryWatch:
         """
         self._path = path
         self._happened = happened
-        self._descriptor = -1
-        self._watch = -1
+        self._descriptor = self._watch = -1
         self._watched: tuple[str, tuple[int, int] | None] = ("", None)  # the path, and device and inode of what it was
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -2012,32 +2007,28 @@ class DirectoryWatch:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        if self._descriptor < 0:
-            return
-        watched = path, identity = self._watched
-        if path != self._path or _directory_identity(path) != identity:
+        if self._descriptor >= 0 and self._nearest() != self._watched:
             self._arm()
-            if self._watched != watched:
-                self._happened({""}, ())
+            self._happened({""}, ())
 
-    def _arm(self) -> None:
-        """Watch the directory or, while there is none, its nearest ancestor."""
-        if self._watch >= 0:
-            _libc.inotify_rm_watch(self._descriptor, self._watch)
-        path = ""
-        # Until nothing has come into being between the look and the watch.
-        while path != (path := self._nearest()):
-            self._watched = (path, _directory_identity(path))
-            self._watch = _libc.inotify_add_watch(self._descriptor, os.fsencode(path), ctypes.c_uint32(self.MASK))
-        if self._watch < 0:
-            reason = os.strerror(ctypes.get_errno())
-            log.warning("cannot watch %s (%s): a kubelet is seen at the next poll only", path, reason)
-
-    def _nearest(self) -> str:
+    def _nearest(self) -> tuple[str, tuple[int, int] | None]:
+        """The directory or, while there is none, its nearest ancestor; with device and inode."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
-        return path
+        identity = socket_identity(path)
+        return path, identity and identity[:2]
+
+    def _arm(self) -> None:
+        """Watch what is the nearest now."""
+        self._watched = ("", None)
+        while self._watched != (nearest := self._nearest()):  # something can come into being before it is watched
+            self._watched, path = nearest, nearest[0]
+            _libc.inotify_rm_watch(self._descriptor, self._watch)  # refused if there is none
+            self._watch = _libc.inotify_add_watch(self._descriptor, os.fsencode(path), ctypes.c_uint32(self.MASK))
+        if self._watch < 0:
+            reason = os.strerror(ctypes.get_errno())
+            log.warning("cannot watch %s (%s): a kubelet is seen at the next poll only", self._watched[0], reason)
 
     def _readable(self) -> None:
         buffer = os.read(self._descriptor, 65536)
@@ -2052,14 +2043,9 @@ class DirectoryWatch:
                     new.add(name)
         if names and (self._watched[0] != self._path or "" in names):
             self._arm()
-            self._happened({""}, ())
-        elif names:
+            names, new = {""}, set()
+        if names:
             self._happened(names, new)
-
-
-def _directory_identity(path: str) -> tuple[int, int] | None:
-    identity = socket_identity(path)
-    return identity and identity[:2]
 
 
 # ==== OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data =======================
