@@ -2054,10 +2054,8 @@ READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for th
 
 
 class Request(NamedTuple):
-    """A chip to be read, and what it said last, None to have everything read."""
-
-    function: PciFunction
-    last: Telemetry | None
+    function: PciFunction  # of a chip to be read
+    last: Telemetry | None  # what it said last; None to have everything read
     periodic: bool  # it belongs to a poll, not to an event
 
 
@@ -2065,6 +2063,9 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     periodic: bool
+
+
+Read = Callable[[PciFunction, "Telemetry | None"], Telemetry]
 
 
 class TelemetryReaders:
@@ -2075,11 +2076,7 @@ class TelemetryReaders:
     their work: there is none between two polls.
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[list[Reading]], None],
-        read: Callable[[PciFunction, Telemetry | None], Telemetry] = read_telemetry,
-    ) -> None:
+    def __init__(self, deliver: Callable[[list[Reading]], None], read: Read = read_telemetry) -> None:
         """deliver: called on the loop with what was read, possibly nothing, whenever there is something to see."""
         self._deliver = deliver
         self._read = read
@@ -2106,8 +2103,8 @@ class TelemetryReaders:
 
     def seconds_under_way(self, bdf: str) -> float:
         """How long the read of a chip has been under way; 0 if there is none."""
-        since = self._since.get(bdf)
-        return 0.0 if since is None else time.monotonic() - since
+        now = time.monotonic()
+        return now - self._since.get(bdf, now)
 
     def is_settled(self) -> bool:
         """Whether every chip that was asked for has answered, or has taken longer than READ_PATIENCE."""
@@ -2116,6 +2113,9 @@ class TelemetryReaders:
     def _ask(self, request: Request) -> None:
         self._asked[request.function.bdf] = request
         self._waiting.put(request)
+
+    def _collect(self) -> None:
+        self._deliver(self._attend())
 
     def _attend(self) -> list[Reading]:
         """Take in what was read; let a thread go on with what waits, unless one is at work that gets on."""
@@ -2128,32 +2128,19 @@ class TelemetryReaders:
             if again := self._again.pop(bdf, None):
                 self._ask(again)
         now, waiting = time.monotonic(), self._waiting.qsize()
-        under_way = list(self._asked)[: len(self._asked) - waiting]
-        for bdf in under_way:
-            self._since.setdefault(bdf, now)
-        ages = [now - self._since[bdf] for bdf in under_way]
+        ages = [now - self._since.setdefault(bdf, now) for bdf in list(self._asked)[: len(self._asked) - waiting]]
         if waiting and all(age >= READ_PATIENCE for age in ages):
             self._start_thread()
-        self._set_timer(ages, waiting)
-        return readings
-
-    def _set_timer(self, ages: Sequence[float], waiting: int) -> None:
-        """Look again when a read under way has used up its patience, or its deadline."""
+        # Look again when a read under way has used up its patience, or its deadline.
+        waits = [(READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age for age in ages if age < READ_DEADLINE]
+        wait = min([*waits, READ_PATIENCE] if waiting else waits, default=math.inf)
         if self._timer:
             self._timer.cancel()
-            self._timer = None
-        waits = [(READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age for age in ages if age < READ_DEADLINE]
-        if waiting:
-            waits.append(READ_PATIENCE)
-        if waits:
-            self._timer = self._loop.call_later(min(waits) + 0.002, self._collect)
-
-    def _collect(self) -> None:
-        self._deliver(self._attend())
+        self._timer = self._loop.call_later(wait + 0.002, self._collect) if wait < math.inf else None
+        return readings
 
     def _start_thread(self) -> None:
-        # A daemon thread: a read that cannot be interrupted must not keep the process from exiting.
-        try:
+        try:  # a daemon thread: a read that cannot be interrupted must not keep the process from exiting
             threading.Thread(target=self._work, name="telemetry", daemon=True).start()
             self._no_thread = False
         except RuntimeError as error:
@@ -2178,29 +2165,26 @@ class HostPaths:
     """Whether paths of the host are there. On a dead network file system nobody ever learns that."""
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._asked: dict[str, asyncio.Future[bool]] = {}  # whose threads have not answered: one for each path at most
 
     async def is_there(self, path: str, seconds: float) -> bool | None:
         """None: there is no answer within these seconds."""
         if path not in self._asked:
-            loop = asyncio.get_running_loop()
             try:
-                threading.Thread(target=self._work, args=(loop, path), name=path, daemon=True).start()
+                threading.Thread(target=self._look, args=(path,), name=path, daemon=True).start()
             except RuntimeError:
                 return None
-            self._asked[path] = loop.create_future()
-        asked = self._asked[path]
-        await asyncio.wait({asked}, timeout=seconds)
-        return asked.result() if asked.done() else None
+            self._asked[path] = self._loop.create_future()
+        answer = self._asked[path]
+        await asyncio.wait({answer}, timeout=seconds)
+        return answer.result() if answer.done() else None
 
-    def _work(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
+    def _look(self, path: str) -> None:
         """Runs on a thread."""
         there = os.path.exists(path)
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._answered, path, there)
-
-    def _answered(self, path: str, there: bool) -> None:
-        self._asked.pop(path).set_result(there)
+        with contextlib.suppress(RuntimeError):  # as above
+            self._loop.call_soon_threadsafe(lambda: self._asked.pop(path).set_result(there))
 
 
 # ==== SYSTEMD: readiness, status and watchdog, and log lines with a priority ==========================================
