@@ -2211,10 +2211,9 @@ class ServiceManager:
 
     def sockets(self, name: str) -> list[socket.socket]:
         """The listening sockets of this name that it has handed in (sd_listen_fds(3))."""
-        count = _decimal(self._environ.get("LISTEN_FDS")) or 0
-        if not count or self._environ.get("LISTEN_PID") != str(os.getpid()):
+        if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
-        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
+        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[: _decimal(self._environ.get("LISTEN_FDS")) or 0]
         return [socket.socket(fileno=3 + number) for number, given in enumerate(names) if given == name]
 
     def alive(self) -> None:
@@ -2247,10 +2246,8 @@ def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_without_traceback_of_garbage)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s" if timestamps else None))
-    with contextlib.suppress(
-        OSError
-    ):  # is stderr the journal's own stream, and not redirected since (systemd.exec(5))?
-        status = os.fstat(2)
+    with contextlib.suppress(OSError):
+        status = os.fstat(2)  # the journal's own stream, unless it was redirected since (systemd.exec(5))?
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2313,10 +2310,9 @@ class MetricsServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open += 1
         try:
-            if self.open <= self.MOST:
-                await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
-        except (asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line that is too long
-            pass
+            with contextlib.suppress(asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line that is too long
+                if self.open <= self.MOST:
+                    await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
         finally:
             self.open -= 1
             writer.transport.abort()
