@@ -1620,7 +1620,6 @@ BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
 CHANNEL_OPTIONS = (
     # Subchannels are shared between channels by default, and with them the back-off from a dead kubelet's socket.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
 )
 SocketIdentity = tuple[int, int, int]
@@ -1665,11 +1664,10 @@ class KubeletSession:
             self._end(self._task)
         self._task = asyncio.create_task(self._attempts())
 
-    def check_sockets(self, *, kubelet_is_new: bool = False, disturbed: bool = False) -> None:
-        """Something may have happened in the directory: start anew if it concerns us.
+    def check_sockets(self, *, kubelet_is_new: bool, disturbed: bool) -> None:
+        """Start anew if what may have happened in the directory concerns us.
 
-        kubelet_is_new: a kubelet.sock was made, even if it looks like the last one. disturbed: something else happened
-        there, which is no reason to give up an attempt, but one to end a pause between two.
+        kubelet_is_new: even if it looks like the last one. disturbed: by something that ends a pause, but no attempt.
         """
         moved = socket_identity(self._kubelet_socket) != self._kubelet
         removed = self._bound is not None and socket_identity(self._socket) != self._bound
@@ -1721,9 +1719,8 @@ class KubeletSession:
     async def _bind(self) -> None:
         """Serve on a socket that the kubelet has not been told of yet, unless we do.
 
-        Each registration gets a socket of its own name, such as "tt-n300.4711-1.sock". Kubelet 1.37 refuses a name that
-        it still has a connection to, and then loses sight of that connection; and gRPC, too, unlinks the path of a
-        server that stops late.
+        Its name, such as "tt-n300.4711-1.sock", is a new one: kubelet 1.37 refuses one that it still has a connection
+        to, and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
         """
         former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
         if self._bound and not self._watch and socket_identity(self._socket) == self._bound:
@@ -1973,9 +1970,9 @@ def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) ->
 class DirectoryWatch:
     """Tells what happens in a directory, from before it exists until after it is gone, and again.
 
-    While it is missing, the nearest ancestor that there is is watched. `check()` finds what no event tells of: that the
-    path leads somewhere else now (a mount, a renamed ancestor). Where there is no inotify to be had (128 instances per
-    user are often used up), it tells nothing, and says so.
+    While it is missing, its nearest ancestor is watched. `check()` finds what no event tells of: that the path leads
+    somewhere else now (a mount, a renamed ancestor). Without inotify (a user's 128 instances are often used up) it
+    tells nothing, and says so.
     """
 
     MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF = 0x40, 0x80, 0x100, 0x200, 0x400, 0x800
@@ -2052,6 +2049,8 @@ class DirectoryWatch:
 
 READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
 
+Read = Callable[[PciFunction, "Telemetry | None"], Telemetry]
+
 
 class Request(NamedTuple):
     function: PciFunction  # of a chip to be read
@@ -2063,9 +2062,6 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     periodic: bool
-
-
-Read = Callable[[PciFunction, "Telemetry | None"], Telemetry]
 
 
 class TelemetryReaders:
