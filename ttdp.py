@@ -1971,8 +1971,7 @@ class DirectoryWatch:
     """Tells what happens in a directory, from before it exists until after it is gone, and again.
 
     While it is missing, its nearest ancestor is watched. `check()` finds what no event tells of: that the path leads
-    somewhere else now (a mount, a renamed ancestor). Without inotify (a user's 128 instances are often used up) it
-    tells nothing, and says so.
+    elsewhere now (a mount, a renamed ancestor). Without inotify (a user's 128 instances are soon used up) it is silent.
     """
 
     MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF = 0x40, 0x80, 0x100, 0x200, 0x400, 0x800
@@ -1980,10 +1979,7 @@ class DirectoryWatch:
     MASK = MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | ONLYDIR
 
     def __init__(self, path: str, happened: Callable[[Collection[str], Collection[str]], None]) -> None:
-        """happened: called with the names that something happened to, and with those of them that are new.
-
-        Names are file names within the directory; "" stands for the directory itself, and for lost events.
-        """
+        """happened: gets the names that something happened to, "" for itself or lost events, and which are new."""
         self._path = path
         self._happened = happened
         self._descriptor = self._watch = -1
@@ -2067,9 +2063,8 @@ class Reading(NamedTuple):
 class TelemetryReaders:
     """Reads chips one after another on a thread; a chip that blocks keeps its thread, and another one goes on.
 
-    Two queues are all that loop and threads have in common: requests go in, in order, and readings come out. A chip has
-    at most one read under way, so there is at most one thread more than there are chips that block. Threads end with
-    their work: there is none between two polls.
+    Two queues, of requests and of readings, are all that loop and threads share. A chip has at most one read under way,
+    so there is at most one thread more than there are chips that block. Threads end with their work.
     """
 
     def __init__(self, deliver: Callable[[list[Reading]], None], read: Read = read_telemetry) -> None:
@@ -2265,10 +2260,7 @@ class OwnFile:
         return self._text is None or os.path.exists(self.path)
 
     def write(self, text: str | None, *, again: bool = False) -> None:
-        """Nobody ever sees half of it, everybody may read it; None: there shall be no file.
-
-        Where its directory is not there nobody wants it. What fails is logged once, and tried again the next time.
-        """
+        """All of it at once, readable for everybody; None: no file. What fails is logged once, and tried again."""
         if text == self._text and text is not None and not again and self.is_there():
             return
         new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
@@ -2281,7 +2273,7 @@ class OwnFile:
                     os.fchmod(file.fileno(), 0o644)
                 os.replace(new, self.path)
             self._text, self._failed = text, False
-        except FileNotFoundError:
+        except FileNotFoundError:  # where its directory is not there nobody wants it
             self._text = None
         except OSError as error:
             with contextlib.suppress(OSError):
