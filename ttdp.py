@@ -1613,32 +1613,18 @@ class DevicePlugin(rpc.DevicePluginServicer):
 
 KUBELET_SOCKET = "kubelet.sock"
 SOCKET_PREFIX = "tt-"
+DROP_IN = "/usr/share/doc/tt-device-plugin/examples/kubelet-dir.conf"  # lets the unit write to another directory
 REGISTERED = "registered with kubelet"
 REGISTER_TIMEOUT = 10.0  # seconds
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-STABLE = 30.0  # seconds after which a registration counts as one that held
-CLOSE_GRACE = 0.1  # seconds that calls under way have when a server is closed
-
-# What lets the unit write to another directory than the kubelet's usual one.
-DROP_IN = "/usr/share/doc/tt-device-plugin/examples/kubelet-dir.conf"
-
-# Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so it has to
-# have noticed the end of the old stream before it hears of the new one.
-FORGET_PAUSE = 0.05  # seconds
-
-# A kubelet makes its socket's file by bind() and accepts from listen() on, some microseconds later.
-LISTEN_PAUSES = (0.001, 0.002, 0.004, 0.008)  # seconds
-
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", 5000),  # a connection that says nothing is closed; default two minutes
-)
 CHANNEL_OPTIONS = (
     # Subchannels are shared between channels by default, and with them the back-off from a dead kubelet's socket.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
 )
+SocketIdentity = tuple[int, int, int]
+
+_bindings = itertools.count(1)
 
 
 class RegistrationError(Exception):
@@ -1659,14 +1645,13 @@ class KubeletSession:
         self.state = "starting"
         self.tried_to_serve = asyncio.Event()  # or was closed before it could
         self._directory = directory
-        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
         self._changed = changed
         self._server: grpc.aio.Server | None = None
         self._socket = ""  # its path
         self._bound: SocketIdentity | None = None  # its file
-        self._offered = False  # the kubelet has been told of it
-        self._watch = Watch()  # the kubelet's stream
-        self._kubelet: SocketIdentity | None = None  # the kubelet's socket, as it was when the attempt began
+        self._watch: Watch | None = None  # the kubelet's stream; None as long as it has not been told of the socket
+        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
+        self._kubelet: SocketIdentity | None = None  # as it was when the attempt began
         self._pausing = False
         self._disturbed = False  # something foreign happened in the directory during the attempt
         self._task: asyncio.Task[None] | None = None  # the present attempt, and those that come after it without events
@@ -1677,13 +1662,12 @@ class KubeletSession:
         if self._task:
             self._task.cancel()
             self._end(self._task)
-        self._task = asyncio.get_running_loop().create_task(self._attempts())
+        self._task = asyncio.create_task(self._attempts())
 
-    def check_sockets(self, *, kubelet_is_new: bool = False, disturbed: bool = False) -> None:
-        """Something may have happened in the directory: start anew if it concerns us.
+    def check_sockets(self, *, kubelet_is_new: bool, disturbed: bool) -> None:
+        """Start anew if what may have happened in the directory concerns us.
 
-        kubelet_is_new: a kubelet.sock was made, even if it looks like the last one. disturbed: something else happened
-        there, which is no reason to give up an attempt, but one to end a pause between two.
+        kubelet_is_new: even if it looks like the last one. disturbed: by something that ends a pause, but no attempt.
         """
         moved = socket_identity(self._kubelet_socket) != self._kubelet
         removed = self._bound is not None and socket_identity(self._socket) != self._bound
@@ -1697,13 +1681,15 @@ class KubeletSession:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task, *self._ending})
-        if stop := self._unbind(CLOSE_GRACE):
+        if stop := self._unbind(0.1):  # seconds that calls under way have
             await stop
         self.tried_to_serve.set()
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Have the next attempt wait for this."""
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+        return task
 
     async def _attempts(self) -> None:
         while self._ending:
@@ -1711,78 +1697,75 @@ class KubeletSession:
         pause, longest = BACKOFF
         while True:
             self._pausing, self._disturbed, started = False, False, time.monotonic()
-            former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
             with surviving(f"the session of {self.name}"):
                 try:
-                    await self._bind(same_kubelet=self._kubelet == former_kubelet)
+                    await self._bind()
                     self.tried_to_serve.set()
-                    await self._register()
+                    watch = await self._register()
                     while self._ending:  # the former server: the streams that are left are the new one's
                         await asyncio.wait(self._ending)
-                    await self._until_lost()
+                    await _within(watch.opened, "kubelet took the registration but does not watch the devices")
+                    await watch.ended.wait()
+                    self._tell("kubelet no longer watches the devices")
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if self._disturbed or time.monotonic() - started > STABLE:
+            if self._disturbed or time.monotonic() - started > 30:  # seconds: a registration that held
                 pause = BACKOFF[0]
             self._pausing = True
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 
-    async def _bind(self, *, same_kubelet: bool) -> None:
+    async def _bind(self) -> None:
         """Serve on a socket that the kubelet has not been told of yet, unless we do.
 
-        Each registration gets a socket of its own name. Kubelet 1.37 refuses a name that it still has a connection to,
-        and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
+        Its name, such as "tt-n300.4711-1.sock", is a new one: kubelet 1.37 refuses one that it still has a connection
+        to, and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
         """
-        if self._bound and not self._offered and socket_identity(self._socket) == self._bound:
+        former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
+        if self._bound and not self._watch and socket_identity(self._socket) == self._bound:
             return
-        was_watched = self._watch.is_open
         stop = self._unbind(None)
-        if stop and was_watched and same_kubelet:
+        if stop and self._watch and self._watch.is_open and self._kubelet == former_kubelet:
+            # Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so
+            # it has to have noticed the end of the old stream before it hears of the new one.
             await asyncio.shield(stop)
-            await asyncio.sleep(FORGET_PAUSE)
+            await asyncio.sleep(0.05)
         if not os.path.isdir(self._directory):
             raise RegistrationError(f"waiting for {self._directory}")
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        # A connection that says nothing is closed; the default is two minutes.
+        server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
         rpc.add_DevicePluginServicer_to_server(self.plugin, server)  # type: ignore[no-untyped-call]
-        self._socket = f"{self._directory}/{new_socket_name(self.name)}"
+        name = self.name.partition("/")[2][:18]  # the path of a socket has 107 bytes at most
+        self._socket = f"{self._directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{next(_bindings) % 100_000}.sock"
         try:
             server.add_insecure_port(f"unix:{self._socket}")
         except RuntimeError:  # gRPC does not pass on what bind() said
             reason = f"cannot serve in {self._directory}; if the unit's sandbox forbids it: {DROP_IN}"
             raise RegistrationError(reason) from None
-        self._server, self._offered, self._bound = server, False, socket_identity(self._socket)
-        start = asyncio.get_running_loop().create_task(server.start())
-        self._end(start)
+        self._server, self._watch, self._bound = server, None, socket_identity(self._socket)
         # An attempt can be dropped here, too; half a start would leave a server that never serves.
-        await asyncio.shield(start)
+        await asyncio.shield(self._end(asyncio.create_task(server.start())))
         if self._bound is None:
             raise RegistrationError(f"{self._socket} has gone while it was made")
 
     def _unbind(self, grace: float | None) -> asyncio.Task[None] | None:
         """Begin to stop the server, which takes some milliseconds; the next attempt comes after that in any case."""
         server, self._server, self._bound = self._server, None, None
-        if server is None:
-            return None
-        stop = asyncio.get_running_loop().create_task(server.stop(grace))
-        self._end(stop)
-        return stop
+        return self._end(asyncio.create_task(server.stop(grace))) if server else None
 
-    async def _register(self) -> None:
+    async def _register(self) -> Watch:
         if self._kubelet is None:
             raise RegistrationError(f"waiting for kubelet ({self._kubelet_socket} is not there)")
-        for pause in LISTEN_PAUSES:
+        for pause in (0.001, 0.002, 0.004, 0.008):  # seconds: bind() makes the file, listen() comes microseconds later
             if listens(self._kubelet_socket):
                 break
             await asyncio.sleep(pause)
         else:
             raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
-        endpoint = os.path.basename(self._socket)
-        request = pb.RegisterRequest(
-            version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS
-        )
-        self._offered, self._watch = True, self.plugin.await_watch()
+        request = pb.RegisterRequest(version="v1beta1", resource_name=self.name, options=PLUGIN_OPTIONS)
+        request.endpoint = os.path.basename(self._socket)
+        self._watch = watch = self.plugin.await_watch()
         async with grpc.aio.insecure_channel(f"unix:{self._kubelet_socket}", options=CHANNEL_OPTIONS) as channel:
             try:
                 kubelet = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
@@ -1794,44 +1777,22 @@ class KubeletSession:
                 raise RegistrationError(f"kubelet refuses: {reason}") from None
         log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.distinct), "device"))
         self._tell(REGISTERED)
-
-    async def _until_lost(self) -> NoReturn:
-        """Ends with a RegistrationError, once the kubelet no longer watches us."""
-        await _within(
-            REGISTER_TIMEOUT, self._watch.opened, "kubelet took the registration but does not watch the devices"
-        )
-        await self._watch.ended.wait()
-        raise RegistrationError("kubelet no longer watches the devices")
+        return watch
 
     def _tell(self, state: str) -> None:
-        """The session's state has become another: worth a log line, but for the good one, which has had its own."""
-        if state == self.state:
-            return
-        self.state = state
-        if state != REGISTERED:
-            level = logging.INFO if state.startswith("waiting") else logging.WARNING
-            log.log(level, "%s: %s", self.name, state)
-        self._changed(self)
-
-
-SocketIdentity = tuple[int, int, int]
-
-_bindings = itertools.count(1)
+        if state != self.state:
+            self.state = state
+            if state != REGISTERED:  # which has had a line of its own
+                log.log(logging.INFO if state.startswith("waiting") else logging.WARNING, "%s: %s", self.name, state)
+            self._changed(self)
 
 
 def socket_identity(path: str) -> SocketIdentity | None:
     """Device, inode and time of making of a socket's file: inode numbers are reused, so two of them do not suffice."""
-    try:
+    with contextlib.suppress(OSError):
         status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def new_socket_name(resource: str) -> str:
-    """File name for a socket of a resource that nobody has used before, such as "tt-n300.4711-1.sock"."""
-    name = resource.partition("/")[2]
-    return f"{SOCKET_PREFIX}{name[:18]}.{os.getpid()}-{next(_bindings) % 100_000}.sock"
+        return status.st_dev, status.st_ino, status.st_mtime_ns
+    return None
 
 
 def remove_dead_sockets(directory: str) -> None:
@@ -1849,14 +1810,14 @@ def listens(path: str) -> bool:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many have connected that the queue is full
 
 
-async def _within(seconds: float, event: asyncio.Event, otherwise: str) -> None:
+async def _within(event: asyncio.Event, otherwise: str) -> None:
     """Wait for an event. Not by wait_for(): before Python 3.12 that can swallow a cancellation which comes with it."""
-    waiting = asyncio.get_running_loop().create_task(event.wait())
+    waiting = asyncio.create_task(event.wait())
     try:
-        done, _ = await asyncio.wait({waiting}, timeout=seconds)
+        await asyncio.wait({waiting}, timeout=REGISTER_TIMEOUT)
     finally:
         waiting.cancel()
-    if not done:
+    if not event.is_set():
         raise RegistrationError(otherwise)
 
 
@@ -1913,10 +1874,8 @@ class Owners:
         identifier = without_replica(holder.identifier)
         if known := self.stood_for.get(holder.resource, {}).get(identifier):
             return known
-        boards = (chip for chip in chips.values() if chip.board_chips > 1 and board_name(chip) == identifier)
-        return [chip.bdf for chip in boards] or [
-            chip.bdf for chip in chips.values() if identifier in (chip.bdf, asic_name(chip))
-        ]
+        board = [bdf for bdf, chip in chips.items() if chip.board_chips > 1 and board_name(chip) == identifier]
+        return board or [bdf for bdf, chip in chips.items() if identifier in (bdf, asic_name(chip))]
 
     def kubelet_is_young(self, kubelet: str) -> bool:
         """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
@@ -1949,8 +1908,7 @@ class Owners:
             for devices in container.devices
             for identifier in devices.device_ids
         ]
-        young = self.kubelet_is_young(kubelet)
-        self._of_before = [holder for holder in self._of_before if young and holder not in self._listed]
+        self._of_before = [h for h in self._of_before if h not in self._listed and self.kubelet_is_young(kubelet)]
         named = {(holder.resource, holder.identifier) for holder in self._listed}
         self._granted = {h: at for h, at in self._granted.items() if (h.resource, h.identifier) not in named}
         return None
@@ -1959,7 +1917,6 @@ class Owners:
 # ==== KERNEL EVENTS: what changes among devices (netlink) and in the kubelet's directory (inotify) ====================
 
 NETLINK_KOBJECT_UEVENT = 15
-UEVENT_GROUP_KERNEL = 1  # udevd's own messages go to group 2
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -1973,7 +1930,7 @@ class Uevent(NamedTuple):
 def open_uevent_socket() -> socket.socket:
     """A socket that gets the kernel's uevents; raises OSError where that is not allowed."""
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, NETLINK_KOBJECT_UEVENT)
-    kernel.bind((0, UEVENT_GROUP_KERNEL))
+    kernel.bind((0, 1))  # to the kernel's group; udevd's own messages go to group 2
     return kernel
 
 
@@ -1987,11 +1944,11 @@ def parse_uevent(message: bytes) -> Uevent | None:
     if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
     variables = dict(part.split("=", 1) for part in message.decode("utf-8", "replace").split("\0") if "=" in part)
-    name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-    subsystem = variables.get("SUBSYSTEM")
-    if subsystem != "tenstorrent" and not (subsystem == "pci" and OUR_PCI_ID in message):
-        return None
-    return Uevent(variables.get("ACTION", ""), int(name[1]) if name and subsystem == "tenstorrent" else None)
+    action, subsystem = variables.get("ACTION", ""), variables.get("SUBSYSTEM")
+    if subsystem == "tenstorrent":
+        name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
+        return Uevent(action, int(name[1]) if name else None)
+    return Uevent(action, None) if subsystem == "pci" and OUR_PCI_ID in message else None
 
 
 def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) -> Iterator[Uevent | None]:
@@ -2013,9 +1970,8 @@ def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) ->
 class DirectoryWatch:
     """Tells what happens in a directory, from before it exists until after it is gone, and again.
 
-    While it is missing, the nearest ancestor that there is is watched. `check()` finds what no event tells of: that the
-    path leads somewhere else now (a mount, a renamed ancestor). Where there is no inotify to be had (128 instances per
-    user are often used up), it tells nothing, and says so.
+    While it is missing, its nearest ancestor is watched. `check()` finds what no event tells of: that the path leads
+    elsewhere now (a mount, a renamed ancestor). Without inotify (a user's 128 instances are soon used up) it is silent.
     """
 
     MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF = 0x40, 0x80, 0x100, 0x200, 0x400, 0x800
@@ -2023,14 +1979,10 @@ class DirectoryWatch:
     MASK = MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | ONLYDIR
 
     def __init__(self, path: str, happened: Callable[[Collection[str], Collection[str]], None]) -> None:
-        """happened: called with the names that something happened to, and with those of them that are new.
-
-        Names are file names within the directory; "" stands for the directory itself, and for lost events.
-        """
+        """happened: gets the names that something happened to, "" for itself or lost events, and which are new."""
         self._path = path
         self._happened = happened
-        self._descriptor = -1
-        self._watch = -1
+        self._descriptor = self._watch = -1
         self._watched: tuple[str, tuple[int, int] | None] = ("", None)  # the path, and device and inode of what it was
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -2048,32 +2000,28 @@ class DirectoryWatch:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        if self._descriptor < 0:
-            return
-        watched = path, identity = self._watched
-        if path != self._path or _directory_identity(path) != identity:
+        if self._descriptor >= 0 and self._nearest() != self._watched:
             self._arm()
-            if self._watched != watched:
-                self._happened({""}, ())
+            self._happened({""}, ())
 
-    def _arm(self) -> None:
-        """Watch the directory or, while there is none, its nearest ancestor."""
-        if self._watch >= 0:
-            _libc.inotify_rm_watch(self._descriptor, self._watch)
-        path = ""
-        # Until nothing has come into being between the look and the watch.
-        while path != (path := self._nearest()):
-            self._watched = (path, _directory_identity(path))
-            self._watch = _libc.inotify_add_watch(self._descriptor, os.fsencode(path), ctypes.c_uint32(self.MASK))
-        if self._watch < 0:
-            reason = os.strerror(ctypes.get_errno())
-            log.warning("cannot watch %s (%s): a kubelet is seen at the next poll only", path, reason)
-
-    def _nearest(self) -> str:
+    def _nearest(self) -> tuple[str, tuple[int, int] | None]:
+        """The directory or, while there is none, its nearest ancestor; with device and inode."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
-        return path
+        identity = socket_identity(path)
+        return path, identity and identity[:2]
+
+    def _arm(self) -> None:
+        """Watch what is the nearest now."""
+        self._watched = ("", None)
+        while self._watched != (nearest := self._nearest()):  # something can come into being before it is watched
+            self._watched, path = nearest, nearest[0]
+            _libc.inotify_rm_watch(self._descriptor, self._watch)  # refused if there is none
+            self._watch = _libc.inotify_add_watch(self._descriptor, os.fsencode(path), ctypes.c_uint32(self.MASK))
+        if self._watch < 0:
+            reason = os.strerror(ctypes.get_errno())
+            log.warning("cannot watch %s (%s): a kubelet is seen at the next poll only", self._watched[0], reason)
 
     def _readable(self) -> None:
         buffer = os.read(self._descriptor, 65536)
@@ -2088,26 +2036,21 @@ class DirectoryWatch:
                     new.add(name)
         if names and (self._watched[0] != self._path or "" in names):
             self._arm()
-            self._happened({""}, ())
-        elif names:
+            names, new = {""}, set()
+        if names:
             self._happened(names, new)
-
-
-def _directory_identity(path: str) -> tuple[int, int] | None:
-    identity = socket_identity(path)
-    return identity and identity[:2]
 
 
 # ==== OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data =======================
 
 READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
 
+Read = Callable[[PciFunction, "Telemetry | None"], Telemetry]
+
 
 class Request(NamedTuple):
-    """A chip to be read, and what it said last, None to have everything read."""
-
-    function: PciFunction
-    last: Telemetry | None
+    function: PciFunction  # of a chip to be read
+    last: Telemetry | None  # what it said last; None to have everything read
     periodic: bool  # it belongs to a poll, not to an event
 
 
@@ -2120,16 +2063,11 @@ class Reading(NamedTuple):
 class TelemetryReaders:
     """Reads chips one after another on a thread; a chip that blocks keeps its thread, and another one goes on.
 
-    Two queues are all that loop and threads have in common: requests go in, in order, and readings come out. A chip has
-    at most one read under way, so there is at most one thread more than there are chips that block. Threads end with
-    their work: there is none between two polls.
+    Two queues, of requests and of readings, are all that loop and threads share. A chip has at most one read under way,
+    so there is at most one thread more than there are chips that block. Threads end with their work.
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[list[Reading]], None],
-        read: Callable[[PciFunction, Telemetry | None], Telemetry] = read_telemetry,
-    ) -> None:
+    def __init__(self, deliver: Callable[[list[Reading]], None], read: Read = read_telemetry) -> None:
         """deliver: called on the loop with what was read, possibly nothing, whenever there is something to see."""
         self._deliver = deliver
         self._read = read
@@ -2156,8 +2094,8 @@ class TelemetryReaders:
 
     def seconds_under_way(self, bdf: str) -> float:
         """How long the read of a chip has been under way; 0 if there is none."""
-        since = self._since.get(bdf)
-        return 0.0 if since is None else time.monotonic() - since
+        now = time.monotonic()
+        return now - self._since.get(bdf, now)
 
     def is_settled(self) -> bool:
         """Whether every chip that was asked for has answered, or has taken longer than READ_PATIENCE."""
@@ -2166,6 +2104,9 @@ class TelemetryReaders:
     def _ask(self, request: Request) -> None:
         self._asked[request.function.bdf] = request
         self._waiting.put(request)
+
+    def _collect(self) -> None:
+        self._deliver(self._attend())
 
     def _attend(self) -> list[Reading]:
         """Take in what was read; let a thread go on with what waits, unless one is at work that gets on."""
@@ -2178,32 +2119,19 @@ class TelemetryReaders:
             if again := self._again.pop(bdf, None):
                 self._ask(again)
         now, waiting = time.monotonic(), self._waiting.qsize()
-        under_way = list(self._asked)[: len(self._asked) - waiting]
-        for bdf in under_way:
-            self._since.setdefault(bdf, now)
-        ages = [now - self._since[bdf] for bdf in under_way]
+        ages = [now - self._since.setdefault(bdf, now) for bdf in list(self._asked)[: len(self._asked) - waiting]]
         if waiting and all(age >= READ_PATIENCE for age in ages):
             self._start_thread()
-        self._set_timer(ages, waiting)
-        return readings
-
-    def _set_timer(self, ages: Sequence[float], waiting: int) -> None:
-        """Look again when a read under way has used up its patience, or its deadline."""
+        # Look again when a read under way has used up its patience, or its deadline.
+        waits = [(READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age for age in ages if age < READ_DEADLINE]
+        wait = min([*waits, READ_PATIENCE] if waiting else waits, default=math.inf)
         if self._timer:
             self._timer.cancel()
-            self._timer = None
-        waits = [(READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age for age in ages if age < READ_DEADLINE]
-        if waiting:
-            waits.append(READ_PATIENCE)
-        if waits:
-            self._timer = self._loop.call_later(min(waits) + 0.002, self._collect)
-
-    def _collect(self) -> None:
-        self._deliver(self._attend())
+        self._timer = self._loop.call_later(wait + 0.002, self._collect) if wait < math.inf else None
+        return readings
 
     def _start_thread(self) -> None:
-        # A daemon thread: a read that cannot be interrupted must not keep the process from exiting.
-        try:
+        try:  # a daemon thread: a read that cannot be interrupted must not keep the process from exiting
             threading.Thread(target=self._work, name="telemetry", daemon=True).start()
             self._no_thread = False
         except RuntimeError as error:
@@ -2228,29 +2156,26 @@ class HostPaths:
     """Whether paths of the host are there. On a dead network file system nobody ever learns that."""
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._asked: dict[str, asyncio.Future[bool]] = {}  # whose threads have not answered: one for each path at most
 
     async def is_there(self, path: str, seconds: float) -> bool | None:
         """None: there is no answer within these seconds."""
         if path not in self._asked:
-            loop = asyncio.get_running_loop()
             try:
-                threading.Thread(target=self._work, args=(loop, path), name=path, daemon=True).start()
+                threading.Thread(target=self._look, args=(path,), name=path, daemon=True).start()
             except RuntimeError:
                 return None
-            self._asked[path] = loop.create_future()
-        asked = self._asked[path]
-        await asyncio.wait({asked}, timeout=seconds)
-        return asked.result() if asked.done() else None
+            self._asked[path] = self._loop.create_future()
+        answer = self._asked[path]
+        await asyncio.wait({answer}, timeout=seconds)
+        return answer.result() if answer.done() else None
 
-    def _work(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
+    def _look(self, path: str) -> None:
         """Runs on a thread."""
         there = os.path.exists(path)
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._answered, path, there)
-
-    def _answered(self, path: str, there: bool) -> None:
-        self._asked.pop(path).set_result(there)
+        with contextlib.suppress(RuntimeError):  # as above
+            self._loop.call_soon_threadsafe(lambda: self._asked.pop(path).set_result(there))
 
 
 # ==== SYSTEMD: readiness, status and watchdog, and log lines with a priority ==========================================
@@ -2277,10 +2202,9 @@ class ServiceManager:
 
     def sockets(self, name: str) -> list[socket.socket]:
         """The listening sockets of this name that it has handed in (sd_listen_fds(3))."""
-        count = _decimal(self._environ.get("LISTEN_FDS")) or 0
-        if not count or self._environ.get("LISTEN_PID") != str(os.getpid()):
+        if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
-        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
+        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[: _decimal(self._environ.get("LISTEN_FDS")) or 0]
         return [socket.socket(fileno=3 + number) for number, given in enumerate(names) if given == name]
 
     def alive(self) -> None:
@@ -2313,10 +2237,8 @@ def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_without_traceback_of_garbage)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s" if timestamps else None))
-    with contextlib.suppress(
-        OSError
-    ):  # is stderr the journal's own stream, and not redirected since (systemd.exec(5))?
-        status = os.fstat(2)
+    with contextlib.suppress(OSError):
+        status = os.fstat(2)  # the journal's own stream, unless it was redirected since (systemd.exec(5))?
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2338,10 +2260,7 @@ class OwnFile:
         return self._text is None or os.path.exists(self.path)
 
     def write(self, text: str | None, *, again: bool = False) -> None:
-        """Nobody ever sees half of it, everybody may read it; None: there shall be no file.
-
-        Where its directory is not there nobody wants it. What fails is logged once, and tried again the next time.
-        """
+        """All of it at once, readable for everybody; None: no file. What fails is logged once, and tried again."""
         if text == self._text and text is not None and not again and self.is_there():
             return
         new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
@@ -2354,7 +2273,7 @@ class OwnFile:
                     os.fchmod(file.fileno(), 0o644)
                 os.replace(new, self.path)
             self._text, self._failed = text, False
-        except FileNotFoundError:
+        except FileNotFoundError:  # where its directory is not there nobody wants it
             self._text = None
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -2379,10 +2298,9 @@ class MetricsServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open += 1
         try:
-            if self.open <= self.MOST:
-                await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
-        except (asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line that is too long
-            pass
+            with contextlib.suppress(asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line that is too long
+                if self.open <= self.MOST:
+                    await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
         finally:
             self.open -= 1
             writer.transport.abort()
