@@ -1654,15 +1654,8 @@ class KubeletSession:
         self._kubelet: SocketIdentity | None = None  # as it was when the attempt began
         self._pausing = False
         self._disturbed = False  # something foreign happened in the directory during the attempt
-        self._task: asyncio.Task[None] | None = None  # the present attempt, and those that come after it without events
         self._ending: set[asyncio.Task[None]] = set()  # former attempts and servers, for the moment that it takes them
-
-    def start(self) -> None:
-        """Drop the present attempt, if there is one, and make the next one now."""
-        if self._task:
-            self._task.cancel()
-            self._end(self._task)
-        self._task = asyncio.create_task(self._attempts())
+        self._task = asyncio.create_task(self._attempts())  # the present one, and what comes after it without events
 
     def check_sockets(self, *, kubelet_is_new: bool, disturbed: bool) -> None:
         """Start anew if what may have happened in the directory concerns us.
@@ -1672,15 +1665,16 @@ class KubeletSession:
         moved = socket_identity(self._kubelet_socket) != self._kubelet
         removed = self._bound is not None and socket_identity(self._socket) != self._bound
         if kubelet_is_new or moved or removed or (disturbed and self._pausing):
-            self.start()
+            self._task.cancel()
+            self._end(self._task)
+            self._task = asyncio.create_task(self._attempts())
         self._disturbed |= disturbed
 
     async def close(self) -> None:
         """End the session: no task, server or socket is left."""
         self.plugin.end_streams()
-        if self._task:
-            self._task.cancel()
-            await asyncio.wait({self._task, *self._ending})
+        self._task.cancel()
+        await asyncio.wait({self._task, *self._ending})
         if stop := self._unbind(0.1):  # seconds that calls under way have
             await stop
         self.tried_to_serve.set()
@@ -1844,7 +1838,7 @@ class Owners:
         self.stood_for = stood_for
         self._listed: list[Holder] = []
         self._of_before: list[Holder] = []  # whom this kubelet has not named yet, since it has just started
-        self._told = -math.inf  # when
+        self.told = -math.inf  # when the kubelet answered
         self._asked: SocketIdentity | None = None  # the kubelet's socket for this, as it was then
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
@@ -1856,10 +1850,6 @@ class Owners:
             if chips != [device.identifier]:  # an address stands for itself; an ordinal can be another chip's by then
                 self.stood_for.setdefault(resource, {})[device.identifier] = chips
             self._granted[Holder(resource, identifier, "a pod that is being admitted")] = now
-
-    def age(self, now: float) -> float:
-        """How many seconds ago the kubelet told."""
-        return now - self._told
 
     def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
         """By PCI address; `now` by the same clock as that of `granted`."""
@@ -1900,7 +1890,7 @@ class Owners:
                 log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
             self._complained = True
             return reason
-        self._complained, self._told = False, time.monotonic()
+        self._complained, self.told = False, time.monotonic()
         self._listed = [
             Holder(devices.resource_name, identifier, f"{pod.namespace}/{pod.name}", container.name)
             for pod in answer.pod_resources
@@ -2501,7 +2491,7 @@ class Daemon:
         self._held: Mapping[str, str | None] = {}  # who holds what under another name, which was logged
         self._kubelet: SocketIdentity | None = None  # the last one that was asked
         self._polls = 0
-        self._stop = asyncio.Event()
+        self.stop = asyncio.Event()
         self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
         self._rescheduled = asyncio.Event()  # another interval between polls
         self._closing: set[asyncio.Task[None]] = set()
@@ -2521,7 +2511,7 @@ class Daemon:
         """Serve until SIGTERM or SIGINT; returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self.stop.set)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         log.setLevel(self.settings.log_level.upper())
         self._choose_files()
@@ -2533,7 +2523,7 @@ class Daemon:
             log.warning("no kernel events (%s): what changes is seen at the next poll only", error.strerror)
         self._watch.open(loop)
         remove_dead_sockets(self.settings.device_plugin_dir)
-        serving, stop = loop.create_task(self._serve()), loop.create_task(self._stop.wait())
+        serving, stop = loop.create_task(self._serve()), loop.create_task(self.stop.wait())
         try:
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             return serving.result() if serving.done() else 0
@@ -2547,14 +2537,11 @@ class Daemon:
             self._watch.close(loop)
             await asyncio.gather(*(session.close() for session in self.sessions.values()), *self._closing)
 
-    def stop(self) -> None:
-        self._stop.set()
-
     async def _serve(self) -> int:
         self._read(self.fleet.observe(self.settings))
         while not self._readers.is_settled():
             await self._news(None)
-        self._kubelet = self._present_kubelet()
+        self._kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
         await self.owners.ask(self.settings.pod_resources_socket)
         self._serving = True
         self.publish_changes()
@@ -2633,7 +2620,7 @@ class Daemon:
     def _in_background(self, work: Coroutine[Any, Any, None], *, to_its_end: bool = False) -> None:
         """to_its_end: whether the daemon's own end waits for it."""
         tasks = self._closing if to_its_end else self._background
-        tasks.add(task := asyncio.get_running_loop().create_task(work))
+        tasks.add(task := asyncio.create_task(work))
         task.add_done_callback(tasks.discard)
 
     def _read(self, functions: Iterable[PciFunction]) -> None:
@@ -2665,7 +2652,6 @@ class Daemon:
             else:
                 plugin = DevicePlugin(resource, self._allocate)
                 self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._session_changed)
-                self.sessions[name].start()
         self._show_status()
         self._in_background(self._describe())
 
@@ -2705,7 +2691,7 @@ class Daemon:
             self.publish_changes()  # which asks once more if more is offered anew by now
 
         if self._asking is None:
-            self._asking = asyncio.get_running_loop().create_task(ask())
+            self._asking = asyncio.create_task(ask())
 
     async def _asked(self) -> None:
         """Until a question that is under way has been answered, for as long as an answer may take."""
@@ -2800,7 +2786,7 @@ class Daemon:
             labels.write(feature_file(listed, chips, self.settings, driver_version(self.settings)))
 
     async def _metrics(self) -> str:
-        if self.owners.age(time.monotonic()) >= METRICS_PAUSE:
+        if time.monotonic() - self.owners.told >= METRICS_PAUSE:
             await self.owners.ask(self.settings.pod_resources_socket)
         listed = [(session.plugin.resource, session.state == REGISTERED) for session in self.sessions.values()]
         resource_of = {c.bdf: resource for resource, _ in listed for d in resource.distinct for c in d.chips}
@@ -2860,14 +2846,12 @@ class Daemon:
 
     def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
         foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
-        if self._serving and (kubelet := self._present_kubelet()) not in (None, self._kubelet):
+        kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
+        if self._serving and kubelet not in (None, self._kubelet):
             self._kubelet = kubelet
             self._ask_kubelet(after=NEW_KUBELET_PAUSE)
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
-
-    def _present_kubelet(self) -> SocketIdentity | None:
-        return socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
 
     def _session_changed(self, session: KubeletSession) -> None:
         self._registrations[session.name] += session.state == REGISTERED

@@ -102,7 +102,7 @@ class RunningDaemon:
         self._kernel.send(message)
 
     async def stop(self) -> int:
-        self.daemon.stop()
+        self.daemon.stop.set()
         return await self._run
 
     def reload(self, **changes: Any) -> None:
