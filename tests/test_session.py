@@ -259,7 +259,7 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
         await kubelet.registered(NAME)
         session = daemon.daemon.sessions[NAME]
         for number in range(400):
-            session.start()
+            session.check_sockets(kubelet_is_new=True, disturbed=False)
             for _ in range(number % 40):
                 await asyncio.sleep(0)
 
