@@ -81,8 +81,7 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
 
 # The kernel's sun_path holds 108 bytes with its NUL, and the kubelet has to reach our sockets under their full path.
 SOCKET_PATH_MAX = 107
-SOCKET_NAME_MAX = 42  # our part of that
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - 42  # our part of that
 
 
 class ConfigError(Exception):
@@ -93,38 +92,35 @@ class ConfigError(Exception):
 Parser = Callable[[Any], Any]
 
 
-def _valid(what: str, is_valid: Callable[[Any], object]) -> Parser:
+def _valid(what: str, is_valid: Callable[[Any], object], then: Parser = lambda value: value) -> Parser:
     def parse(value: Any) -> Any:
         if not is_valid(value):
             raise ValueError(what)
-        return value
+        return then(value)
 
     return parse
 
 
-def _one_of(choices: tuple[str, ...]) -> Parser:
+def _one_of(*choices: str) -> Parser:
     return _valid(" or ".join([", ".join(choices[:-1]), choices[-1]]), lambda value: value in choices)
 
 
-def _number(least: float, most: float, what: str, *kinds: type) -> Parser:
+def _number(least: float, most: float, what: str, *only: type) -> Parser:
+    kinds = only or (int, float)
     return _valid(what, lambda value: type(value) in kinds and least <= value <= most)  # a boolean is an int to Python
 
 
-def _matching(what: str, form: str, is_valid: Callable[[str], bool] = lambda value: True) -> Parser:
-    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v))
+def _matching(what: str, form: str, is_valid: Parser = lambda text: True, then: Parser = lambda text: text) -> Parser:
+    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v), then)
 
 
-def _path(what: str, most: int = 4095, *, or_none: bool = False) -> Parser:
-    """An absolute path from any path, of so many bytes at most; or_none: also "", for none."""
+def _path(what: str, form: str = r"[^\0]+", most: int = 4095) -> Parser:
+    """An absolute path from any path, of so many bytes at most; "", if the form allows it, stays empty."""
 
-    def parse(value: Any) -> str:
-        if value == "" and or_none:
-            return ""
-        if not isinstance(value, str) or not value or "\0" in value or len(os.fsencode(os.path.abspath(value))) > most:
-            raise ValueError(what)
-        return os.path.abspath(value)
+    def absolute(path: str) -> str:
+        return path and os.path.abspath(path)
 
-    return parse
+    return _matching(what, form, lambda path: len(os.fsencode(absolute(path))) <= most, absolute)
 
 
 def _selection(value: Any) -> Any:
@@ -136,11 +132,11 @@ def _selection(value: Any) -> Any:
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")  # as flags and variables have it
-_in_words = _one_of(_TRUE + _FALSE)
+_in_words = _one_of(*_TRUE, *_FALSE)
 _switch = _valid("true or false", lambda value: isinstance(value, bool))
 _absolute = _matching("an absolute path", r"/[^\0]*")
 _directory = _path("the path of a directory")
-_or_none = _path("a path, or empty", or_none=True)
+_or_none = _path("a path, or empty", r"[^\0]*")
 _NAMED = "the name of a resource, such as n300 or tenstorrent.com/n300"
 _resource_name = _matching(_NAMED, r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 # A DNS subdomain that the API server takes as the prefix of an extended resource. Kubernetes reserves *.kubernetes.io
@@ -150,20 +146,14 @@ _domain = _matching(
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
     lambda value: len(value) <= 244 and "kubernetes.io" not in value,
 )
-_socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", SOCKET_PATH_MAX)
-_plugin_dir = _path(
-    f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address",
-    PLUGIN_DIR_MAX,
-)
+_socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
+_FITTING = f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
+_plugin_dir = _path(_FITTING, most=PLUGIN_DIR_MAX)
 
 
 def _key(default: Any, parse: Parser, help: str = "") -> Any:
     """A key of the file, as a dataclass's field. help: the text of its flag, if it has one."""
     return field(default=default, metadata={"parse": parse, "help": help})
-
-
-def _keys(kind: Any) -> dict[str, Parser]:
-    return {key.name: key.metadata["parse"] for key in fields(kind) if key.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +170,10 @@ class HealthSettings:
     """Section [health] of the configuration file."""
 
     # Seconds between two polls. The firmware's heartbeat goes on every tenth of a second: faster ones would miss it.
-    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600", int, float))
-    # °C; None: the card's own temp1_max
-    temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200", int, float))
-    # Polls in a row without a change of tt_heartbeat
-    heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))
-    # Seconds without a further thermal trip until a card counts as healthy again
-    trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on", int, float))
+    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"))
+    temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200"))  # None: the card's
+    heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))  # in a row
+    trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on"))  # without a further trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,40 +206,37 @@ class Sharing:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
-_PODS = "where the kubelet tells which pod has which device"
+_PLUGIN_DIR = "the kubelet's device plugin directory"
 _NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
 _IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
 _VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
 _UNIT = "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"
 _STRATEGY = "how a container gets its devices: device-specs (from the kubelet) or cdi (from the CDI file)"
-_CDI_DIR = "where runtimes look for CDI files, if it exists; empty: no file"
 _LABELS_DIR = "where node-feature-discovery looks for features, if it exists; empty: no file"
 _METRICS_FILE = "the file for node_exporter, if its directory exists; empty: no file"
-_FAIL = "exit with status 1 if there is no driver or no device at start"
+_PODS = "where the kubelet tells which pod has which device"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that the configuration can say. Every path is absolute."""
 
-    device_plugin_dir: str = _key(
-        "/var/lib/kubelet/device-plugins", _plugin_dir, "the kubelet's device plugin directory"
-    )
+    device_plugin_dir: str = _key("/var/lib/kubelet/device-plugins", _plugin_dir, _PLUGIN_DIR)
     sysfs_root: str = _key("/sys", _directory, "where sysfs is mounted")
     dev_root: str = _key("/dev", _directory, "where the device nodes are")
     proc_root: str = _key("/proc", _directory, "where procfs is mounted")
     resource_domain: str = _key("tenstorrent.com", _domain, "the resource's name before the slash")
-    resource_naming: ResourceNaming = _key("board", _one_of(get_args(ResourceNaming)), _NAMING)
-    device_id_strategy: DeviceIdStrategy = _key("bdf", _one_of(get_args(DeviceIdStrategy)), _IDS)
-    visible_devices: VisibleDevices = _key("bdf", _one_of(get_args(VisibleDevices)), _VISIBLE)
-    unit: Unit = _key("chip", _one_of(get_args(Unit)), _UNIT)
-    device_list_strategy: DeviceListStrategy = _key("device-specs", _one_of(get_args(DeviceListStrategy)), _STRATEGY)
-    cdi_dir: str = _key("/var/run/cdi", _or_none, _CDI_DIR)
+    resource_naming: ResourceNaming = _key("board", _one_of(*get_args(ResourceNaming)), _NAMING)
+    device_id_strategy: DeviceIdStrategy = _key("bdf", _one_of(*get_args(DeviceIdStrategy)), _IDS)
+    visible_devices: VisibleDevices = _key("bdf", _one_of(*get_args(VisibleDevices)), _VISIBLE)
+    unit: Unit = _key("chip", _one_of(*get_args(Unit)), _UNIT)
+    device_list_strategy: DeviceListStrategy = _key("device-specs", _one_of(*get_args(DeviceListStrategy)), _STRATEGY)
+    cdi_dir: str = _key("/var/run/cdi", _or_none, "where runtimes look for CDI files, if it exists; empty: no file")
     labels_dir: str = _key("/etc/kubernetes/node-feature-discovery/features.d", _or_none, _LABELS_DIR)
     metrics_file: str = _key("/var/lib/prometheus/node-exporter/tt-device-plugin.prom", _or_none, _METRICS_FILE)
     pod_resources_socket: str = _key("/var/lib/kubelet/pod-resources/kubelet.sock", _socket, _PODS)
-    fail_on_init_error: bool = _key(False, _switch, _FAIL)
-    log_level: LogLevel = _key("info", _one_of(get_args(LogLevel)), "debug, info, warning or error")
+    fail_on_init_error: bool = _key(False, _switch, "exit with status 1 if there is no driver or no device at start")
+    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "debug, info, warning or error")
     health: HealthSettings = field(default_factory=HealthSettings)
     sharing: Sharing = field(default_factory=Sharing)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
@@ -266,23 +250,18 @@ class Option(NamedTuple):
     """A setting that has a flag, an environment variable and a key in the file."""
 
     key: str
+    flag: str
+    variable: str
     parse: Parser
     help: str
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "TTDP_" + self.key.upper()
-
-    @property
-    def is_switch(self) -> bool:
-        return self.parse is _switch
+    is_switch: bool
 
 
-OPTIONS = [Option(key.name, key.metadata["parse"], key.metadata["help"]) for key in fields(Settings) if key.metadata]
+OPTIONS = [
+    Option(k.name, "--" + k.name.replace("_", "-"), "TTDP_" + k.name.upper(), **k.metadata, is_switch=k.type == "bool")
+    for k in fields(Settings)
+    if k.metadata
+]
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
@@ -338,49 +317,47 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid TOML: {' '.join(str(error).split())}") from None
 
     sections: dict[str, Parser] = {
-        "health": lambda table: HealthSettings(**_table(f"{path}: [health] ", table, _keys(HealthSettings))),
+        "health": lambda table: HealthSettings(**_table(path, "[health] ", table, HealthSettings)),
         "sharing": lambda table: _sharing(path, table),
         "mounts": lambda tables: _mounts(path, tables),
     }
-    return _table(f"{path}: ", document, _keys(Settings) | sections)
+    return _table(path, "", document, Settings, **sections)
 
 
-def _table(where: str, table: object, keys: Mapping[str, Parser]) -> dict[str, Any]:
-    """The values of a table of the file, each by its key's parser; raises ConfigError. where: "FILE: [TABLE] "."""
-    file, _, heading = where.partition(": ")
+def _table(path: str, heading: str, table: object, kind: Any, **more: Parser) -> dict[str, Any]:
+    """The values of a table of the file by the parsers of a dataclass's keys, and more; raises ConfigError."""
+    keys = {key.name: key.metadata["parse"] for key in fields(kind) if key.metadata} | more
     if not isinstance(table, dict):
-        raise _invalid(f"{file}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
+        raise _invalid(f"{path}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
     for key in table:
         if key not in keys:
-            raise ConfigError(f"{where}{key!r} is no key of this file; valid are {', '.join(keys)}")
-    return {key: _parsed(keys[key], value, f"{where}{key}") for key, value in table.items()}
+            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; valid are {', '.join(keys)}")
+    return {key: _parsed(keys[key], value, f"{path}: {heading}{key}") for key, value in table.items()}
 
 
-def _tables(where: str, tables: object, keys: Mapping[str, Parser], *needed: str) -> list[dict[str, Any]]:
-    """The values of all tables of one name. where: "FILE: [[NAME]] ". needed: keys that each of them must have."""
-    file, _, heading = where.partition(": ")
+def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str, **more: Parser) -> list[dict[str, Any]]:
+    """The values of all tables of one name. needed: keys that each of them must have."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _invalid(f"{file}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
-    for table, key in itertools.product(tables, needed):
-        if key not in table:
-            raise ConfigError(f"{where}{key} is missing")
-    return [_table(where, table, keys) for table in tables]
+        raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
+    if missing := next((key for table in tables for key in needed if key not in table), None):
+        raise ConfigError(f"{path}: {heading}{missing} is missing")
+    return [_table(path, heading, table, kind, **more) for table in tables]
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
-    where, mounts = f"{path}: [[mounts]] ", dict[str, Mount]()
-    for values in _tables(where, tables, _keys(Mount), "host"):
+    mounts: dict[str, Mount] = {}
+    for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
         mount = Mount(**{"container": values["host"]} | values)
         if mount.container in mounts:
-            raise _invalid(f"{where}container", mount.container, "another path in each of them")
+            raise _invalid(f"{path}: [[mounts]] container", mount.container, "another path in each of them")
         mounts[mount.container] = mount
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
-    values = _table(f"{path}: [sharing] ", table, _keys(Sharing))
-    where, keys = f"{path}: [[sharing.resources]] ", _keys(SharedResource) | _LEFT_OUT
-    entries = _tables(where, values.pop("resources", []), keys, "name", "replicas")
+    values = _table(path, "[sharing] ", table, Sharing)
+    found, heading = values.pop("resources", []), "[[sharing.resources]] "
+    entries = _tables(path, heading, found, SharedResource, "name", "replicas", **_LEFT_OUT)
     return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
 
 
