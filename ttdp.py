@@ -413,11 +413,6 @@ CARDS = {
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 
-TELEMETRY_ATTRIBUTES = (
-    "tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
-)  # fmt: skip
-HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
-
 _BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
@@ -454,8 +449,7 @@ class Telemetry:
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+class Scan(NamedTuple):
     """One look at the class directory."""
 
     functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
@@ -511,8 +505,19 @@ def _decimal(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch(r"-?[0-9]{1,20}", text) else None
 
 
-def _hexadecimal(text: str | None) -> int | None:
-    return int(text, 16) if text and re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
+def _count(text: str | None) -> int | None:
+    number = _decimal(text)
+    return number if number is not None and 0 <= number < ALL_ONES else None
+
+
+def _celsius(text: str | None) -> float | None:
+    millidegrees = _decimal(text)
+    return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
+
+
+def _pci_id(path: str) -> int | None:
+    text = _read_quick(path) or ""
+    return int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -525,12 +530,9 @@ def driver_version(settings: Settings) -> str | None:
 
 def functions_on_bus(settings: Settings) -> list[str]:
     """Addresses of the PCI functions that the driver is for, whether it has them or not."""
-    directory, found = f"{settings.sysfs_root}/bus/pci/devices", []
-    for bdf in filter(_BDF.fullmatch, _names(directory)):
-        ids = (_hexadecimal(_read_quick(f"{directory}/{bdf}/{attribute}")) for attribute in ("vendor", "device"))
-        if next(ids) == VENDOR and next(ids) in ARCHES:
-            found.append(bdf)
-    return sorted(found, key=address)
+    directory = f"{settings.sysfs_root}/bus/pci/devices"
+    ours = [bdf for bdf in filter(_BDF.fullmatch, _names(directory)) if _pci_id(f"{directory}/{bdf}/vendor") == VENDOR]
+    return sorted((bdf for bdf in ours if _pci_id(f"{directory}/{bdf}/device") in ARCHES), key=address)
 
 
 def is_for_driver(settings: Settings, bdf: str) -> bool:
@@ -554,12 +556,9 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
         sysfs = f"{directory}/{name}"
         with contextlib.suppress(OSError):
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
-        found: PciFunction | str | None = places.get(sysfs)
+        found = places.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
-            fault = _node_fault(found.path, found.number)
-            functions.append(found if fault == found.node_fault else replace(found, node_fault=fault))
-        elif isinstance(found := read_function(settings, sysfs), PciFunction):
-            functions.append(found)
+            functions.append(replace(found, node_fault=_node_fault(found.path, found.number)))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -567,27 +566,25 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """The PCI function behind a class device, or what is odd about it, or None if it is going away just now."""
+    """The PCI function behind a class device, or what is odd about it, or None if it is going away just now.
+
+    Its node is still to be looked at.
+    """
     match, bdf = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs), _link_name(f"{sysfs}/device")
     if not match:
         return f"{sysfs}: not a device of the driver"
     if bdf and not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    ids = [_hexadecimal(_read_quick(f"{sysfs}/device/{name}")) for name in ("vendor", "device", "subsystem_device")]
-    numa_node = _decimal(_read_quick(f"{sysfs}/device/numa_node"))
-    number = _read_quick(f"{sysfs}/dev")
-    vendor, device, subsystem = ids
+    vendor, device, subsystem = (_pci_id(f"{sysfs}/device/{name}") for name in ("vendor", "device", "subsystem_device"))
+    numa_node, number = _count(_read_quick(f"{sysfs}/device/numa_node")), _read_quick(f"{sysfs}/dev")
     # The link goes with the class device: if it is there still, then what could not be read is really not there.
     if vendor is None or device is None or bdf is None or _link_name(f"{sysfs}/device") != bdf:
         return None
     if vendor != VENDOR or device not in ARCHES:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
-    path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
-    return PciFunction(
-        bdf, ARCHES[device], CARDS.get(subsystem or 0), ordinal=int(match[1]), path=path, sysfs=sysfs, number=number,
-        numa_node=numa_node if numa_node is not None and 0 <= numa_node < 2**31 else None,
-        node_fault=_node_fault(path, number),
-    )  # fmt: skip
+    ordinal = int(match[1])
+    path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
+    return PciFunction(bdf, ARCHES[device], CARDS.get(subsystem or 0), numa_node, ordinal, path, sysfs, number)
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
@@ -633,12 +630,11 @@ def node_path(settings: Settings, function: PciFunction) -> str:
     answer: with a node's path in it the container would get whichever chip has that number by then. A runtime resolves
     a link each time that it makes a container (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
     """
-    link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
-    try:
-        leads_to = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
-    except OSError:
-        return function.path
-    return link if leads_to == function.path else function.path
+    links = f"{settings.dev_root}/{DRIVER}/by-pci"
+    with contextlib.suppress(OSError):
+        if os.path.normpath(os.path.join(links, os.readlink(f"{links}/{function.bdf}"))) == function.path:
+            return f"{links}/{function.bdf}"
+    return function.path
 
 
 def read_telemetry(function: PciFunction, last: Telemetry | None = None) -> Telemetry:
@@ -674,39 +670,39 @@ def _read_everything(function: PciFunction) -> Telemetry:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):  # its number has nothing to tell
         directory = f"{function.sysfs}/device/hwmon"
         hwmon = f"{directory}/{min(os.listdir(directory))}"
-    paths = [f"{function.sysfs}/{attribute}" for attribute in TELEMETRY_ATTRIBUTES]
-    paths += [f"{hwmon}/{attribute}" for attribute in HWMON_ATTRIBUTES if hwmon]
-    texts = {os.path.basename(path): read_attribute(path) for path in paths}
-    raw = {attribute: text for attribute, text in texts.items() if text is not None}
+    raw: dict[str, str] = {}
+    for attribute, _ in _ATTRIBUTES.values():
+        place = function.sysfs if attribute.startswith("tt_") else hwmon
+        if place and (text := read_attribute(f"{place}/{attribute}")) is not None:
+            raw[attribute] = text
     if raw:
         return replace(parse_telemetry(raw), hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
     # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it: vendor and
     # device, with which its PCI configuration space begins, read all ones.
-    off_bus = False
     with contextlib.suppress(OSError), open(f"{function.sysfs}/device/config", "rb", buffering=0) as config:
-        off_bus = config.read(4) == b"\xff" * 4
-    return Telemetry(all_ones=off_bus, off_bus=off_bus)
+        if config.read(4) == b"\xff" * 4:
+            return Telemetry(all_ones=True, off_bus=True)
+    return Telemetry()
 
 
-def _count(text: str | None) -> int | None:
-    number = _decimal(text)
-    return number if number is not None and 0 <= number < ALL_ONES else None
+def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
+    """A text of the driver's form; nothing: what says nothing, though it is of that form."""
+    return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
 
 
-def _celsius(text: str | None) -> float | None:
-    millidegrees = _decimal(text)
-    return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
-
-
-_HEX_ID = re.compile(r"[0-9A-F]{16}")
-_NO_ID = ("F" * 16, "0" * 16)  # all ones; and what a board without an ID reports, which would make all of them the same
-_WORDS: Mapping[str, tuple[str, re.Pattern[str], Collection[str]]] = {  # the driver's form; and what says nothing
-    "card": ("tt_card_type", re.compile(r"[a-z][a-z0-9-]{0,40}[a-z0-9]"), ("unknown",)),
-    "serial": ("tt_serial", _HEX_ID, _NO_ID),
-    "asic_id": ("tt_asic_id", _HEX_ID, _NO_ID),
-    "firmware": ("tt_fw_bundle_ver", re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
+# All ones; and what a board without an ID reports, which would make all of them the same.
+_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)
+_ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
+    "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
+    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")),
+    "serial": ("tt_serial", _hex_id),
+    "asic_id": ("tt_asic_id", _hex_id),
+    "firmware": ("tt_fw_bundle_ver", _word(r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255")),
+    "trips": ("tt_therm_trip_count", _count),
+    "temperature": ("temp1_input", _celsius),
+    "temperature_limit": ("temp1_max", _celsius),
 }
 _DEAD = {
     "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
@@ -719,17 +715,8 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
-    words: dict[str, Any] = {
-        field: text if (text := raw.get(name)) and text not in never and form.fullmatch(text) else None
-        for field, (name, form, never) in _WORDS.items()
-    }
-    return Telemetry(
-        **words,
-        heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
-        temperature=_celsius(raw.get("temp1_input")),
-        temperature_limit=_celsius(raw.get("temp1_max")),
-        trips=_count(raw.get("tt_therm_trip_count")),
-    )
+    told: dict[str, Any] = {key: parse(raw.get(attribute)) for key, (attribute, parse) in _ATTRIBUTES.items()}
+    return Telemetry(**told)
 
 
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look ============
