@@ -725,18 +725,8 @@ HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
 READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
 
 
-class Fault(enum.Enum):
-    """The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line."""
-
-    GONE = enum.auto()
-    NODE = enum.auto()
-    BLOCKED = enum.auto()
-    RESETTING = enum.auto()
-    READ_ERROR = enum.auto()
-    NO_RESPONSE = enum.auto()
-    STALLED = enum.auto()
-    HOT = enum.auto()
-    TRIPPED = enum.auto()
+# The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line.
+Fault = enum.Enum("Fault", "GONE NODE BLOCKED RESETTING READ_ERROR NO_RESPONSE STALLED HOT TRIPPED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -795,28 +785,21 @@ def judge(
     # not what the next poll compares with: that may follow sooner than a heartbeat.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
     misses = 0 if beats else health.misses + periodic
-    limit = telemetry.temperature_limit if settings.temperature_limit is None else settings.temperature_limit
-    degrees = telemetry.temperature
-    hot = (
-        degrees is not None and limit is not None and (degrees > limit - HYSTERESIS if health.hot else degrees >= limit)
-    )
-    rose = telemetry.trips is not None and health.trips is not None and telemetry.trips > health.trips
+    heartbeat = telemetry.heartbeat if periodic or health.heartbeat is None else health.heartbeat
+    limit = settings.temperature_limit or telemetry.temperature_limit or math.inf
+    degrees = telemetry.temperature or -math.inf
+    hot = degrees >= limit or (health.hot and degrees > limit - HYSTERESIS)
+    trips = health.trips if telemetry.trips is None else telemetry.trips
+    rose = trips is not None and health.trips is not None and trips > health.trips
     tripped_at = now if rose else health.tripped_at
-    health = Health(
-        heartbeat=telemetry.heartbeat if periodic or health.heartbeat is None else health.heartbeat,
-        misses=misses,
-        hot=hot,
-        trips=telemetry.trips if telemetry.trips is not None else health.trips,
-        tripped_at=tripped_at,
-    )
+    health = Health(None, None, heartbeat, misses, hot, trips, tripped_at)
     if misses >= settings.heartbeat_misses:
         reason = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped, reset it: tt-smi -r"
         return unhealthy(health, Fault.STALLED, reason)
     if hot:
-        reason = f"too hot: {degrees:.1f} °C, limit {limit:g} °C; check its cooling"
-        return unhealthy(health, Fault.HOT, reason)
+        return unhealthy(health, Fault.HOT, f"too hot: {degrees:.1f} °C, limit {limit:g} °C; check its cooling")
     if tripped_at is not None and now - tripped_at < settings.trip_holdoff:
-        reason = f"thermal trip ({health.trips} so far); it counts again after {settings.trip_holdoff:g} s without one"
+        reason = f"thermal trip ({trips} so far); it counts again after {settings.trip_holdoff:g} s without one"
         return unhealthy(health, Fault.TRIPPED, reason)
     return health
 
@@ -824,7 +807,6 @@ def judge(
 # ==== RESOURCES: which devices there are, what they are called, and where they sit. Pure ==============================
 
 IDENTITY = ("card", "serial", "asic_id", "firmware")  # what the firmware says of itself
-DEVICE_ID_MAX = 63  # characters that Kubernetes takes in a device's ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -924,10 +906,6 @@ class Device:
         return self.held
 
     @property
-    def address(self) -> tuple[int, ...]:
-        return address(self.chips[0].bdf)
-
-    @property
     def numa_nodes(self) -> tuple[int, ...]:
         """Every NUMA node that it touches, as far as they are known."""
         return tuple(sorted({node for chip in self.chips if (node := chip.function.numa_node) is not None}))
@@ -969,17 +947,15 @@ def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str,
     to another slot. What is present wins over what is away; of two present chips with one ASIC ID both get their
     address.
     """
-
-    def wanted(chip: Chip) -> str:
-        if strategy == "index":
-            return str(chip.function.ordinal)
-        return asic_name(chip) or chip.bdf if strategy == "asic" else chip.bdf
-
-    present = collections.Counter(wanted(chip) for chip in chips if chip.present)
+    wanted = {
+        chip.bdf: {"bdf": chip.bdf, "asic": asic_name(chip) or chip.bdf, "index": str(chip.function.ordinal)}[strategy]
+        for chip in chips
+    }
+    present = collections.Counter(wanted[chip.bdf] for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
     for chip in sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf))):
-        unique = present[wanted(chip)] <= 1
-        ids.setdefault(wanted(chip) if unique or not chip.present else chip.bdf, chip)
+        is_met = chip.present and present[wanted[chip.bdf]] > 1
+        ids.setdefault(chip.bdf if is_met else wanted[chip.bdf], chip)
     return ids
 
 
@@ -1007,20 +983,20 @@ def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, li
 
     A chip of a p300 whose board is not known yet belongs to none, and waits.
     """
-    devices: dict[str, list[Device]] = {}
-    boards: dict[tuple[str, str], list[Chip]] = {}
-    for chip in chips:
-        if settings.unit == "board" and chip.board_chips > 1 and (board := board_name(chip)):
-            boards.setdefault((resource_name(chip, settings), board), []).append(chip)
-    alone = [chip for chip in chips if settings.unit == "chip" or chip.board_chips == 1]
+    alone, boards = list[Chip](), collections.defaultdict[tuple[str, str], list[Chip]](list)
+    for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
+        if settings.unit == "chip" or chip.board_chips == 1:
+            alone.append(chip)
+        elif board := board_name(chip):
+            boards[resource_name(chip, settings), board].append(chip)
+    devices = collections.defaultdict[str, list[Device]](list)
     for identifier, chip in device_ids(alone, settings.device_id_strategy).items():
-        devices.setdefault(resource_name(chip, settings), []).append(Device(identifier, (chip,)))
+        devices[resource_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
         # A card that was put into another slot has left its chips at the old addresses, too.
         here = [chip for chip in members if chip.present] if len(members) > members[0].board_chips else members
-        in_order = tuple(sorted(here, key=lambda chip: address(chip.bdf)))
-        devices.setdefault(name, []).append(Device(board, in_order, members[0].board_chips))
-    return {name: sorted(devices[name], key=lambda device: device.address) for name in sorted(devices)}
+        devices[name].append(Device(board, tuple(here), members[0].board_chips))
+    return {name: sorted(devices[name], key=lambda device: address(device.chips[0].bdf)) for name in sorted(devices)}
 
 
 Holders = Mapping[str, Sequence[Holder]]  # of chips, by PCI address
@@ -1094,15 +1070,13 @@ class Cost(NamedTuple):
         return Cost._make(map(operator.add, self, other))
 
 
-IMPOSSIBLE = Cost(users=1 << 30)
+NO_COST, IMPOSSIBLE = Cost(), Cost(users=1 << 30)
 BySize = list[Cost]  # the least cost of choosing no device of a group, one, two, and so on
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A device in the search."""
 
-    identifier: str
     bit: int  # in Cost.addresses
     must: bool  # it has to be chosen
     users: int
@@ -1128,11 +1102,9 @@ def preferred_allocation(
     if not len(must) <= size <= len(free):
         raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(must)} of them a must")
 
-    if not resource.replicas:
-        return _nearest(resource.devices, free, must, size, {})
     devices = {device.identifier: device for device in resource.distinct}
     replicas = {name: [i for i in replica_ids(name, resource.replicas) if i in free] for name in devices}
-    users = {name: resource.replicas - len(replicas[name]) for name in devices}
+    users = {name: max(resource.replicas, 1) - len(replicas[name]) for name in devices}
     chosen = set(must)
     while len(chosen) < size:
         left = {name: [i for i in replicas[name] if i not in chosen] for name in devices}
@@ -1141,105 +1113,87 @@ def preferred_allocation(
         pool = {name for name in devices if left[name] and taken[name] == fewest}
         near = taken.keys() - pool
         count = len(near) + min(size - len(chosen), len(pool))
-        chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) if name in pool}
+        chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) & pool}
     return [identifier for identifier in resource.devices if identifier in chosen]
 
 
 def _nearest(
     devices: Mapping[str, Device], free: Collection[str], must: Collection[str], size: int, users: Mapping[str, int]
-) -> list[str]:
+) -> set[str]:
     """The `size` best of the free devices, the musts included.
 
     Best is the set that costs least. As costs add up, the cheapest set of each size follows from the cheapest ones of
     its parts: boards make up trays, trays make up NUMA nodes, and these the host.
     """
-    places = [
-        Place(
-            identifier=identifier,
-            bit=1 << (len(devices) - position),
-            must=identifier in must,
-            users=users.get(identifier, 0),
-            board=device.chips[0].board,
-            tray=device.chips[0].tray,
-            numa_nodes=frozenset(device.numa_nodes or (None,)),
-        )
-        for position, (identifier, device) in enumerate(devices.items())
-    ]
-    search = _Search([place for place in places if place.identifier not in free], size)
-    chosen = search.host([place for place in places if place.identifier in free])[size]
-    return [place.identifier for place in places if place.bit & -chosen.addresses]
+    places, broken = dict[str, Place](), set[object]()
+    for position, (name, device) in enumerate(devices.items()):
+        chip, nodes = device.chips[0], frozenset(device.numa_nodes or (None,))
+        if name in free:
+            bit = 1 << (len(devices) - position)
+            places[name] = Place(bit, name in must, users[name], chip.board, chip.tray, nodes)
+        else:
+            broken |= {chip.board, chip.tray, *nodes}
+    chosen = _Search(broken, size).host(places.values())[size]
+    return {name for name, place in places.items() if place.bit & -chosen.addresses}
 
 
-class _Search:
+class _Search(NamedTuple):
     """The least cost of each size up to the one that is wanted, from the board up."""
 
-    def __init__(self, taken: Sequence[Place], size: int) -> None:
-        self._broken_boards = {place.board for place in taken}
-        self._broken_trays = {place.tray for place in taken}
-        self._broken_nodes = frozenset[int | None]().union(*(place.numa_nodes for place in taken))
-        self._size = size
+    broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
+    size: int
 
-    def host(self, places: Sequence[Place]) -> BySize:
+    def host(self, places: Collection[Place]) -> BySize:
         """NUMA nodes stand for themselves where nothing connects them: neither a tray nor a device."""
-        parts: list[tuple[frozenset[int | None], list[Place]]] = []
-        for tray in _grouped(places, lambda place: place.tray):
+        parts: list[frozenset[int | None]] = []
+        for tray in _grouped(places, "tray"):
             nodes = frozenset[int | None]().union(*(place.numa_nodes for place in tray))
-            connected = [part for part in parts if part[0] & nodes]
-            members = itertools.chain(tray, *(part[1] for part in connected))
-            parts = [part for part in parts if not part[0] & nodes]
-            parts.append((nodes.union(*(part[0] for part in connected)), list(members)))
-        return self._joined(self._numa_nodes(nodes, members) for nodes, members in parts)
+            connected = nodes.union(*(part for part in parts if part & nodes))
+            parts = [part for part in parts if not part & nodes] + [connected]
+        return self._joined(self._numa_nodes(part, [p for p in places if p.numa_nodes & part]) for part in parts)
 
-    def _numa_nodes(self, touched: frozenset[int | None], places: Sequence[Place]) -> BySize:
+    def _numa_nodes(self, touched: Collection[int | None], places: Sequence[Place]) -> BySize:
         """Every choice of nodes is tried, of one in most machines: leaving one out is the only way not to touch it."""
         best = [IMPOSSIBLE] * (len(places) + 1)
-        for chosen in itertools.chain.from_iterable(
-            itertools.combinations(touched, count) for count in range(len(touched) + 1)
-        ):
+        choices = (itertools.combinations(touched, count) for count in range(len(touched) + 1))
+        for chosen in itertools.chain.from_iterable(choices):
             inside = [place for place in places if place.numa_nodes.issubset(chosen)]
             if all(place in inside for place in places if place.must):
-                costs = self._joined(self._tray(tray) for tray in _grouped(inside, lambda place: place.tray))
-                whole = sum(node not in self._broken_nodes for node in chosen)
-                costs = _with_fee(costs, Cost(numa_nodes=len(chosen), whole_numa_nodes=whole))
+                fee = Cost(numa_nodes=len(chosen), whole_numa_nodes=sum(node not in self.broken for node in chosen))
+                costs = self._joined(map(self._tray, _grouped(inside, "tray")), fee)
                 best[: len(costs)] = map(min, best, costs)
         return best
 
     def _tray(self, places: Sequence[Place]) -> BySize:
-        boards = _grouped(places, lambda place: place.board)
-        fee = Cost(trays=1, whole_trays=places[0].tray not in self._broken_trays)
-        return _with_fee(self._joined(map(self._board, boards)), fee)
+        fee = Cost(trays=1, whole_trays=places[0].tray not in self.broken)
+        return self._joined(map(self._board, _grouped(places, "board")), fee)
 
     def _board(self, places: Sequence[Place]) -> BySize:
         """Within a board devices differ by users and addresses only: the musts, then the freest, then the lowest."""
         least = sum(place.must for place in places)
         in_order = sorted(places, key=lambda place: (not place.must, place.users, -place.bit))
         single = (Cost(users=place.users, addresses=-place.bit) for place in in_order)
-        costs: BySize = list(itertools.accumulate(single, Cost.and_also, initial=Cost()))
+        costs = list(itertools.accumulate(single, Cost.and_also, initial=NO_COST))
         costs[:least] = [IMPOSSIBLE] * least
-        return _with_fee(costs, Cost(boards=1, whole_boards=places[0].board not in self._broken_boards))
+        return self._joined([costs], Cost(boards=1, whole_boards=places[0].board not in self.broken))
 
-    def _joined(self, parts: Iterable[BySize]) -> BySize:
-        """The least cost of every size, spread over the parts in the best way."""
-        total = [Cost()]
-        for part in parts:
-            sums: list[list[Cost]] = [[] for _ in range(min(len(total) + len(part) - 1, self._size + 1))]
+    def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
+        """The least cost of every size, spread over the parts in the best way. fee: for any device at all."""
+        total, *others = [*parts] or [[NO_COST]]
+        for part in others:
+            sums: list[list[Cost]] = [[] for _ in range(min(len(total) + len(part) - 1, self.size + 1))]
             for here, cost in enumerate(total):
                 for more, several in zip(part, sums[here:], strict=False):
                     several.append(cost.and_also(more))
             total = [min(several) for several in sums]
-        return total
+        return total[:1] + [cost.and_also(fee) for cost in total[1 : self.size + 1]]
 
 
-def _grouped(places: Iterable[Place], key: Callable[[Place], object]) -> list[list[Place]]:
-    groups: dict[object, list[Place]] = {}
+def _grouped(places: Iterable[Place], key: Literal["board", "tray"]) -> list[list[Place]]:
+    groups = collections.defaultdict[object, list[Place]](list)
     for place in places:
-        groups.setdefault(key(place), []).append(place)
+        groups[getattr(place, key)].append(place)
     return list(groups.values())
-
-
-def _with_fee(costs: BySize, fee: Cost) -> BySize:
-    """A fee for any device at all."""
-    return [cost.and_also(fee) if count else cost for count, cost in enumerate(costs)]
 
 
 def _counted(number: int, noun: str) -> str:
@@ -1247,8 +1201,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _few(names: Sequence[str]) -> str:
-    """Names for one line of an error; a request can hold ten thousand."""
-    shown = ", ".join(repr(name[:DEVICE_ID_MAX]) for name in names[:3])
+    """Names for one line of an error: a request can hold ten thousand, and longer ones than Kubernetes takes."""
+    shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
