@@ -1209,17 +1209,6 @@ def _few(names: Sequence[str]) -> str:
 # ==== CONTAINER EDITS: exactly what a container needs to use its devices. Pure ========================================
 
 
-def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
-    """Value of TT_VISIBLE_DEVICES for a container that gets exactly these chips; None: not to be set.
-
-    tt-umd reads it inside the container. An integer there is an index into the devices which *the container* sees, so
-    a host's ordinal would be wrong; a token with a colon is a PCI address.
-    """
-    if style == "none":
-        return None
-    return ",".join(chip.bdf if style == "bdf" else str(index) for index, chip in enumerate(chips))
-
-
 def default_mounts(settings: Settings) -> tuple[Mount, ...]:
     return tuple(Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in ("hugepages-1G", "hugepages"))
 
@@ -1242,9 +1231,12 @@ def container_edits(
     """
     by_address = {address(chip.bdf): chip for device in devices for chip in device.chips}
     chips, by_cdi = [by_address[key] for key in sorted(by_address)], settings.device_list_strategy == "cdi"
-    edits = pb.ContainerAllocateResponse(envs={"TT_DEVICE_PLUGIN_DEVICES": ",".join(chip.bdf for chip in chips)})
-    if (visible := visible_devices(chips, settings.visible_devices)) is not None:
-        edits.envs["TT_VISIBLE_DEVICES"] = visible
+    addresses, style = [chip.bdf for chip in chips], settings.visible_devices
+    edits = pb.ContainerAllocateResponse(envs={"TT_DEVICE_PLUGIN_DEVICES": ",".join(addresses)})
+    if style != "none":
+        # tt-umd reads it inside the container. An integer there is an index into the devices which *the container*
+        # sees, so a host's ordinal would be wrong; a token with a colon is a PCI address.
+        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(addresses if style == "bdf" else map(str, range(len(chips))))
     for chip in chips:
         if by_cdi:
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
@@ -1268,22 +1260,18 @@ def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Itera
     Its nodes are named by their own paths: a runtime refuses a link there. It is written anew when they change.
     """
     nodes = {
-        function.bdf: {"path": f"/dev/tenstorrent/{function.ordinal}", "hostPath": function.path, "permissions": "rw"}
-        for function in functions
+        f.bdf: [{"path": f"/dev/tenstorrent/{f.ordinal}", "hostPath": f.path, "permissions": "rw"}] for f in functions
     }
-    devices = [{"name": bdf, "containerEdits": {"deviceNodes": [node]}} for bdf, node in nodes.items()]
-    everything = {"name": "all", "containerEdits": {"deviceNodes": [*nodes.values()]}}
+    if not nodes:
+        return None
+    nodes["all"] = list(itertools.chain.from_iterable(nodes.values()))
+    devices = [{"name": name, "containerEdits": {"deviceNodes": some}} for name, some in nodes.items()]
     shared = [
         {"hostPath": m.host, "containerPath": m.container, "options": ["rbind", "ro" if m.read_only else "rw"]}
         for m in mounts
     ]
-    spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": [*devices, everything]}
-    return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1) if nodes else None
-
-
-def label_value(text: str) -> str:
-    """The text as Kubernetes takes it for a label's value: at most 63 of its characters, alphanumeric at both ends."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:63].strip("._-")
+    spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": devices}
+    return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1)
 
 
 def feature_file(resources: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None) -> str:
@@ -1309,10 +1297,10 @@ def feature_file(resources: Iterable[Resource], chips: Collection[Chip], setting
         "firmware.version": "mixed" if len(firmware) > 1 else "".join(firmware),
         "plugin.version": __version__,
     }
-    lines = [f"{settings.resource_domain}/{key}={label_value(value)}" for key, value in sorted(labels.items())]
-    return "".join(
-        f"{line}\n" for line in lines if not line.endswith("=") and len(line.split("=")[0].split("/")[1]) <= 63
-    )
+    # Kubernetes takes 63 characters for a label's name, and as many for its value, which is alphanumeric at both ends.
+    values = {key: re.sub(r"[^A-Za-z0-9._-]+", "_", labels[key])[:63].strip("._-") for key in sorted(labels)}
+    domain = settings.resource_domain
+    return "".join(f"{domain}/{key}={value}\n" for key, value in values.items() if value and len(key) <= 63)
 
 
 Labels = Mapping[str, object]
@@ -1320,11 +1308,12 @@ Family = tuple[str, str, str, Iterable[tuple[Labels, float]]]  # name, type, hel
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """Prometheus' text format; what has no sample is left out."""
+    """Prometheus' text format; what has no sample is left out, a label that is None is empty."""
 
     def labelled(labels: Labels) -> str:
-        texts = ((k, str(v).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for k, v in labels.items())
-        return "{" + ",".join(f'{key}="{text}"' for key, text in texts) + "}" if labels else ""
+        texts = ((key, "" if value is None else str(value)) for key, value in labels.items())
+        quoted = ((k, v.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for k, v in texts)
+        return "{" + ",".join(f'{key}="{text}"' for key, text in quoted) + "}" if labels else ""
 
     lines: list[str] = []
     for name, kind, text, samples in families:
@@ -1336,19 +1325,12 @@ def exposition(families: Iterable[Family]) -> str:
 def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], holders: Holders) -> list[Family]:
     """What is known of each chip; `device` is its PCI address."""
     told = [({"device": chip.bdf}, chip, chip.telemetry or Telemetry()) for chip in chips]
-
-    def info(chip: Chip) -> Labels:
-        resource = resource_of.get(chip.bdf)
-        facts = {"device": chip.bdf, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
-                 "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
-                 "resource": resource.name if resource else None}  # fmt: skip
-        return {key: "" if fact is None else fact for key, fact in facts.items()}
-
-    def held(chip: Chip) -> Iterator[Labels]:
-        return ({"device": chip.bdf, **holder.place()} for holder in holders.get(chip.bdf, ()))
-
+    names = {bdf: resource.name for bdf, resource in resource_of.items()}
     return [
-        ("tt_device_info", "gauge", "A chip, and what it is.", [(info(chip), 1) for _, chip, _ in told]),
+        ("tt_device_info", "gauge", "A chip, and what it is.",
+         [({**labels, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
+            "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
+            "resource": names.get(chip.bdf)}, 1) for labels, chip, _ in told]),
         ("tt_device_healthy", "gauge", "Whether nothing is wrong with a chip.",
          [(labels, chip.health.fault is None) for labels, chip, _ in told]),
         ("tt_device_fault", "gauge", "What is wrong with a chip, while it is.",
@@ -1360,7 +1342,7 @@ def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], hol
         ("tt_device_thermal_trips_total", "counter", "Thermal trips that the firmware has counted.",
          [(labels, t.trips) for labels, _, t in told if t.trips is not None]),
         ("tt_device_allocated", "gauge", "A container that was given the chip.",
-         [(labels, 1) for _, chip, _ in told for labels in held(chip)]),
+         [({**labels, **one.place()}, 1) for labels, chip, _ in told for one in holders.get(chip.bdf, ())]),
     ]  # fmt: skip
 
 
@@ -1370,13 +1352,10 @@ def plugin_metrics(
 ) -> list[Family]:  # fmt: skip
     """What is known of the resources, each with whether it is registered, and of the daemon. started: Unix time."""
     listed = list(listed)
-    counts = {
-        (resource.name, health): sum((device.reason is None) == (health == "healthy") for device in resource.distinct)
-        for resource, _ in listed for health in ("healthy", "unhealthy")
-    }  # fmt: skip
+    counts = {r.name: {"healthy": r.healthy, "unhealthy": len(r.distinct) - r.healthy} for r, _ in listed}
     return [
         ("tt_resource_devices", "gauge", "Devices of a resource, as the kubelet knows them.",
-         [({"resource": name, "health": health}, count) for (name, health), count in counts.items()]),
+         [({"resource": name, "health": health}, counts[name][health]) for name in counts for health in counts[name]]),
         ("tt_kubelet_registered", "gauge", "Whether the kubelet has a resource.",
          [({"resource": resource.name}, registered) for resource, registered in listed]),
         ("tt_kubelet_registrations_total", "counter", "Registrations with the kubelet that succeeded.",
@@ -1393,6 +1372,8 @@ def plugin_metrics(
 PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
 Context = grpc.aio.ServicerContext[Any, Any]
 ContainerResponses = list[pb.ContainerAllocateResponse]
+# Answers for a resource's IDs, per container, or raises Refusal.
+Allocator = Callable[["DevicePlugin", Sequence[Sequence[str]]], Coroutine[Any, Any, ContainerResponses]]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
@@ -1417,8 +1398,7 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
     """Raises Refusal if these IDs, per container, cannot be allocated as things stand."""
     wanted = list(itertools.chain.from_iterable(containers))
     if not containers or not all(containers):
-        reason = "a container without devices" if containers else "no container"
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, reason)
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a container without devices" if containers else "no container")
     if unknown := [identifier for identifier in wanted if identifier not in resource.devices]:
         raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
     if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
@@ -1431,12 +1411,12 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
 
 
+@dataclass(frozen=True)
 class Watch:
     """A ListAndWatch stream that is awaited."""
 
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.ended = asyncio.Event()
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
@@ -1446,15 +1426,11 @@ class Watch:
 class DevicePlugin(rpc.DevicePluginServicer):
     """One resource, as the kubelet sees it. The daemon publishes, the kubelet watches and allocates."""
 
-    def __init__(
-        self, resource: Resource,
-        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Coroutine[Any, Any, ContainerResponses]],
-    ) -> None:  # fmt: skip
-        """allocate: answers for IDs per container, or raises Refusal."""
+    def __init__(self, resource: Resource, allocate: Allocator) -> None:
         self.resource = resource
         self._allocate = allocate
         self._list = device_list(resource)
-        self._streams: set[asyncio.Event] = set()  # each is set when its stream has something to do
+        self._stirred = asyncio.Event()  # the streams have something to do; then they wait for the next such event
         self._awaited: Watch | None = None
         self._ending = False
 
@@ -1464,8 +1440,8 @@ class DevicePlugin(rpc.DevicePluginServicer):
         devices = device_list(resource)
         if devices != self._list:
             self._list = devices
-            for stirred in self._streams:
-                stirred.set()
+            self._stirred.set()
+            self._stirred = asyncio.Event()
 
     def await_watch(self) -> Watch:
         """The next stream to be opened: after a Register it is the kubelet's. Others, whoever opens them, are not."""
@@ -1475,27 +1451,22 @@ class DevicePlugin(rpc.DevicePluginServicer):
     def end_streams(self) -> None:
         """For good: a server without calls stops at once."""
         self._ending = True
-        for stirred in self._streams:
-            stirred.set()
+        self._stirred.set()
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> pb.DevicePluginOptions:
         return PLUGIN_OPTIONS
 
     async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ListAndWatchResponse]:
-        watch, self._awaited = self._awaited or Watch(), None
-        stirred, sent = asyncio.Event(), None
-        self._streams.add(stirred)
+        watch, self._awaited, sent = self._awaited or Watch(), None, None
         watch.opened.set()
         try:
             while not self._ending:
-                stirred.clear()
                 if self._list != sent:
                     sent = self._list
                     yield sent
                 else:
-                    await stirred.wait()
+                    await self._stirred.wait()
         finally:
-            self._streams.discard(stirred)
             watch.ended.set()
 
     async def GetPreferredAllocation(
