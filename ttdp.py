@@ -265,10 +265,7 @@ OPTIONS = [
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (by key, None where not given), the environment and the file that they name.
-
-    An empty environment variable counts as not set. Raises ConfigError.
-    """
+    """Settings from flags (by key, None: not given), environment ("" is not set) and file; raises ConfigError."""
     if flags.get("config_file") == "":
         raise _invalid("--config-file", "", "the path of a file")
     named = flags.get("config_file") or environ.get("TTDP_CONFIG_FILE")
@@ -462,10 +459,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Text of a sysfs attribute, a page at most, without the newline; None if it is not there.
-
-    Raises OSError with the attribute's path, whether opening or reading it failed.
-    """
+    """A sysfs attribute, a page at most, without the newline; None if it is not there. Every OSError has its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -543,10 +537,7 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips in /sys/class/tenstorrent. Never raises, never blocks: none of these reads touches a chip.
-
-    Of a known function that is where it was only the node is looked at again, which costs a quarter.
-    """
+    """Look for chips; of a known one that is where it was only at its node, for a quarter of the cost. Never blocks."""
     directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
     places = {function.sysfs: function for function in known}
     functions, oddities = [], []
@@ -566,10 +557,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """The PCI function behind a class device, or what is odd about it, or None if it is going away just now.
-
-    Its node is still to be looked at.
-    """
+    """The PCI function behind a class device, its node unseen; or what is odd; or None if it is going away just now."""
     match, bdf = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs), _link_name(f"{sysfs}/device")
     if not match:
         return f"{sysfs}: not a device of the driver"
@@ -613,14 +601,12 @@ class Process(NamedTuple):
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
     """Who has a node open; None where that cannot be known: a driver before 2.5, or another PID namespace's view."""
-    text, found = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), list[Process]()
-    for pid in sorted({int(word) for word in (text or "").split() if word.isdecimal()}):
-        process = f"{settings.proc_root}/{pid}"
-        if pid == 0:
-            return None
-        if command := _read_quick(f"{process}/comm"):  # else it has ended meanwhile
-            found.append(Process(pid, command, "kubepods" in (_read_quick(f"{process}/cgroup") or "")))
-    return None if text is None else found
+    text, proc = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), settings.proc_root
+    pids = sorted({int(word) for word in (text or "").split() if word.isdecimal()})
+    if text is None or 0 in pids:
+        return None
+    running = ((pid, command) for pid in pids if (command := _read_quick(f"{proc}/{pid}/comm")))  # others have ended
+    return [Process(*one, "kubepods" in (_read_quick(f"{proc}/{one[0]}/cgroup") or "")) for one in running]
 
 
 def node_path(settings: Settings, function: PciFunction) -> str:
@@ -637,12 +623,43 @@ def node_path(settings: Settings, function: PciFunction) -> str:
     return function.path
 
 
+def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
+    """A text of the driver's form; nothing: what says nothing, though it is of that form."""
+    return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
+
+
+# All ones; and what a board without an ID reports, which would make all of them the same.
+_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)
+_ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
+    "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
+    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")),
+    "serial": ("tt_serial", _hex_id),
+    "asic_id": ("tt_asic_id", _hex_id),
+    "firmware": ("tt_fw_bundle_ver", _word(r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255")),
+    "trips": ("tt_therm_trip_count", _count),
+    "temperature": ("temp1_input", _celsius),
+    "temperature_limit": ("temp1_max", _celsius),
+}
+_DEAD = {
+    "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+    "temp1_input": str(DEAD_TEMPERATURE),
+}  # fmt: skip
+
+
+def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
+    """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
+    shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
+    if len(shown) > 1 and all(shown):
+        return Telemetry(all_ones=True)
+    told: dict[str, Any] = {key: parse(raw.get(attribute)) for key, (attribute, parse) in _ATTRIBUTES.items()}
+    return Telemetry(**told)
+
+
 def read_telemetry(function: PciFunction, last: Telemetry | None = None) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds and more: not on the loop.
 
-    last: what it said before. If its heartbeat has simply gone on, it is the same firmware of the same chip, and only
-    the sensors are read anew. A chip that has left the bus gives no error: every value is there, in its usual form, and
-    is all ones.
+    If its heartbeat has simply gone on since it said `last`, it is the same firmware of the same chip, and only the
+    sensors are read anew. A chip that has left the bus gives no error: every value is there, and is all ones.
     """
     try:
         return (last and _as_before(function, last)) or _read_everything(function)
@@ -687,43 +704,10 @@ def _read_everything(function: PciFunction) -> Telemetry:
     return Telemetry()
 
 
-def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
-    """A text of the driver's form; nothing: what says nothing, though it is of that form."""
-    return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
-
-
-# All ones; and what a board without an ID reports, which would make all of them the same.
-_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)
-_ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
-    "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
-    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")),
-    "serial": ("tt_serial", _hex_id),
-    "asic_id": ("tt_asic_id", _hex_id),
-    "firmware": ("tt_fw_bundle_ver", _word(r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255")),
-    "trips": ("tt_therm_trip_count", _count),
-    "temperature": ("temp1_input", _celsius),
-    "temperature_limit": ("temp1_max", _celsius),
-}
-_DEAD = {
-    "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
-    "temp1_input": str(DEAD_TEMPERATURE),
-}  # fmt: skip
-
-
-def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
-    """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
-    shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
-    if len(shown) > 1 and all(shown):
-        return Telemetry(all_ones=True)
-    told: dict[str, Any] = {key: parse(raw.get(attribute)) for key, (attribute, parse) in _ATTRIBUTES.items()}
-    return Telemetry(**told)
-
-
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look ============
 
 HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
 READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
-
 
 # The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line.
 Fault = enum.Enum("Fault", "GONE NODE BLOCKED RESETTING READ_ERROR NO_RESPONSE STALLED HOT TRIPPED")
@@ -763,8 +747,8 @@ def judge(
 ) -> Health:
     """The verdict after one look at a chip.
 
-    periodic: this look is one of the polls that come every `settings.interval`, so it can prove that a heartbeat has
-    stopped. Looks that an event caused come at any distance and cannot.
+    periodic: one of the polls, every `settings.interval`, which prove that a heartbeat has stopped. What an event
+    caused comes at any distance and cannot.
     """
     if function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {function.node_fault}")
@@ -844,10 +828,7 @@ class Chip:
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Key of the board: the chips of one board share its serial. Without one a chip is a board of its own.
-
-        A Galaxy's boards are its trays, so a board never reaches beyond a tray.
-        """
+        """Key of the board: its chips share a serial, one without it is a board of its own; none exceeds a tray."""
         return (*self._galaxy_tray, self.serial or self.bdf)
 
     @property
@@ -943,9 +924,8 @@ def without_replica(identifier: str) -> str:
 def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
     """Chips by ID; each ID at most once.
 
-    An ordinal or ASIC ID can be somebody else's by the time: a number that was freed is reused at once, a card can move
-    to another slot. What is present wins over what is away; of two present chips with one ASIC ID both get their
-    address.
+    A freed ordinal is reused at once, a card can move to another slot: what is present wins over what is away. Two
+    present chips with one ASIC ID both get their address.
     """
     wanted = {
         chip.bdf: {"bdf": chip.bdf, "asic": asic_name(chip) or chip.bdf, "index": str(chip.function.ordinal)}[strategy]
@@ -965,10 +945,7 @@ def asic_name(chip: Chip) -> str | None:
 
 
 def board_name(chip: Chip) -> str | None:
-    """The ID of a board of several chips, which none of them can change; None while it is not known.
-
-    A p300's is its serial, a Galaxy tray's is its buses: domain, and the high nibble of the bus.
-    """
+    """ID of a board, which no chip changes: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: not known yet."""
     return chip.bdf[: chip.bdf.rindex(":") - 1] + "0" if chip.board_chips == 8 else chip.serial
 
 
@@ -979,10 +956,7 @@ def resource_name(chip: Chip, settings: Settings) -> str:
 
 
 def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, list[Device]]:
-    """The devices by the name of their resource, unshared; those of a resource in the order of PCI addresses.
-
-    A chip of a p300 whose board is not known yet belongs to none, and waits.
-    """
+    """Devices by their resource's name, unshared, in the order of addresses. A p300's chip without a serial waits."""
     alone, boards = list[Chip](), collections.defaultdict[tuple[str, str], list[Chip]](list)
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
         if settings.unit == "chip" or chip.board_chips == 1:
@@ -1030,13 +1004,11 @@ def resources(
     return found
 
 
-def selection(entry: SharedResource, devices: Sequence[Device]) -> list[Device]:
+def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
     """Those of the devices that the entry selects."""
-    if entry.devices == "all":
-        return list(devices)
     if isinstance(entry.devices, int):
-        return list(devices[: entry.devices])
-    return [device for device in devices if called(device) & set(entry.devices)]
+        return devices[: entry.devices]
+    return [device for device in devices if entry.devices == "all" or called(device) & set(entry.devices)]
 
 
 def called(device: Device) -> set[str]:
@@ -1085,32 +1057,29 @@ class Place(NamedTuple):
     numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
 
 
-def preferred_allocation(
-    resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int
-) -> list[str]:
+def preferred_allocation(resource: Resource, available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
     """The `size` best of the available IDs, in the order of PCI addresses. Raises InvalidRequest.
 
     Of a shared resource, distinct devices come first, then those with the fewest users, then neighbours.
     """
-    free, must = frozenset(available), frozenset(must_include)
-    if unknown := sorted((free | must) - resource.devices.keys()):
+    free, chosen = frozenset(available), set(must)
+    if unknown := sorted((free | chosen) - resource.devices.keys()):
         raise InvalidRequest(f"{resource.name} has no device {_few(unknown)}")
     if size < 0:
         raise InvalidRequest(f"allocation size {size} is negative")
-    if missing := sorted(must - free):
+    if missing := sorted(chosen - free):
         raise InvalidRequest(f"must-include device {_few(missing)} is not available")
-    if not len(must) <= size <= len(free):
-        raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(must)} of them a must")
+    if not len(chosen) <= size <= len(free):
+        raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(chosen)} of them a must")
 
     devices = {device.identifier: device for device in resource.distinct}
     replicas = {name: [i for i in replica_ids(name, resource.replicas) if i in free] for name in devices}
     users = {name: max(resource.replicas, 1) - len(replicas[name]) for name in devices}
-    chosen = set(must)
     while len(chosen) < size:
         left = {name: [i for i in replicas[name] if i not in chosen] for name in devices}
         taken = collections.Counter(map(without_replica, chosen))
-        fewest = min(taken[name] for name in devices if left[name])
-        pool = {name for name in devices if left[name] and taken[name] == fewest}
+        fewest = min(taken[name] for name in left if left[name])
+        pool = {name for name in left if left[name] and taken[name] == fewest}
         near = taken.keys() - pool
         count = len(near) + min(size - len(chosen), len(pool))
         chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) & pool}
@@ -1225,10 +1194,7 @@ def container_edits(
     devices: Iterable[Device], settings: Settings, mounts: tuple[Mount, ...], locks: str | None,
     host_path: Callable[[PciFunction], str],
 ) -> pb.ContainerAllocateResponse:  # fmt: skip
-    """What a runtime adds to a container that gets these devices.
-
-    mounts: those that exist. locks: its /dev/shm. host_path: by which path its runtime shall find a node.
-    """
+    """What a runtime adds to a container. mounts: which exist; locks: its /dev/shm; host_path: where to find a node."""
     by_address = {address(chip.bdf): chip for device in devices for chip in device.chips}
     chips, by_cdi = [by_address[key] for key in sorted(by_address)], settings.device_list_strategy == "cdi"
     addresses, style = [chip.bdf for chip in chips], settings.visible_devices
@@ -1325,12 +1291,11 @@ def exposition(families: Iterable[Family]) -> str:
 def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], holders: Holders) -> list[Family]:
     """What is known of each chip; `device` is its PCI address."""
     told = [({"device": chip.bdf}, chip, chip.telemetry or Telemetry()) for chip in chips]
-    names = {bdf: resource.name for bdf, resource in resource_of.items()}
     return [
         ("tt_device_info", "gauge", "A chip, and what it is.",
          [({**labels, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
             "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
-            "resource": names.get(chip.bdf)}, 1) for labels, chip, _ in told]),
+            "resource": r.name if (r := resource_of.get(chip.bdf)) else None}, 1) for labels, chip, _ in told]),
         ("tt_device_healthy", "gauge", "Whether nothing is wrong with a chip.",
          [(labels, chip.health.fault is None) for labels, chip, _ in told]),
         ("tt_device_fault", "gauge", "What is wrong with a chip, while it is.",
@@ -1347,11 +1312,10 @@ def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], hol
 
 
 def plugin_metrics(
-    listed: Iterable[tuple[Resource, bool]], registrations: Mapping[str, int],
+    listed: Sequence[tuple[Resource, bool]], registrations: Mapping[str, int],
     allocations: Mapping[tuple[str, str], int], started: float,
 ) -> list[Family]:  # fmt: skip
     """What is known of the resources, each with whether it is registered, and of the daemon. started: Unix time."""
-    listed = list(listed)
     counts = {r.name: {"healthy": r.healthy, "unhealthy": len(r.distinct) - r.healthy} for r, _ in listed}
     return [
         ("tt_resource_devices", "gauge", "Devices of a resource, as the kubelet knows them.",
