@@ -934,8 +934,8 @@ def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str,
     present = collections.Counter(wanted[chip.bdf] for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
     for chip in sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf))):
-        is_met = chip.present and present[wanted[chip.bdf]] > 1
-        ids.setdefault(chip.bdf if is_met else wanted[chip.bdf], chip)
+        contested = chip.present and present[wanted[chip.bdf]] > 1
+        ids.setdefault(chip.bdf if contested else wanted[chip.bdf], chip)
     return ids
 
 
@@ -993,8 +993,7 @@ def resources(
         one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
         found[name] = Resource(name, listed, replicas, one_each, unshared)
 
-    for unshared, devices in devices_by_name(chips, settings).items():
-        rest = devices
+    for unshared, rest in devices_by_name(chips, settings).items():
         for entry in settings.sharing.resources:
             if entry.name == unshared and (selected := selection(entry, rest)):
                 rest = [device for device in rest if device not in selected]
