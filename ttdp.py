@@ -745,11 +745,7 @@ def blocked(health: Health) -> Health:
 def judge(
     health: Health, function: PciFunction, telemetry: Telemetry, settings: HealthSettings, now: float, *, periodic: bool
 ) -> Health:
-    """The verdict after one look at a chip.
-
-    periodic: one of the polls, every `settings.interval`, which prove that a heartbeat has stopped. What an event
-    caused comes at any distance and cannot.
-    """
+    """The verdict after one look. periodic: a poll, which can prove that a heartbeat has stopped; an event's cannot."""
     if function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {function.node_fault}")
     if telemetry.error:
@@ -1220,11 +1216,8 @@ LABELS_FILE = "tt-device-plugin"
 
 
 def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]) -> str | None:
-    """A CDI file with each of these chips by its PCI address, and `all`; None without any: CDI knows no empty file.
-
-    Its nodes are named by their own paths: a runtime refuses a link there. It is written anew when they change.
-    """
-    nodes = {
+    """A CDI file with each of these chips by its PCI address, and `all`; None without any: CDI knows no empty file."""
+    nodes = {  # by their own paths: a runtime refuses a link there
         f.bdf: [{"path": f"/dev/tenstorrent/{f.ordinal}", "hostPath": f.path, "permissions": "rw"}] for f in functions
     }
     if not nodes:
