@@ -81,8 +81,7 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
 
 # The kernel's sun_path holds 108 bytes with its NUL, and the kubelet has to reach our sockets under their full path.
 SOCKET_PATH_MAX = 107
-SOCKET_NAME_MAX = 42  # our part of that
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - 42  # our part of that
 
 
 class ConfigError(Exception):
@@ -93,38 +92,35 @@ class ConfigError(Exception):
 Parser = Callable[[Any], Any]
 
 
-def _valid(what: str, is_valid: Callable[[Any], object]) -> Parser:
+def _valid(what: str, is_valid: Callable[[Any], object], then: Parser = lambda value: value) -> Parser:
     def parse(value: Any) -> Any:
         if not is_valid(value):
             raise ValueError(what)
-        return value
+        return then(value)
 
     return parse
 
 
-def _one_of(choices: tuple[str, ...]) -> Parser:
+def _one_of(*choices: str) -> Parser:
     return _valid(" or ".join([", ".join(choices[:-1]), choices[-1]]), lambda value: value in choices)
 
 
-def _number(least: float, most: float, what: str, *kinds: type) -> Parser:
+def _number(least: float, most: float, what: str, *only: type) -> Parser:
+    kinds = only or (int, float)
     return _valid(what, lambda value: type(value) in kinds and least <= value <= most)  # a boolean is an int to Python
 
 
-def _matching(what: str, form: str, is_valid: Callable[[str], bool] = lambda value: True) -> Parser:
-    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v))
+def _matching(what: str, form: str, is_valid: Parser = lambda text: True, then: Parser = lambda text: text) -> Parser:
+    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v), then)
 
 
-def _path(what: str, most: int = 4095, *, or_none: bool = False) -> Parser:
-    """An absolute path from any path, of so many bytes at most; or_none: also "", for none."""
+def _path(what: str, form: str = r"[^\0]+", most: int = 4095) -> Parser:
+    """An absolute path from any path, of so many bytes at most; "", if the form allows it, stays empty."""
 
-    def parse(value: Any) -> str:
-        if value == "" and or_none:
-            return ""
-        if not isinstance(value, str) or not value or "\0" in value or len(os.fsencode(os.path.abspath(value))) > most:
-            raise ValueError(what)
-        return os.path.abspath(value)
+    def absolute(path: str) -> str:
+        return path and os.path.abspath(path)
 
-    return parse
+    return _matching(what, form, lambda path: len(os.fsencode(absolute(path))) <= most, absolute)
 
 
 def _selection(value: Any) -> Any:
@@ -136,11 +132,11 @@ def _selection(value: Any) -> Any:
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")  # as flags and variables have it
-_in_words = _one_of(_TRUE + _FALSE)
+_in_words = _one_of(*_TRUE, *_FALSE)
 _switch = _valid("true or false", lambda value: isinstance(value, bool))
 _absolute = _matching("an absolute path", r"/[^\0]*")
 _directory = _path("the path of a directory")
-_or_none = _path("a path, or empty", or_none=True)
+_or_none = _path("a path, or empty", r"[^\0]*")
 _NAMED = "the name of a resource, such as n300 or tenstorrent.com/n300"
 _resource_name = _matching(_NAMED, r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 # A DNS subdomain that the API server takes as the prefix of an extended resource. Kubernetes reserves *.kubernetes.io
@@ -150,20 +146,14 @@ _domain = _matching(
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
     lambda value: len(value) <= 244 and "kubernetes.io" not in value,
 )
-_socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", SOCKET_PATH_MAX)
-_plugin_dir = _path(
-    f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address",
-    PLUGIN_DIR_MAX,
-)
+_socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
+_FITTING = f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
+_plugin_dir = _path(_FITTING, most=PLUGIN_DIR_MAX)
 
 
 def _key(default: Any, parse: Parser, help: str = "") -> Any:
     """A key of the file, as a dataclass's field. help: the text of its flag, if it has one."""
     return field(default=default, metadata={"parse": parse, "help": help})
-
-
-def _keys(kind: Any) -> dict[str, Parser]:
-    return {key.name: key.metadata["parse"] for key in fields(kind) if key.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +170,10 @@ class HealthSettings:
     """Section [health] of the configuration file."""
 
     # Seconds between two polls. The firmware's heartbeat goes on every tenth of a second: faster ones would miss it.
-    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600", int, float))
-    # °C; None: the card's own temp1_max
-    temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200", int, float))
-    # Polls in a row without a change of tt_heartbeat
-    heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))
-    # Seconds without a further thermal trip until a card counts as healthy again
-    trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on", int, float))
+    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"))
+    temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200"))  # None: the card's
+    heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))  # in a row
+    trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on"))  # without a further trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,40 +206,37 @@ class Sharing:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
-_PODS = "where the kubelet tells which pod has which device"
+_PLUGIN_DIR = "the kubelet's device plugin directory"
 _NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
 _IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
 _VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
 _UNIT = "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"
 _STRATEGY = "how a container gets its devices: device-specs (from the kubelet) or cdi (from the CDI file)"
-_CDI_DIR = "where runtimes look for CDI files, if it exists; empty: no file"
 _LABELS_DIR = "where node-feature-discovery looks for features, if it exists; empty: no file"
 _METRICS_FILE = "the file for node_exporter, if its directory exists; empty: no file"
-_FAIL = "exit with status 1 if there is no driver or no device at start"
+_PODS = "where the kubelet tells which pod has which device"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that the configuration can say. Every path is absolute."""
 
-    device_plugin_dir: str = _key(
-        "/var/lib/kubelet/device-plugins", _plugin_dir, "the kubelet's device plugin directory"
-    )
+    device_plugin_dir: str = _key("/var/lib/kubelet/device-plugins", _plugin_dir, _PLUGIN_DIR)
     sysfs_root: str = _key("/sys", _directory, "where sysfs is mounted")
     dev_root: str = _key("/dev", _directory, "where the device nodes are")
     proc_root: str = _key("/proc", _directory, "where procfs is mounted")
     resource_domain: str = _key("tenstorrent.com", _domain, "the resource's name before the slash")
-    resource_naming: ResourceNaming = _key("board", _one_of(get_args(ResourceNaming)), _NAMING)
-    device_id_strategy: DeviceIdStrategy = _key("bdf", _one_of(get_args(DeviceIdStrategy)), _IDS)
-    visible_devices: VisibleDevices = _key("bdf", _one_of(get_args(VisibleDevices)), _VISIBLE)
-    unit: Unit = _key("chip", _one_of(get_args(Unit)), _UNIT)
-    device_list_strategy: DeviceListStrategy = _key("device-specs", _one_of(get_args(DeviceListStrategy)), _STRATEGY)
-    cdi_dir: str = _key("/var/run/cdi", _or_none, _CDI_DIR)
+    resource_naming: ResourceNaming = _key("board", _one_of(*get_args(ResourceNaming)), _NAMING)
+    device_id_strategy: DeviceIdStrategy = _key("bdf", _one_of(*get_args(DeviceIdStrategy)), _IDS)
+    visible_devices: VisibleDevices = _key("bdf", _one_of(*get_args(VisibleDevices)), _VISIBLE)
+    unit: Unit = _key("chip", _one_of(*get_args(Unit)), _UNIT)
+    device_list_strategy: DeviceListStrategy = _key("device-specs", _one_of(*get_args(DeviceListStrategy)), _STRATEGY)
+    cdi_dir: str = _key("/var/run/cdi", _or_none, "where runtimes look for CDI files, if it exists; empty: no file")
     labels_dir: str = _key("/etc/kubernetes/node-feature-discovery/features.d", _or_none, _LABELS_DIR)
     metrics_file: str = _key("/var/lib/prometheus/node-exporter/tt-device-plugin.prom", _or_none, _METRICS_FILE)
     pod_resources_socket: str = _key("/var/lib/kubelet/pod-resources/kubelet.sock", _socket, _PODS)
-    fail_on_init_error: bool = _key(False, _switch, _FAIL)
-    log_level: LogLevel = _key("info", _one_of(get_args(LogLevel)), "debug, info, warning or error")
+    fail_on_init_error: bool = _key(False, _switch, "exit with status 1 if there is no driver or no device at start")
+    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "debug, info, warning or error")
     health: HealthSettings = field(default_factory=HealthSettings)
     sharing: Sharing = field(default_factory=Sharing)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
@@ -266,30 +250,22 @@ class Option(NamedTuple):
     """A setting that has a flag, an environment variable and a key in the file."""
 
     key: str
+    flag: str
+    variable: str
     parse: Parser
     help: str
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "TTDP_" + self.key.upper()
-
-    @property
-    def is_switch(self) -> bool:
-        return self.parse is _switch
+    is_switch: bool
 
 
-OPTIONS = [Option(key.name, key.metadata["parse"], key.metadata["help"]) for key in fields(Settings) if key.metadata]
+OPTIONS = [
+    Option(k.name, "--" + k.name.replace("_", "-"), "TTDP_" + k.name.upper(), **k.metadata, is_switch=k.type == "bool")
+    for k in fields(Settings)
+    if k.metadata
+]
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (by key, None where not given), the environment and the file that they name.
-
-    An empty environment variable counts as not set. Raises ConfigError.
-    """
+    """Settings from flags (by key, None: not given), environment ("" is not set) and file; raises ConfigError."""
     if flags.get("config_file") == "":
         raise _invalid("--config-file", "", "the path of a file")
     named = flags.get("config_file") or environ.get("TTDP_CONFIG_FILE")
@@ -338,49 +314,47 @@ def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid TOML: {' '.join(str(error).split())}") from None
 
     sections: dict[str, Parser] = {
-        "health": lambda table: HealthSettings(**_table(f"{path}: [health] ", table, _keys(HealthSettings))),
+        "health": lambda table: HealthSettings(**_table(path, "[health] ", table, HealthSettings)),
         "sharing": lambda table: _sharing(path, table),
         "mounts": lambda tables: _mounts(path, tables),
     }
-    return _table(f"{path}: ", document, _keys(Settings) | sections)
+    return _table(path, "", document, Settings, **sections)
 
 
-def _table(where: str, table: object, keys: Mapping[str, Parser]) -> dict[str, Any]:
-    """The values of a table of the file, each by its key's parser; raises ConfigError. where: "FILE: [TABLE] "."""
-    file, _, heading = where.partition(": ")
+def _table(path: str, heading: str, table: object, kind: Any, **more: Parser) -> dict[str, Any]:
+    """The values of a table of the file by the parsers of a dataclass's keys, and more; raises ConfigError."""
+    keys = {key.name: key.metadata["parse"] for key in fields(kind) if key.metadata} | more
     if not isinstance(table, dict):
-        raise _invalid(f"{file}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
+        raise _invalid(f"{path}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
     for key in table:
         if key not in keys:
-            raise ConfigError(f"{where}{key!r} is no key of this file; valid are {', '.join(keys)}")
-    return {key: _parsed(keys[key], value, f"{where}{key}") for key, value in table.items()}
+            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; valid are {', '.join(keys)}")
+    return {key: _parsed(keys[key], value, f"{path}: {heading}{key}") for key, value in table.items()}
 
 
-def _tables(where: str, tables: object, keys: Mapping[str, Parser], *needed: str) -> list[dict[str, Any]]:
-    """The values of all tables of one name. where: "FILE: [[NAME]] ". needed: keys that each of them must have."""
-    file, _, heading = where.partition(": ")
+def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str, **more: Parser) -> list[dict[str, Any]]:
+    """The values of all tables of one name. needed: keys that each of them must have."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _invalid(f"{file}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
-    for table, key in itertools.product(tables, needed):
-        if key not in table:
-            raise ConfigError(f"{where}{key} is missing")
-    return [_table(where, table, keys) for table in tables]
+        raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
+    if missing := next((key for table in tables for key in needed if key not in table), None):
+        raise ConfigError(f"{path}: {heading}{missing} is missing")
+    return [_table(path, heading, table, kind, **more) for table in tables]
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
-    where, mounts = f"{path}: [[mounts]] ", dict[str, Mount]()
-    for values in _tables(where, tables, _keys(Mount), "host"):
+    mounts: dict[str, Mount] = {}
+    for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
         mount = Mount(**{"container": values["host"]} | values)
         if mount.container in mounts:
-            raise _invalid(f"{where}container", mount.container, "another path in each of them")
+            raise _invalid(f"{path}: [[mounts]] container", mount.container, "another path in each of them")
         mounts[mount.container] = mount
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
-    values = _table(f"{path}: [sharing] ", table, _keys(Sharing))
-    where, keys = f"{path}: [[sharing.resources]] ", _keys(SharedResource) | _LEFT_OUT
-    entries = _tables(where, values.pop("resources", []), keys, "name", "replicas")
+    values = _table(path, "[sharing] ", table, Sharing)
+    found, heading = values.pop("resources", []), "[[sharing.resources]] "
+    entries = _tables(path, heading, found, SharedResource, "name", "replicas", **_LEFT_OUT)
     return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
 
 
@@ -436,11 +410,6 @@ CARDS = {
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 
-TELEMETRY_ATTRIBUTES = (
-    "tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver", "tt_therm_trip_count",
-)  # fmt: skip
-HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
-
 _BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
@@ -477,8 +446,7 @@ class Telemetry:
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+class Scan(NamedTuple):
     """One look at the class directory."""
 
     functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
@@ -491,10 +459,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Text of a sysfs attribute, a page at most, without the newline; None if it is not there.
-
-    Raises OSError with the attribute's path, whether opening or reading it failed.
-    """
+    """A sysfs attribute, a page at most, without the newline; None if it is not there. Every OSError has its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -534,8 +499,19 @@ def _decimal(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch(r"-?[0-9]{1,20}", text) else None
 
 
-def _hexadecimal(text: str | None) -> int | None:
-    return int(text, 16) if text and re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
+def _count(text: str | None) -> int | None:
+    number = _decimal(text)
+    return number if number is not None and 0 <= number < ALL_ONES else None
+
+
+def _celsius(text: str | None) -> float | None:
+    millidegrees = _decimal(text)
+    return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
+
+
+def _pci_id(path: str) -> int | None:
+    text = _read_quick(path) or ""
+    return int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -548,12 +524,9 @@ def driver_version(settings: Settings) -> str | None:
 
 def functions_on_bus(settings: Settings) -> list[str]:
     """Addresses of the PCI functions that the driver is for, whether it has them or not."""
-    directory, found = f"{settings.sysfs_root}/bus/pci/devices", []
-    for bdf in filter(_BDF.fullmatch, _names(directory)):
-        ids = (_hexadecimal(_read_quick(f"{directory}/{bdf}/{attribute}")) for attribute in ("vendor", "device"))
-        if next(ids) == VENDOR and next(ids) in ARCHES:
-            found.append(bdf)
-    return sorted(found, key=address)
+    directory = f"{settings.sysfs_root}/bus/pci/devices"
+    ours = [bdf for bdf in filter(_BDF.fullmatch, _names(directory)) if _pci_id(f"{directory}/{bdf}/vendor") == VENDOR]
+    return sorted((bdf for bdf in ours if _pci_id(f"{directory}/{bdf}/device") in ARCHES), key=address)
 
 
 def is_for_driver(settings: Settings, bdf: str) -> bool:
@@ -564,10 +537,7 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips in /sys/class/tenstorrent. Never raises, never blocks: none of these reads touches a chip.
-
-    Of a known function that is where it was only the node is looked at again, which costs a quarter.
-    """
+    """Look for chips; of a known one that is where it was only at its node, for a quarter of the cost. Never blocks."""
     directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
     places = {function.sysfs: function for function in known}
     functions, oddities = [], []
@@ -577,12 +547,9 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
         sysfs = f"{directory}/{name}"
         with contextlib.suppress(OSError):
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
-        found: PciFunction | str | None = places.get(sysfs)
+        found = places.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
-            fault = _node_fault(found.path, found.number)
-            functions.append(found if fault == found.node_fault else replace(found, node_fault=fault))
-        elif isinstance(found := read_function(settings, sysfs), PciFunction):
-            functions.append(found)
+            functions.append(replace(found, node_fault=_node_fault(found.path, found.number)))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -590,27 +557,22 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """The PCI function behind a class device, or what is odd about it, or None if it is going away just now."""
+    """The PCI function behind a class device, its node unseen; or what is odd; or None if it is going away just now."""
     match, bdf = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs), _link_name(f"{sysfs}/device")
     if not match:
         return f"{sysfs}: not a device of the driver"
     if bdf and not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    ids = [_hexadecimal(_read_quick(f"{sysfs}/device/{name}")) for name in ("vendor", "device", "subsystem_device")]
-    numa_node = _decimal(_read_quick(f"{sysfs}/device/numa_node"))
-    number = _read_quick(f"{sysfs}/dev")
-    vendor, device, subsystem = ids
+    vendor, device, subsystem = (_pci_id(f"{sysfs}/device/{name}") for name in ("vendor", "device", "subsystem_device"))
+    numa_node, number = _count(_read_quick(f"{sysfs}/device/numa_node")), _read_quick(f"{sysfs}/dev")
     # The link goes with the class device: if it is there still, then what could not be read is really not there.
     if vendor is None or device is None or bdf is None or _link_name(f"{sysfs}/device") != bdf:
         return None
     if vendor != VENDOR or device not in ARCHES:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
-    path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
-    return PciFunction(
-        bdf, ARCHES[device], CARDS.get(subsystem or 0), ordinal=int(match[1]), path=path, sysfs=sysfs, number=number,
-        numa_node=numa_node if numa_node is not None and 0 <= numa_node < 2**31 else None,
-        node_fault=_node_fault(path, number),
-    )  # fmt: skip
+    ordinal = int(match[1])
+    path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
+    return PciFunction(bdf, ARCHES[device], CARDS.get(subsystem or 0), numa_node, ordinal, path, sysfs, number)
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
@@ -639,14 +601,12 @@ class Process(NamedTuple):
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
     """Who has a node open; None where that cannot be known: a driver before 2.5, or another PID namespace's view."""
-    text, found = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), list[Process]()
-    for pid in sorted({int(word) for word in (text or "").split() if word.isdecimal()}):
-        process = f"{settings.proc_root}/{pid}"
-        if pid == 0:
-            return None
-        if command := _read_quick(f"{process}/comm"):  # else it has ended meanwhile
-            found.append(Process(pid, command, "kubepods" in (_read_quick(f"{process}/cgroup") or "")))
-    return None if text is None else found
+    text, proc = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), settings.proc_root
+    pids = sorted({int(word) for word in (text or "").split() if word.isdecimal()})
+    if text is None or 0 in pids:
+        return None
+    running = ((pid, command) for pid in pids if (command := _read_quick(f"{proc}/{pid}/comm")))  # others have ended
+    return [Process(*one, "kubepods" in (_read_quick(f"{proc}/{one[0]}/cgroup") or "")) for one in running]
 
 
 def node_path(settings: Settings, function: PciFunction) -> str:
@@ -656,20 +616,50 @@ def node_path(settings: Settings, function: PciFunction) -> str:
     answer: with a node's path in it the container would get whichever chip has that number by then. A runtime resolves
     a link each time that it makes a container (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
     """
-    link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
-    try:
-        leads_to = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
-    except OSError:
-        return function.path
-    return link if leads_to == function.path else function.path
+    links = f"{settings.dev_root}/{DRIVER}/by-pci"
+    with contextlib.suppress(OSError):
+        if os.path.normpath(os.path.join(links, os.readlink(f"{links}/{function.bdf}"))) == function.path:
+            return f"{links}/{function.bdf}"
+    return function.path
+
+
+def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
+    """A text of the driver's form; nothing: what says nothing, though it is of that form."""
+    return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
+
+
+# All ones; and what a board without an ID reports, which would make all of them the same.
+_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)
+_ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
+    "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
+    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")),
+    "serial": ("tt_serial", _hex_id),
+    "asic_id": ("tt_asic_id", _hex_id),
+    "firmware": ("tt_fw_bundle_ver", _word(r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255")),
+    "trips": ("tt_therm_trip_count", _count),
+    "temperature": ("temp1_input", _celsius),
+    "temperature_limit": ("temp1_max", _celsius),
+}
+_DEAD = {
+    "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+    "temp1_input": str(DEAD_TEMPERATURE),
+}  # fmt: skip
+
+
+def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
+    """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
+    shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
+    if len(shown) > 1 and all(shown):
+        return Telemetry(all_ones=True)
+    told: dict[str, Any] = {key: parse(raw.get(attribute)) for key, (attribute, parse) in _ATTRIBUTES.items()}
+    return Telemetry(**told)
 
 
 def read_telemetry(function: PciFunction, last: Telemetry | None = None) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds and more: not on the loop.
 
-    last: what it said before. If its heartbeat has simply gone on, it is the same firmware of the same chip, and only
-    the sensors are read anew. A chip that has left the bus gives no error: every value is there, in its usual form, and
-    is all ones.
+    If its heartbeat has simply gone on since it said `last`, it is the same firmware of the same chip, and only the
+    sensors are read anew. A chip that has left the bus gives no error: every value is there, and is all ones.
     """
     try:
         return (last and _as_before(function, last)) or _read_everything(function)
@@ -697,62 +687,21 @@ def _read_everything(function: PciFunction) -> Telemetry:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):  # its number has nothing to tell
         directory = f"{function.sysfs}/device/hwmon"
         hwmon = f"{directory}/{min(os.listdir(directory))}"
-    paths = [f"{function.sysfs}/{attribute}" for attribute in TELEMETRY_ATTRIBUTES]
-    paths += [f"{hwmon}/{attribute}" for attribute in HWMON_ATTRIBUTES if hwmon]
-    texts = {os.path.basename(path): read_attribute(path) for path in paths}
-    raw = {attribute: text for attribute, text in texts.items() if text is not None}
+    raw: dict[str, str] = {}
+    for attribute, _ in _ATTRIBUTES.values():
+        place = function.sysfs if attribute.startswith("tt_") else hwmon
+        if place and (text := read_attribute(f"{place}/{attribute}")) is not None:
+            raw[attribute] = text
     if raw:
         return replace(parse_telemetry(raw), hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
     # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it: vendor and
     # device, with which its PCI configuration space begins, read all ones.
-    off_bus = False
     with contextlib.suppress(OSError), open(f"{function.sysfs}/device/config", "rb", buffering=0) as config:
-        off_bus = config.read(4) == b"\xff" * 4
-    return Telemetry(all_ones=off_bus, off_bus=off_bus)
-
-
-def _count(text: str | None) -> int | None:
-    number = _decimal(text)
-    return number if number is not None and 0 <= number < ALL_ONES else None
-
-
-def _celsius(text: str | None) -> float | None:
-    millidegrees = _decimal(text)
-    return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
-
-
-_HEX_ID = re.compile(r"[0-9A-F]{16}")
-_NO_ID = ("F" * 16, "0" * 16)  # all ones; and what a board without an ID reports, which would make all of them the same
-_WORDS: Mapping[str, tuple[str, re.Pattern[str], Collection[str]]] = {  # the driver's form; and what says nothing
-    "card": ("tt_card_type", re.compile(r"[a-z][a-z0-9-]{0,40}[a-z0-9]"), ("unknown",)),
-    "serial": ("tt_serial", _HEX_ID, _NO_ID),
-    "asic_id": ("tt_asic_id", _HEX_ID, _NO_ID),
-    "firmware": ("tt_fw_bundle_ver", re.compile(r"\d{1,5}(\.\d{1,5}){1,4}"), ("255.255.255.255",)),
-}
-_DEAD = {
-    "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
-    "temp1_input": str(DEAD_TEMPERATURE),
-}  # fmt: skip
-
-
-def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
-    """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
-    shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
-    if len(shown) > 1 and all(shown):
-        return Telemetry(all_ones=True)
-    words: dict[str, Any] = {
-        field: text if (text := raw.get(name)) and text not in never and form.fullmatch(text) else None
-        for field, (name, form, never) in _WORDS.items()
-    }
-    return Telemetry(
-        **words,
-        heartbeat=_decimal(raw.get("tt_heartbeat")),  # all ones, too: then it must not be seen to change
-        temperature=_celsius(raw.get("temp1_input")),
-        temperature_limit=_celsius(raw.get("temp1_max")),
-        trips=_count(raw.get("tt_therm_trip_count")),
-    )
+        if config.read(4) == b"\xff" * 4:
+            return Telemetry(all_ones=True, off_bus=True)
+    return Telemetry()
 
 
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look ============
@@ -760,19 +709,8 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
 HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
 READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
 
-
-class Fault(enum.Enum):
-    """The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line."""
-
-    GONE = enum.auto()
-    NODE = enum.auto()
-    BLOCKED = enum.auto()
-    RESETTING = enum.auto()
-    READ_ERROR = enum.auto()
-    NO_RESPONSE = enum.auto()
-    STALLED = enum.auto()
-    HOT = enum.auto()
-    TRIPPED = enum.auto()
+# The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line.
+Fault = enum.Enum("Fault", "GONE NODE BLOCKED RESETTING READ_ERROR NO_RESPONSE STALLED HOT TRIPPED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -807,11 +745,7 @@ def blocked(health: Health) -> Health:
 def judge(
     health: Health, function: PciFunction, telemetry: Telemetry, settings: HealthSettings, now: float, *, periodic: bool
 ) -> Health:
-    """The verdict after one look at a chip.
-
-    periodic: this look is one of the polls that come every `settings.interval`, so it can prove that a heartbeat has
-    stopped. Looks that an event caused come at any distance and cannot.
-    """
+    """The verdict after one look. periodic: a poll, which can prove that a heartbeat has stopped; an event's cannot."""
     if function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {function.node_fault}")
     if telemetry.error:
@@ -831,28 +765,21 @@ def judge(
     # not what the next poll compares with: that may follow sooner than a heartbeat.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
     misses = 0 if beats else health.misses + periodic
-    limit = telemetry.temperature_limit if settings.temperature_limit is None else settings.temperature_limit
-    degrees = telemetry.temperature
-    hot = (
-        degrees is not None and limit is not None and (degrees > limit - HYSTERESIS if health.hot else degrees >= limit)
-    )
-    rose = telemetry.trips is not None and health.trips is not None and telemetry.trips > health.trips
+    heartbeat = telemetry.heartbeat if periodic or health.heartbeat is None else health.heartbeat
+    limit = settings.temperature_limit or telemetry.temperature_limit or math.inf
+    degrees = telemetry.temperature or -math.inf
+    hot = degrees >= limit or (health.hot and degrees > limit - HYSTERESIS)
+    trips = health.trips if telemetry.trips is None else telemetry.trips
+    rose = trips is not None and health.trips is not None and trips > health.trips
     tripped_at = now if rose else health.tripped_at
-    health = Health(
-        heartbeat=telemetry.heartbeat if periodic or health.heartbeat is None else health.heartbeat,
-        misses=misses,
-        hot=hot,
-        trips=telemetry.trips if telemetry.trips is not None else health.trips,
-        tripped_at=tripped_at,
-    )
+    health = Health(None, None, heartbeat, misses, hot, trips, tripped_at)
     if misses >= settings.heartbeat_misses:
         reason = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped, reset it: tt-smi -r"
         return unhealthy(health, Fault.STALLED, reason)
     if hot:
-        reason = f"too hot: {degrees:.1f} °C, limit {limit:g} °C; check its cooling"
-        return unhealthy(health, Fault.HOT, reason)
+        return unhealthy(health, Fault.HOT, f"too hot: {degrees:.1f} °C, limit {limit:g} °C; check its cooling")
     if tripped_at is not None and now - tripped_at < settings.trip_holdoff:
-        reason = f"thermal trip ({health.trips} so far); it counts again after {settings.trip_holdoff:g} s without one"
+        reason = f"thermal trip ({trips} so far); it counts again after {settings.trip_holdoff:g} s without one"
         return unhealthy(health, Fault.TRIPPED, reason)
     return health
 
@@ -860,7 +787,6 @@ def judge(
 # ==== RESOURCES: which devices there are, what they are called, and where they sit. Pure ==============================
 
 IDENTITY = ("card", "serial", "asic_id", "firmware")  # what the firmware says of itself
-DEVICE_ID_MAX = 63  # characters that Kubernetes takes in a device's ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -898,10 +824,7 @@ class Chip:
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Key of the board: the chips of one board share its serial. Without one a chip is a board of its own.
-
-        A Galaxy's boards are its trays, so a board never reaches beyond a tray.
-        """
+        """Key of the board: its chips share a serial, one without it is a board of its own; none exceeds a tray."""
         return (*self._galaxy_tray, self.serial or self.bdf)
 
     @property
@@ -960,10 +883,6 @@ class Device:
         return self.held
 
     @property
-    def address(self) -> tuple[int, ...]:
-        return address(self.chips[0].bdf)
-
-    @property
     def numa_nodes(self) -> tuple[int, ...]:
         """Every NUMA node that it touches, as far as they are known."""
         return tuple(sorted({node for chip in self.chips if (node := chip.function.numa_node) is not None}))
@@ -1001,21 +920,18 @@ def without_replica(identifier: str) -> str:
 def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
     """Chips by ID; each ID at most once.
 
-    An ordinal or ASIC ID can be somebody else's by the time: a number that was freed is reused at once, a card can move
-    to another slot. What is present wins over what is away; of two present chips with one ASIC ID both get their
-    address.
+    A freed ordinal is reused at once, a card can move to another slot: what is present wins over what is away. Two
+    present chips with one ASIC ID both get their address.
     """
-
-    def wanted(chip: Chip) -> str:
-        if strategy == "index":
-            return str(chip.function.ordinal)
-        return asic_name(chip) or chip.bdf if strategy == "asic" else chip.bdf
-
-    present = collections.Counter(wanted(chip) for chip in chips if chip.present)
+    wanted = {
+        chip.bdf: {"bdf": chip.bdf, "asic": asic_name(chip) or chip.bdf, "index": str(chip.function.ordinal)}[strategy]
+        for chip in chips
+    }
+    present = collections.Counter(wanted[chip.bdf] for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
     for chip in sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf))):
-        unique = present[wanted(chip)] <= 1
-        ids.setdefault(wanted(chip) if unique or not chip.present else chip.bdf, chip)
+        contested = chip.present and present[wanted[chip.bdf]] > 1
+        ids.setdefault(chip.bdf if contested else wanted[chip.bdf], chip)
     return ids
 
 
@@ -1025,10 +941,7 @@ def asic_name(chip: Chip) -> str | None:
 
 
 def board_name(chip: Chip) -> str | None:
-    """The ID of a board of several chips, which none of them can change; None while it is not known.
-
-    A p300's is its serial, a Galaxy tray's is its buses: domain, and the high nibble of the bus.
-    """
+    """ID of a board, which no chip changes: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: not known yet."""
     return chip.bdf[: chip.bdf.rindex(":") - 1] + "0" if chip.board_chips == 8 else chip.serial
 
 
@@ -1039,24 +952,21 @@ def resource_name(chip: Chip, settings: Settings) -> str:
 
 
 def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, list[Device]]:
-    """The devices by the name of their resource, unshared; those of a resource in the order of PCI addresses.
-
-    A chip of a p300 whose board is not known yet belongs to none, and waits.
-    """
-    devices: dict[str, list[Device]] = {}
-    boards: dict[tuple[str, str], list[Chip]] = {}
-    for chip in chips:
-        if settings.unit == "board" and chip.board_chips > 1 and (board := board_name(chip)):
-            boards.setdefault((resource_name(chip, settings), board), []).append(chip)
-    alone = [chip for chip in chips if settings.unit == "chip" or chip.board_chips == 1]
+    """Devices by their resource's name, unshared, in the order of addresses. A p300's chip without a serial waits."""
+    alone, boards = list[Chip](), collections.defaultdict[tuple[str, str], list[Chip]](list)
+    for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
+        if settings.unit == "chip" or chip.board_chips == 1:
+            alone.append(chip)
+        elif board := board_name(chip):
+            boards[resource_name(chip, settings), board].append(chip)
+    devices = collections.defaultdict[str, list[Device]](list)
     for identifier, chip in device_ids(alone, settings.device_id_strategy).items():
-        devices.setdefault(resource_name(chip, settings), []).append(Device(identifier, (chip,)))
+        devices[resource_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
         # A card that was put into another slot has left its chips at the old addresses, too.
         here = [chip for chip in members if chip.present] if len(members) > members[0].board_chips else members
-        in_order = tuple(sorted(here, key=lambda chip: address(chip.bdf)))
-        devices.setdefault(name, []).append(Device(board, in_order, members[0].board_chips))
-    return {name: sorted(devices[name], key=lambda device: device.address) for name in sorted(devices)}
+        devices[name].append(Device(board, tuple(here), members[0].board_chips))
+    return {name: sorted(devices[name], key=lambda device: address(device.chips[0].bdf)) for name in sorted(devices)}
 
 
 Holders = Mapping[str, Sequence[Holder]]  # of chips, by PCI address
@@ -1079,8 +989,7 @@ def resources(
         one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
         found[name] = Resource(name, listed, replicas, one_each, unshared)
 
-    for unshared, devices in devices_by_name(chips, settings).items():
-        rest = devices
+    for unshared, rest in devices_by_name(chips, settings).items():
         for entry in settings.sharing.resources:
             if entry.name == unshared and (selected := selection(entry, rest)):
                 rest = [device for device in rest if device not in selected]
@@ -1090,13 +999,11 @@ def resources(
     return found
 
 
-def selection(entry: SharedResource, devices: Sequence[Device]) -> list[Device]:
+def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
     """Those of the devices that the entry selects."""
-    if entry.devices == "all":
-        return list(devices)
     if isinstance(entry.devices, int):
-        return list(devices[: entry.devices])
-    return [device for device in devices if called(device) & set(entry.devices)]
+        return devices[: entry.devices]
+    return [device for device in devices if entry.devices == "all" or called(device) & set(entry.devices)]
 
 
 def called(device: Device) -> set[str]:
@@ -1130,15 +1037,13 @@ class Cost(NamedTuple):
         return Cost._make(map(operator.add, self, other))
 
 
-IMPOSSIBLE = Cost(users=1 << 30)
+NO_COST, IMPOSSIBLE = Cost(), Cost(users=1 << 30)
 BySize = list[Cost]  # the least cost of choosing no device of a group, one, two, and so on
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A device in the search."""
 
-    identifier: str
     bit: int  # in Cost.addresses
     must: bool  # it has to be chosen
     users: int
@@ -1147,135 +1052,112 @@ class Place:
     numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
 
 
-def preferred_allocation(
-    resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int
-) -> list[str]:
+def preferred_allocation(resource: Resource, available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
     """The `size` best of the available IDs, in the order of PCI addresses. Raises InvalidRequest.
 
     Of a shared resource, distinct devices come first, then those with the fewest users, then neighbours.
     """
-    free, must = frozenset(available), frozenset(must_include)
-    if unknown := sorted((free | must) - resource.devices.keys()):
+    free, chosen = frozenset(available), set(must)
+    if unknown := sorted((free | chosen) - resource.devices.keys()):
         raise InvalidRequest(f"{resource.name} has no device {_few(unknown)}")
     if size < 0:
         raise InvalidRequest(f"allocation size {size} is negative")
-    if missing := sorted(must - free):
+    if missing := sorted(chosen - free):
         raise InvalidRequest(f"must-include device {_few(missing)} is not available")
-    if not len(must) <= size <= len(free):
-        raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(must)} of them a must")
+    if not len(chosen) <= size <= len(free):
+        raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(chosen)} of them a must")
 
-    if not resource.replicas:
-        return _nearest(resource.devices, free, must, size, {})
     devices = {device.identifier: device for device in resource.distinct}
     replicas = {name: [i for i in replica_ids(name, resource.replicas) if i in free] for name in devices}
-    users = {name: resource.replicas - len(replicas[name]) for name in devices}
-    chosen = set(must)
+    users = {name: max(resource.replicas, 1) - len(replicas[name]) for name in devices}
     while len(chosen) < size:
         left = {name: [i for i in replicas[name] if i not in chosen] for name in devices}
         taken = collections.Counter(map(without_replica, chosen))
-        fewest = min(taken[name] for name in devices if left[name])
-        pool = {name for name in devices if left[name] and taken[name] == fewest}
+        fewest = min(taken[name] for name in left if left[name])
+        pool = {name for name in left if left[name] and taken[name] == fewest}
         near = taken.keys() - pool
         count = len(near) + min(size - len(chosen), len(pool))
-        chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) if name in pool}
+        chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) & pool}
     return [identifier for identifier in resource.devices if identifier in chosen]
 
 
 def _nearest(
     devices: Mapping[str, Device], free: Collection[str], must: Collection[str], size: int, users: Mapping[str, int]
-) -> list[str]:
+) -> set[str]:
     """The `size` best of the free devices, the musts included.
 
     Best is the set that costs least. As costs add up, the cheapest set of each size follows from the cheapest ones of
     its parts: boards make up trays, trays make up NUMA nodes, and these the host.
     """
-    places = [
-        Place(
-            identifier=identifier,
-            bit=1 << (len(devices) - position),
-            must=identifier in must,
-            users=users.get(identifier, 0),
-            board=device.chips[0].board,
-            tray=device.chips[0].tray,
-            numa_nodes=frozenset(device.numa_nodes or (None,)),
-        )
-        for position, (identifier, device) in enumerate(devices.items())
-    ]
-    search = _Search([place for place in places if place.identifier not in free], size)
-    chosen = search.host([place for place in places if place.identifier in free])[size]
-    return [place.identifier for place in places if place.bit & -chosen.addresses]
+    places, broken = dict[str, Place](), set[object]()
+    for position, (name, device) in enumerate(devices.items()):
+        chip, nodes = device.chips[0], frozenset(device.numa_nodes or (None,))
+        if name in free:
+            bit = 1 << (len(devices) - position)
+            places[name] = Place(bit, name in must, users[name], chip.board, chip.tray, nodes)
+        else:
+            broken |= {chip.board, chip.tray, *nodes}
+    chosen = _Search(broken, size).host(places.values())[size]
+    return {name for name, place in places.items() if place.bit & -chosen.addresses}
 
 
-class _Search:
+class _Search(NamedTuple):
     """The least cost of each size up to the one that is wanted, from the board up."""
 
-    def __init__(self, taken: Sequence[Place], size: int) -> None:
-        self._broken_boards = {place.board for place in taken}
-        self._broken_trays = {place.tray for place in taken}
-        self._broken_nodes = frozenset[int | None]().union(*(place.numa_nodes for place in taken))
-        self._size = size
+    broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
+    size: int
 
-    def host(self, places: Sequence[Place]) -> BySize:
+    def host(self, places: Collection[Place]) -> BySize:
         """NUMA nodes stand for themselves where nothing connects them: neither a tray nor a device."""
-        parts: list[tuple[frozenset[int | None], list[Place]]] = []
-        for tray in _grouped(places, lambda place: place.tray):
+        parts: list[frozenset[int | None]] = []
+        for tray in _grouped(places, "tray"):
             nodes = frozenset[int | None]().union(*(place.numa_nodes for place in tray))
-            connected = [part for part in parts if part[0] & nodes]
-            members = itertools.chain(tray, *(part[1] for part in connected))
-            parts = [part for part in parts if not part[0] & nodes]
-            parts.append((nodes.union(*(part[0] for part in connected)), list(members)))
-        return self._joined(self._numa_nodes(nodes, members) for nodes, members in parts)
+            connected = nodes.union(*(part for part in parts if part & nodes))
+            parts = [part for part in parts if not part & nodes] + [connected]
+        return self._joined(self._numa_nodes(part, [p for p in places if p.numa_nodes & part]) for part in parts)
 
-    def _numa_nodes(self, touched: frozenset[int | None], places: Sequence[Place]) -> BySize:
+    def _numa_nodes(self, touched: Collection[int | None], places: Sequence[Place]) -> BySize:
         """Every choice of nodes is tried, of one in most machines: leaving one out is the only way not to touch it."""
         best = [IMPOSSIBLE] * (len(places) + 1)
-        for chosen in itertools.chain.from_iterable(
-            itertools.combinations(touched, count) for count in range(len(touched) + 1)
-        ):
+        choices = (itertools.combinations(touched, count) for count in range(len(touched) + 1))
+        for chosen in itertools.chain.from_iterable(choices):
             inside = [place for place in places if place.numa_nodes.issubset(chosen)]
             if all(place in inside for place in places if place.must):
-                costs = self._joined(self._tray(tray) for tray in _grouped(inside, lambda place: place.tray))
-                whole = sum(node not in self._broken_nodes for node in chosen)
-                costs = _with_fee(costs, Cost(numa_nodes=len(chosen), whole_numa_nodes=whole))
+                fee = Cost(numa_nodes=len(chosen), whole_numa_nodes=sum(node not in self.broken for node in chosen))
+                costs = self._joined(map(self._tray, _grouped(inside, "tray")), fee)
                 best[: len(costs)] = map(min, best, costs)
         return best
 
     def _tray(self, places: Sequence[Place]) -> BySize:
-        boards = _grouped(places, lambda place: place.board)
-        fee = Cost(trays=1, whole_trays=places[0].tray not in self._broken_trays)
-        return _with_fee(self._joined(map(self._board, boards)), fee)
+        fee = Cost(trays=1, whole_trays=places[0].tray not in self.broken)
+        return self._joined(map(self._board, _grouped(places, "board")), fee)
 
     def _board(self, places: Sequence[Place]) -> BySize:
         """Within a board devices differ by users and addresses only: the musts, then the freest, then the lowest."""
         least = sum(place.must for place in places)
         in_order = sorted(places, key=lambda place: (not place.must, place.users, -place.bit))
         single = (Cost(users=place.users, addresses=-place.bit) for place in in_order)
-        costs: BySize = list(itertools.accumulate(single, Cost.and_also, initial=Cost()))
+        costs = list(itertools.accumulate(single, Cost.and_also, initial=NO_COST))
         costs[:least] = [IMPOSSIBLE] * least
-        return _with_fee(costs, Cost(boards=1, whole_boards=places[0].board not in self._broken_boards))
+        return self._joined([costs], Cost(boards=1, whole_boards=places[0].board not in self.broken))
 
-    def _joined(self, parts: Iterable[BySize]) -> BySize:
-        """The least cost of every size, spread over the parts in the best way."""
-        total = [Cost()]
-        for part in parts:
-            sums: list[list[Cost]] = [[] for _ in range(min(len(total) + len(part) - 1, self._size + 1))]
+    def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
+        """The least cost of every size, spread over the parts in the best way. fee: for any device at all."""
+        total, *others = [*parts] or [[NO_COST]]
+        for part in others:
+            sums: list[list[Cost]] = [[] for _ in range(min(len(total) + len(part) - 1, self.size + 1))]
             for here, cost in enumerate(total):
                 for more, several in zip(part, sums[here:], strict=False):
                     several.append(cost.and_also(more))
             total = [min(several) for several in sums]
-        return total
+        return total[:1] + [cost.and_also(fee) for cost in total[1 : self.size + 1]]
 
 
-def _grouped(places: Iterable[Place], key: Callable[[Place], object]) -> list[list[Place]]:
-    groups: dict[object, list[Place]] = {}
+def _grouped(places: Iterable[Place], key: Literal["board", "tray"]) -> list[list[Place]]:
+    groups = collections.defaultdict[object, list[Place]](list)
     for place in places:
-        groups.setdefault(key(place), []).append(place)
+        groups[getattr(place, key)].append(place)
     return list(groups.values())
-
-
-def _with_fee(costs: BySize, fee: Cost) -> BySize:
-    """A fee for any device at all."""
-    return [cost.and_also(fee) if count else cost for count, cost in enumerate(costs)]
 
 
 def _counted(number: int, noun: str) -> str:
@@ -1283,23 +1165,12 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _few(names: Sequence[str]) -> str:
-    """Names for one line of an error; a request can hold ten thousand."""
-    shown = ", ".join(repr(name[:DEVICE_ID_MAX]) for name in names[:3])
+    """Names for one line of an error: a request can hold ten thousand, and longer ones than Kubernetes takes."""
+    shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 # ==== CONTAINER EDITS: exactly what a container needs to use its devices. Pure ========================================
-
-
-def visible_devices(chips: Sequence[Chip], style: VisibleDevices) -> str | None:
-    """Value of TT_VISIBLE_DEVICES for a container that gets exactly these chips; None: not to be set.
-
-    tt-umd reads it inside the container. An integer there is an index into the devices which *the container* sees, so
-    a host's ordinal would be wrong; a token with a colon is a PCI address.
-    """
-    if style == "none":
-        return None
-    return ",".join(chip.bdf if style == "bdf" else str(index) for index, chip in enumerate(chips))
 
 
 def default_mounts(settings: Settings) -> tuple[Mount, ...]:
@@ -1318,15 +1189,15 @@ def container_edits(
     devices: Iterable[Device], settings: Settings, mounts: tuple[Mount, ...], locks: str | None,
     host_path: Callable[[PciFunction], str],
 ) -> pb.ContainerAllocateResponse:  # fmt: skip
-    """What a runtime adds to a container that gets these devices.
-
-    mounts: those that exist. locks: its /dev/shm. host_path: by which path its runtime shall find a node.
-    """
+    """What a runtime adds to a container. mounts: which exist; locks: its /dev/shm; host_path: where to find a node."""
     by_address = {address(chip.bdf): chip for device in devices for chip in device.chips}
     chips, by_cdi = [by_address[key] for key in sorted(by_address)], settings.device_list_strategy == "cdi"
-    edits = pb.ContainerAllocateResponse(envs={"TT_DEVICE_PLUGIN_DEVICES": ",".join(chip.bdf for chip in chips)})
-    if (visible := visible_devices(chips, settings.visible_devices)) is not None:
-        edits.envs["TT_VISIBLE_DEVICES"] = visible
+    addresses, style = [chip.bdf for chip in chips], settings.visible_devices
+    edits = pb.ContainerAllocateResponse(envs={"TT_DEVICE_PLUGIN_DEVICES": ",".join(addresses)})
+    if style != "none":
+        # tt-umd reads it inside the container. An integer there is an index into the devices which *the container*
+        # sees, so a host's ordinal would be wrong; a token with a colon is a PCI address.
+        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(addresses if style == "bdf" else map(str, range(len(chips))))
     for chip in chips:
         if by_cdi:
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
@@ -1345,27 +1216,20 @@ LABELS_FILE = "tt-device-plugin"
 
 
 def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]) -> str | None:
-    """A CDI file with each of these chips by its PCI address, and `all`; None without any: CDI knows no empty file.
-
-    Its nodes are named by their own paths: a runtime refuses a link there. It is written anew when they change.
-    """
-    nodes = {
-        function.bdf: {"path": f"/dev/tenstorrent/{function.ordinal}", "hostPath": function.path, "permissions": "rw"}
-        for function in functions
+    """A CDI file with each of these chips by its PCI address, and `all`; None without any: CDI knows no empty file."""
+    nodes = {  # by their own paths: a runtime refuses a link there
+        f.bdf: [{"path": f"/dev/tenstorrent/{f.ordinal}", "hostPath": f.path, "permissions": "rw"}] for f in functions
     }
-    devices = [{"name": bdf, "containerEdits": {"deviceNodes": [node]}} for bdf, node in nodes.items()]
-    everything = {"name": "all", "containerEdits": {"deviceNodes": [*nodes.values()]}}
+    if not nodes:
+        return None
+    nodes["all"] = list(itertools.chain.from_iterable(nodes.values()))
+    devices = [{"name": name, "containerEdits": {"deviceNodes": some}} for name, some in nodes.items()]
     shared = [
         {"hostPath": m.host, "containerPath": m.container, "options": ["rbind", "ro" if m.read_only else "rw"]}
         for m in mounts
     ]
-    spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": [*devices, everything]}
-    return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1) if nodes else None
-
-
-def label_value(text: str) -> str:
-    """The text as Kubernetes takes it for a label's value: at most 63 of its characters, alphanumeric at both ends."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:63].strip("._-")
+    spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": devices}
+    return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1)
 
 
 def feature_file(resources: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None) -> str:
@@ -1391,10 +1255,10 @@ def feature_file(resources: Iterable[Resource], chips: Collection[Chip], setting
         "firmware.version": "mixed" if len(firmware) > 1 else "".join(firmware),
         "plugin.version": __version__,
     }
-    lines = [f"{settings.resource_domain}/{key}={label_value(value)}" for key, value in sorted(labels.items())]
-    return "".join(
-        f"{line}\n" for line in lines if not line.endswith("=") and len(line.split("=")[0].split("/")[1]) <= 63
-    )
+    # Kubernetes takes 63 characters for a label's name, and as many for its value, which is alphanumeric at both ends.
+    values = {key: re.sub(r"[^A-Za-z0-9._-]+", "_", labels[key])[:63].strip("._-") for key in sorted(labels)}
+    domain = settings.resource_domain
+    return "".join(f"{domain}/{key}={value}\n" for key, value in values.items() if value and len(key) <= 63)
 
 
 Labels = Mapping[str, object]
@@ -1402,11 +1266,12 @@ Family = tuple[str, str, str, Iterable[tuple[Labels, float]]]  # name, type, hel
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """Prometheus' text format; what has no sample is left out."""
+    """Prometheus' text format; what has no sample is left out, a label that is None is empty."""
 
     def labelled(labels: Labels) -> str:
-        texts = ((k, str(v).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for k, v in labels.items())
-        return "{" + ",".join(f'{key}="{text}"' for key, text in texts) + "}" if labels else ""
+        texts = ((key, "" if value is None else str(value)) for key, value in labels.items())
+        quoted = ((k, v.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for k, v in texts)
+        return "{" + ",".join(f'{key}="{text}"' for key, text in quoted) + "}" if labels else ""
 
     lines: list[str] = []
     for name, kind, text, samples in families:
@@ -1418,19 +1283,11 @@ def exposition(families: Iterable[Family]) -> str:
 def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], holders: Holders) -> list[Family]:
     """What is known of each chip; `device` is its PCI address."""
     told = [({"device": chip.bdf}, chip, chip.telemetry or Telemetry()) for chip in chips]
-
-    def info(chip: Chip) -> Labels:
-        resource = resource_of.get(chip.bdf)
-        facts = {"device": chip.bdf, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
-                 "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
-                 "resource": resource.name if resource else None}  # fmt: skip
-        return {key: "" if fact is None else fact for key, fact in facts.items()}
-
-    def held(chip: Chip) -> Iterator[Labels]:
-        return ({"device": chip.bdf, **holder.place()} for holder in holders.get(chip.bdf, ()))
-
     return [
-        ("tt_device_info", "gauge", "A chip, and what it is.", [(info(chip), 1) for _, chip, _ in told]),
+        ("tt_device_info", "gauge", "A chip, and what it is.",
+         [({**labels, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
+            "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
+            "resource": r.name if (r := resource_of.get(chip.bdf)) else None}, 1) for labels, chip, _ in told]),
         ("tt_device_healthy", "gauge", "Whether nothing is wrong with a chip.",
          [(labels, chip.health.fault is None) for labels, chip, _ in told]),
         ("tt_device_fault", "gauge", "What is wrong with a chip, while it is.",
@@ -1442,23 +1299,19 @@ def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], hol
         ("tt_device_thermal_trips_total", "counter", "Thermal trips that the firmware has counted.",
          [(labels, t.trips) for labels, _, t in told if t.trips is not None]),
         ("tt_device_allocated", "gauge", "A container that was given the chip.",
-         [(labels, 1) for _, chip, _ in told for labels in held(chip)]),
+         [({**labels, **one.place()}, 1) for labels, chip, _ in told for one in holders.get(chip.bdf, ())]),
     ]  # fmt: skip
 
 
 def plugin_metrics(
-    listed: Iterable[tuple[Resource, bool]], registrations: Mapping[str, int],
+    listed: Sequence[tuple[Resource, bool]], registrations: Mapping[str, int],
     allocations: Mapping[tuple[str, str], int], started: float,
 ) -> list[Family]:  # fmt: skip
     """What is known of the resources, each with whether it is registered, and of the daemon. started: Unix time."""
-    listed = list(listed)
-    counts = {
-        (resource.name, health): sum((device.reason is None) == (health == "healthy") for device in resource.distinct)
-        for resource, _ in listed for health in ("healthy", "unhealthy")
-    }  # fmt: skip
+    counts = {r.name: {"healthy": r.healthy, "unhealthy": len(r.distinct) - r.healthy} for r, _ in listed}
     return [
         ("tt_resource_devices", "gauge", "Devices of a resource, as the kubelet knows them.",
-         [({"resource": name, "health": health}, count) for (name, health), count in counts.items()]),
+         [({"resource": name, "health": health}, counts[name][health]) for name in counts for health in counts[name]]),
         ("tt_kubelet_registered", "gauge", "Whether the kubelet has a resource.",
          [({"resource": resource.name}, registered) for resource, registered in listed]),
         ("tt_kubelet_registrations_total", "counter", "Registrations with the kubelet that succeeded.",
@@ -1475,6 +1328,8 @@ def plugin_metrics(
 PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
 Context = grpc.aio.ServicerContext[Any, Any]
 ContainerResponses = list[pb.ContainerAllocateResponse]
+# Answers for a resource's IDs, per container, or raises Refusal.
+Allocator = Callable[["DevicePlugin", Sequence[Sequence[str]]], Coroutine[Any, Any, ContainerResponses]]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
@@ -1499,8 +1354,7 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
     """Raises Refusal if these IDs, per container, cannot be allocated as things stand."""
     wanted = list(itertools.chain.from_iterable(containers))
     if not containers or not all(containers):
-        reason = "a container without devices" if containers else "no container"
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, reason)
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a container without devices" if containers else "no container")
     if unknown := [identifier for identifier in wanted if identifier not in resource.devices]:
         raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
     if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
@@ -1513,12 +1367,12 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
 
 
+@dataclass(frozen=True)
 class Watch:
     """A ListAndWatch stream that is awaited."""
 
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.ended = asyncio.Event()
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
@@ -1528,15 +1382,11 @@ class Watch:
 class DevicePlugin(rpc.DevicePluginServicer):
     """One resource, as the kubelet sees it. The daemon publishes, the kubelet watches and allocates."""
 
-    def __init__(
-        self, resource: Resource,
-        allocate: Callable[[DevicePlugin, Sequence[Sequence[str]]], Coroutine[Any, Any, ContainerResponses]],
-    ) -> None:  # fmt: skip
-        """allocate: answers for IDs per container, or raises Refusal."""
+    def __init__(self, resource: Resource, allocate: Allocator) -> None:
         self.resource = resource
         self._allocate = allocate
         self._list = device_list(resource)
-        self._streams: set[asyncio.Event] = set()  # each is set when its stream has something to do
+        self._stirred = asyncio.Event()  # the streams have something to do; then they wait for the next such event
         self._awaited: Watch | None = None
         self._ending = False
 
@@ -1546,8 +1396,8 @@ class DevicePlugin(rpc.DevicePluginServicer):
         devices = device_list(resource)
         if devices != self._list:
             self._list = devices
-            for stirred in self._streams:
-                stirred.set()
+            self._stirred.set()
+            self._stirred = asyncio.Event()
 
     def await_watch(self) -> Watch:
         """The next stream to be opened: after a Register it is the kubelet's. Others, whoever opens them, are not."""
@@ -1557,27 +1407,22 @@ class DevicePlugin(rpc.DevicePluginServicer):
     def end_streams(self) -> None:
         """For good: a server without calls stops at once."""
         self._ending = True
-        for stirred in self._streams:
-            stirred.set()
+        self._stirred.set()
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> pb.DevicePluginOptions:
         return PLUGIN_OPTIONS
 
     async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ListAndWatchResponse]:
-        watch, self._awaited = self._awaited or Watch(), None
-        stirred, sent = asyncio.Event(), None
-        self._streams.add(stirred)
+        watch, self._awaited, sent = self._awaited or Watch(), None, None
         watch.opened.set()
         try:
             while not self._ending:
-                stirred.clear()
                 if self._list != sent:
                     sent = self._list
                     yield sent
                 else:
-                    await stirred.wait()
+                    await self._stirred.wait()
         finally:
-            self._streams.discard(stirred)
             watch.ended.set()
 
     async def GetPreferredAllocation(

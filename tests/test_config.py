@@ -335,6 +335,14 @@ def test_a_wrong_mount_or_section_is_named(text: str, named: str, tmp_path: Path
     assert must_be and all(word in source for word in named.split())
 
 
+def test_a_colon_in_a_files_name_is_the_names(tmp_path: Path) -> None:
+    """What is wrong is named behind the whole of it."""
+    directory = tmp_path / "of: me"
+    directory.mkdir()
+    assert refusal_of_file(directory, "health = 5").startswith("health: 5 is not valid; it must be a table: [health]")
+    assert refusal_of_file(directory, "mounts = 5").startswith("mounts: 5 is not valid; it must be tables: [[mounts]]")
+
+
 SHARED = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
 
 
