@@ -2133,9 +2133,10 @@ class MetricsServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open += 1
         try:
-            with contextlib.suppress(asyncio.TimeoutError, OSError, ValueError):  # ValueError: a line that is too long
-                if self.open <= self.MOST:
-                    await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
+            if self.open <= self.MOST:
+                await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
+        except (asyncio.TimeoutError, asyncio.CancelledError, OSError, ValueError):  # ValueError: a line is too long
+            pass  # as the daemon's end is, which asyncio would log
         finally:
             self.open -= 1
             writer.transport.abort()
