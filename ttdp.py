@@ -1367,16 +1367,12 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
 
 
-@dataclass(frozen=True)
 class Watch:
-    """A ListAndWatch stream that is awaited."""
+    """A ListAndWatch stream that is awaited; its futures are to be awaited by wait() only, which cancels nothing."""
 
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_open(self) -> bool:
-        return self.opened.is_set() and not self.ended.is_set()
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.opened, self.ended = loop.create_future(), loop.create_future()
 
 
 class DevicePlugin(rpc.DevicePluginServicer):
@@ -1414,7 +1410,7 @@ class DevicePlugin(rpc.DevicePluginServicer):
 
     async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ListAndWatchResponse]:
         watch, self._awaited, sent = self._awaited or Watch(), None, None
-        watch.opened.set()
+        watch.opened.set_result(None)
         try:
             while not self._ending:
                 if self._list != sent:
@@ -1423,7 +1419,7 @@ class DevicePlugin(rpc.DevicePluginServicer):
                 else:
                     await self._stirred.wait()
         finally:
-            watch.ended.set()
+            watch.ended.set_result(None)
 
     async def GetPreferredAllocation(
         self, request: pb.PreferredAllocationRequest, context: Context
@@ -1543,8 +1539,10 @@ class KubeletSession:
                     watch = await self._register()
                     while self._ending:  # the former server: the streams that are left are the new one's
                         await asyncio.wait(self._ending)
-                    await _within(watch.opened, "kubelet took the registration but does not watch the devices")
-                    await watch.ended.wait()
+                    await asyncio.wait({watch.opened}, timeout=REGISTER_TIMEOUT)
+                    if not watch.opened.done():
+                        raise RegistrationError("kubelet took the registration but does not watch the devices")
+                    await asyncio.wait({watch.ended})
                     self._tell("kubelet no longer watches the devices")
                 except RegistrationError as error:
                     self._tell(str(error))
@@ -1565,7 +1563,8 @@ class KubeletSession:
         if self._bound and not self._watch and socket_identity(self._socket) == self._bound:
             return
         stop = self._unbind(None)
-        if stop and self._watch and self._watch.is_open and self._kubelet == former_kubelet:
+        watched = self._watch and self._watch.opened.done() and not self._watch.ended.done()
+        if stop and watched and self._kubelet == former_kubelet:
             # Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so
             # it has to have noticed the end of the old stream before it hears of the new one.
             await asyncio.shield(stop)
@@ -1647,17 +1646,6 @@ def listens(path: str) -> bool:
     """Whether somebody accepts connections on a unix socket. Does not block."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many have connected that the queue is full
-
-
-async def _within(event: asyncio.Event, otherwise: str) -> None:
-    """Wait for an event. Not by wait_for(): before Python 3.12 that can swallow a cancellation which comes with it."""
-    waiting = asyncio.create_task(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=REGISTER_TIMEOUT)
-    finally:
-        waiting.cancel()
-    if not event.is_set():
-        raise RegistrationError(otherwise)
 
 
 @contextlib.contextmanager

@@ -375,7 +375,7 @@ async def test_a_thousand_connections_hold_up_neither_the_kubelet_nor_the_next_s
 ) -> None:
     """No more than a few are kept at a time, and none of them for long."""
     monkeypatch.setattr(ttdp.MetricsServer, "SECONDS", 1.0)
-    number, daemon = port
+    number, _ = port
     await kubelet.registered(N150)
     idle = []
     for _ in range(1000):

@@ -15,7 +15,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import StartDaemon, plugin_sockets
@@ -274,21 +273,6 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
         await kubelet.wait_for(functools.partial(registered_anew, kubelet, path), 1)
     # The kubelet's own gRPC may log of calls that were dropped under its hands.
     assert not [record for record in caplog.records if record.levelname == "ERROR" and "grpc" not in record.name]
-
-
-@pytest.mark.parametrize("steps", range(6))
-async def test_a_cancellation_that_comes_with_the_event_is_obeyed(steps: int) -> None:
-    """An attempt that went on though it was cancelled would be waited for by the next one, for ever."""
-    event = asyncio.Event()
-    waiting = asyncio.create_task(ttdp._within(event, "late"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    event.set()
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    if waiting.cancel():
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
 
 
 @pytest.mark.parametrize("since", ["before the registration", "after it"])
