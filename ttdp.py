@@ -549,7 +549,8 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
         found = places.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
-            functions.append(replace(found, node_fault=_node_fault(found.path, found.number)))
+            fault = _node_fault(found.path, found.number)
+            functions.append(found if found.node_fault == fault else replace(found, node_fault=fault))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -719,11 +720,12 @@ class Health:
 
     fault: Fault | None = None
     reason: str | None = None  # in words, with the remedy where there is one; None while healthy
-    heartbeat: int | None = None  # at the last poll
-    misses: int = 0  # polls in a row without a change of it
-    hot: bool = False
-    trips: int | None = None  # the last count seen
-    tripped_at: float | None = None  # when the count was last seen to rise, in seconds of the caller's clock
+    # What only the rules remember; two states that differ in nothing else are equal.
+    heartbeat: int | None = field(default=None, compare=False)  # at the last poll
+    misses: int = field(default=0, compare=False)  # polls in a row without a change of it
+    hot: bool = field(default=False, compare=False)
+    trips: int | None = field(default=None, compare=False)  # the last count seen
+    tripped_at: float | None = field(default=None, compare=False)  # when it rose last, in seconds of the caller's clock
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
@@ -839,10 +841,10 @@ class Chip:
         return (self.card_type, domain, bus >> 4) if (self.card_type or "").startswith("galaxy") else ()
 
 
-def with_identity(chip: Chip, telemetry: Telemetry) -> Chip:
-    """The chip after it was read: what the firmware says now counts, what it leaves out stays known."""
-    known: dict[str, Any] = {key: getattr(telemetry, key) or getattr(chip, key) for key in IDENTITY}
-    return replace(chip, telemetry=telemetry, **known)
+def with_identity(chip: Chip, telemetry: Telemetry, **more: Any) -> Chip:
+    """The chip after it was read: what the firmware says now counts, what it leaves out stays known. more: as well."""
+    known = {key: getattr(telemetry, key) or getattr(chip, key) for key in IDENTITY}
+    return replace(chip, telemetry=telemetry, **known, **more)
 
 
 class Holder(NamedTuple):
@@ -2199,7 +2201,7 @@ class Fleet:
             chip = self.chips[function.bdf]
             if chip.present and chip.function == function:  # else it was asked before it went or was renumbered
                 health = judge(chip.health, function, telemetry, settings, now, periodic=periodic)
-                self._update(replace(with_identity(chip, telemetry), health=health, listed=True))
+                self._update(with_identity(chip, telemetry, health=health, listed=True))
 
     def wait_no_longer(self, seconds_under_way: Callable[[str], float]) -> None:
         """Go on without the chips that do not answer: list those that are new, and call it a fault at the deadline."""
@@ -2231,9 +2233,9 @@ class Fleet:
 
     def _update(self, chip: Chip) -> None:
         before, self.chips[chip.bdf] = self.chips[chip.bdf], chip
-        old, new = before.health, chip.health
-        if replace(before, health=new) == chip and (old.fault, old.reason) == (new.fault, new.reason):
+        if before == chip:
             return
+        old, new = before.health, chip.health
         self.version += 1
         what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
         if chip.listed and _introduction(chip) != (_introduction(before) if before.listed else ""):
@@ -2438,8 +2440,6 @@ class Daemon:
         self._polls += 1
         thorough = self._polls % THOROUGH == 0
         self.fleet.observe(self.settings, thorough=thorough)
-        last = {c.function: None if thorough else c.telemetry for c in self.fleet.chips.values() if c.present}
-        self._readers.request(Request(function, telemetry, periodic=True) for function, telemetry in last.items())
         self._watch.check()
         self._directory_changed((), ())
         held = any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct)
@@ -2450,6 +2450,10 @@ class Daemon:
         if time.monotonic() - self._measured >= METRICS_PAUSE and (metrics := self._files.get("metrics")):
             self._measured = time.monotonic()
             self._in_background(self._write_metrics(metrics))
+        last = {c.function: None if thorough else c.telemetry for c in self.fleet.chips.values() if c.present}
+        # After all else, on the loop's next turn: a thread that reads meanwhile would only wait for the interpreter.
+        read = [Request(function, telemetry, periodic=True) for function, telemetry in last.items()]
+        asyncio.get_running_loop().call_soon(self._readers.request, read)
 
     def _in_background(self, work: Coroutine[Any, Any, None], *, to_its_end: bool = False) -> None:
         """to_its_end: whether the daemon's own end waits for it."""

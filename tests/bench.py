@@ -45,6 +45,7 @@ from tests.world.processes import (
     Service,
     cpu_seconds,
     footprint,
+    outlets,
     percentile,
     run,
     wake_ups,
@@ -57,6 +58,7 @@ rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 RESOURCE = "tenstorrent.com/galaxy-wormhole"
 PATIENCE = 300.0  # seconds for one measurement
 NEVER = 3600.0  # seconds between polls where a poll would disturb the measurement
+YOUTH = 11.0  # seconds for which a kubelet may not have named every pod yet, and is asked more often
 LOCAL = [("grpc.use_local_subchannel_pool", 1)]  # every channel a connection of its own
 
 # ------------------------------------------------------------------------------------------------------------ the floor
@@ -141,6 +143,8 @@ class Bench:
         self.installation = Installation(home, pyz)
         self.directory = home / "dp"
         self.uevents = home / "uevents"
+        for path in outlets(home).values():  # whatever others can read is written
+            Path(path if path.endswith(("cdi", ".d")) else os.path.dirname(path)).mkdir()
         self.node = SimulatedNode(home / "node")
         self.node.add("galaxy-wormhole")
         self.node.set_hugepages(32)
@@ -240,8 +244,12 @@ async def start_to_ready(bench: Bench) -> list[Row]:
 
 
 async def at_rest(bench: Bench) -> list[Row]:
-    """Memory, CPU and wake-ups of both at the same time, with polls every 5 s and a stream open on each."""
-    seconds = 10 if bench.quick else 40
+    """Memory, CPU and wake-ups of both at the same time, with polls every 5 s and a stream open on each.
+
+    All is on: CDI, labels, and metrics in a file, for which the kubelet is asked every 15 s. The kubelet has been up
+    for a while, so that it is not asked for the sake of its youth.
+    """
+    seconds = 30 if bench.quick else 120
     async with bench.both(interval=5.0) as (daemon, floor, _), channel(bench.floor_socket) as connection:
         stream = rpc.DevicePluginStub(connection).ListAndWatch(pb.Empty())
         await stream.read()
@@ -252,7 +260,7 @@ async def at_rest(bench: Bench) -> list[Row]:
                 bench.node.tick()  # the firmware lives
                 await asyncio.sleep(min(left, 2.0))
 
-        await pass_by(5.5)
+        await pass_by(YOUTH)
         children = (daemon, floor)
         begin = time.monotonic()
         before = [(cpu_seconds(child.pid), wake_ups(child.pid)) for child in children]
@@ -267,9 +275,10 @@ async def at_rest(bench: Bench) -> list[Row]:
     return [
         Row("memory: RSS", "MB", held.rss / mb, floor=bare.rss / mb, target="< 40 MB", met=held.rss < 40 * mb),
         Row("memory: anonymous part", "MB", held.anonymous / mb, floor=bare.anonymous / mb),
-        Row("CPU at rest", "%", cpu, floor=floor_cpu, target="< 0.1 %", met=cpu < 0.1),
-        Row("wake-ups at rest", "/s", woken, floor=floor_woken, target="< 5 /s", met=woken < 5),
-        Row("wake-ups above the floor", "/s", woken - floor_woken),
+        Row("CPU at rest", "%", cpu, floor=floor_cpu),
+        Row("  above the floor", "%", cpu - floor_cpu, target="≤ 0.02 %", met=cpu - floor_cpu <= 0.02),
+        Row("wake-ups at rest", "/s", woken, floor=floor_woken),
+        Row("  above the floor", "/s", woken - floor_woken, target="≤ 1 /s", met=woken - floor_woken <= 1),
     ]
 
 
@@ -344,7 +353,7 @@ async def events_to_lists(bench: Bench) -> list[Row]:
 
 async def calls(bench: Bench) -> list[Row]:
     """Unary calls over one connection each, in turns, with the same request and an answer of the same size."""
-    number = 200 if bench.quick else 1000
+    number = 100 if bench.quick else 1000
     async with contextlib.AsyncExitStack() as stack:
         daemon, kubelet = bench.daemon(interval=NEVER), Kubelet(bench.directory)
         await stack.enter_async_context(daemon)
@@ -375,11 +384,14 @@ async def calls(bench: Bench) -> list[Row]:
                         seconds.append(time.monotonic() - begin)
             return timed(what, *times)
 
+        young = await in_turns("Allocate, for a kubelet that has just started", "Allocate", one)
+        await asyncio.sleep(YOUTH)
         allocate = await in_turns("Allocate of one device", "Allocate", one)
         preferred = await in_turns("GetPreferredAllocation, 14 of 28 devices", "GetPreferredAllocation", prefer)
     assert allocate.ratio and preferred.p99 is not None
     return [
-        judged(allocate, "≤ 1.3 × floor", allocate.ratio <= 1.3),
+        judged(allocate, "≤ 1.1 × floor", allocate.ratio <= 1.1),
+        young,
         judged(preferred, "p99 < 5 ms", preferred.p99 < 5),
     ]
 
