@@ -379,7 +379,7 @@ class Node:
         return wait_until(probe, f"pod {name} to run or be refused", timeout)
 
     def assert_admitted(self, names: Sequence[str]) -> None:
-        """That these pods run, after a reboot. Where static ones were refused the kubelet is restarted, ten times at most.
+        """That these pods run, after a reboot. For static ones refused then, the kubelet is restarted, up to ten times.
 
         A kubelet takes static pods up milliseconds after its socket is there, and no plugin is quicker than that each
         time. Its next start takes them up again, with the devices that they had. An API server's have the one chance.
