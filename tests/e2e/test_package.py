@@ -542,21 +542,25 @@ def test_boot_with_a_driver_that_takes_its_time(host: Host, told: Told) -> None:
     host.container.shut_down()
     host.node.unload_driver()
     host.node.load_driver(probe=False)
-    said: list[str] = []
+    chips = host.node.chips
 
-    def bind() -> None:
-        for chip in host.node.chips:
-            said.append(host.status_becomes(f"waiting for the driver to make a node for {chip.bdf}", timeout=60))
+    def bind() -> str:
+        wait_until(lambda: host.container.status_of("test", "-S", "/run/systemd/private") == 0, "systemctl's socket")
+        said = host.status_becomes(f"waiting for the driver to make a node for {chips[0].bdf}")
+        for chip in chips:
             host.node.probe(chip.bdf)
+            time.sleep(0.2)  # this is what is tried, nothing is waited for
+        return said
 
     with ThreadPoolExecutor() as meanwhile:
-        since = time.monotonic()
-        up = host.container.boot(begun=lambda: meanwhile.submit(bind).add_done_callback(lambda done: done.result()))
+        since, bound = time.monotonic(), []
+        up = host.container.boot(begun=lambda: bound.append(meanwhile.submit(bind)))
+        said = bound[0].result()
     early = seconds_before_kubelet(host)
-    host.event(since, "list", resource=RESOURCE, healthy=4)
+    assert host.event(since, "list", resource=RESOURCE)["healthy"] == 4  # the first that it was told
     host.tell_kubelet("readmit before")
     host.event(since, "admitted", pod="before")
-    told(f"up in {up:.1f} s; STATUS={said[0]!r}, …; READY {ms(early)} before the kubelet starts, which has all devices")
+    told(f"up in {up:.1f} s; STATUS={said!r}; READY {ms(early)} before the kubelet starts, which has all devices")
 
 
 def seconds_before_kubelet(host: Host) -> float:
