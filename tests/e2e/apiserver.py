@@ -57,10 +57,12 @@ class ApiServer:
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
         """Create a pod that is scheduled to the node, with what a real server would have filled in."""
         pod = copy.deepcopy(dict(manifest))
-        pod["metadata"] |= {"uid": str(uuid.uuid4())}
+        pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
         pod["spec"] |= {"nodeName": node, "dnsPolicy": "Default", "securityContext": {}, "schedulerName": "default"}
+        pod["spec"].setdefault("enableServiceLinks", True)
         for container in pod["spec"]["containers"]:
             container |= {"terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File"}
+            container.setdefault("imagePullPolicy", "IfNotPresent")
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
 

@@ -120,13 +120,17 @@ class Host:
         if not self.container.exists("/usr/bin/tt-device-plugin"):
             self.container("apt-get", "install", "--yes", self.packages.current)
 
-    def be_running(self) -> None:
-        """Installed, with cards, and registered with a kubelet that runs."""
+    def have_cards(self) -> None:
+        """Installed, with cards that the daemon knows."""
         if not self._node:
             self.plug(*CARDS)
         if (self.container.root / CONFIG[1:]).read_text() != CONFIGURATION:
             self.container.write(CONFIG, CONFIGURATION)
             self.container("systemctl", "restart", UNIT)
+
+    def be_running(self) -> None:
+        """The same, and registered with a kubelet that runs."""
+        self.have_cards()
         self.container.shell(f"systemctl daemon-reload; systemctl start {UNIT} kubelet")
         self.status_becomes("registered with kubelet")
 

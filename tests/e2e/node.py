@@ -378,6 +378,22 @@ class Node:
 
         return wait_until(probe, f"pod {name} to run or be refused", timeout)
 
+    def assert_admitted(self, names: Sequence[str]) -> None:
+        """That these pods run, after a reboot. For static ones refused then, the kubelet is restarted, up to ten times.
+
+        A kubelet takes static pods up milliseconds after its socket is there, and no plugin is quicker than that each
+        time. Its next start takes them up again, with the devices that they had. An API server's have the one chance.
+        """
+        outcomes = [self.outcome(name) for name in names]
+        for _ in range(0 if self.api else 10):
+            if set(outcomes) == {RUNNING}:
+                break
+            assert all(outcome == RUNNING or "no healthy devices present" in outcome for outcome in outcomes), outcomes
+            self.kubelet.stop()
+            self.kubelet.start()
+            outcomes = [self.outcome(name) for name in names]
+        assert outcomes == [RUNNING] * len(names)
+
     def devices(self, resource: str, name: str, container: str = "main") -> set[str]:
         """The IDs that a container of the pod has."""
         return self.kubelet.assigned(resource).get((name, container), set())

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -215,6 +216,7 @@ def test_devices_before_the_kubelet(host: Host, told: Told) -> None:
 @pytest.mark.usefixtures("installed")
 def test_kubelet_starts_after(host: Host, told: Told) -> None:
     """A kubelet that starts later: both resources are registered at once, and a pod gets its devices."""
+    host.have_cards()
     host.container.shell("systemctl daemon-reload")
     since = time.monotonic()
     host.container("systemctl", "start", "kubelet")
@@ -265,6 +267,34 @@ def test_a_device_fails_and_recovers(host: Host, told: Told) -> None:
     assert host.line(since, "0000:02:00.0 (n300): healthy again")[0] == 6
     host.status_becomes("4 healthy")
     told(f"journal: {message!r}; STATUS={status!r}; and healthy again")
+
+
+@pytest.mark.usefixtures("running")
+def test_list_knows_a_chip_that_the_daemon_remembers(host: Host, told: Told) -> None:
+    """Card, serial number and firmware of a chip that is dead since before the daemon's start, though nothing reads."""
+    bdf = "0000:06:00.0"  # the second chip of a board
+    columns = ("bdf", "card", "serial", "firmware", "resource")
+
+    def listed(*environment: str) -> dict[str, Any]:
+        rows = json.loads(host.container("env", *environment, "tt-device-plugin", "list", "--json"))
+        return next(row for row in rows if row["bdf"] == bdf)
+
+    known = listed()
+    assert known["healthy"] and all(known[column] for column in columns), known
+    since = time.monotonic()
+    host.chip(bdf).die()
+    host.line(since, "does not respond")
+    host.container("systemctl", "restart", UNIT)
+    host.status_becomes(f"{bdf}: chip does not respond")
+    remembered = listed()
+    assert [remembered[column] for column in columns] == [known[column] for column in columns]
+    assert not remembered["healthy"] and remembered["reason"].startswith("chip does not respond")
+    assert listed("STATE_DIRECTORY=/nowhere")["serial"] is None  # not from the chip
+    row = next(line for line in host.container("tt-device-plugin", "list").splitlines() if bdf in line)
+    assert known["serial"] in row and known["card"] in row and "UNHEALTHY" in row, row
+    host.chip(bdf).revive()
+    host.status_becomes("2 × tenstorrent.com/p300, 2 healthy", "registered with kubelet")
+    told(f"list: {row!r}")
 
 
 @pytest.mark.usefixtures("running")
@@ -542,21 +572,25 @@ def test_boot_with_a_driver_that_takes_its_time(host: Host, told: Told) -> None:
     host.container.shut_down()
     host.node.unload_driver()
     host.node.load_driver(probe=False)
-    said: list[str] = []
+    chips = host.node.chips
 
-    def bind() -> None:
-        for chip in host.node.chips:
-            said.append(host.status_becomes(f"waiting for the driver to make a node for {chip.bdf}", timeout=60))
+    def bind() -> str:
+        wait_until(lambda: host.container.status_of("test", "-S", "/run/systemd/private") == 0, "systemctl's socket")
+        said = host.status_becomes(f"waiting for the driver to make a node for {chips[0].bdf}")
+        for chip in chips:
             host.node.probe(chip.bdf)
+            time.sleep(0.2)  # this is what is tried, nothing is waited for
+        return said
 
     with ThreadPoolExecutor() as meanwhile:
-        since = time.monotonic()
-        up = host.container.boot(begun=lambda: meanwhile.submit(bind).add_done_callback(lambda done: done.result()))
+        since, bound = time.monotonic(), []
+        up = host.container.boot(begun=lambda: bound.append(meanwhile.submit(bind)))
+        said = bound[0].result()
     early = seconds_before_kubelet(host)
-    host.event(since, "list", resource=RESOURCE, healthy=4)
+    assert host.event(since, "list", resource=RESOURCE)["healthy"] == 4  # the first that it was told
     host.tell_kubelet("readmit before")
     host.event(since, "admitted", pod="before")
-    told(f"up in {up:.1f} s; STATUS={said[0]!r}, …; READY {ms(early)} before the kubelet starts, which has all devices")
+    told(f"up in {up:.1f} s; STATUS={said!r}; READY {ms(early)} before the kubelet starts, which has all devices")
 
 
 def seconds_before_kubelet(host: Host) -> float:

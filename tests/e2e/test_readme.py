@@ -22,17 +22,19 @@ def test_the_first_pod_says_what_readme_says(program: Program, tmp_path: Path, v
     image = tmp_path / "image.tar"
     image.write_bytes(image_archive(f"docker.io/library/{container['image']}", busybox_layer()))
 
-    manifest["metadata"]["namespace"], container["imagePullPolicy"] = "default", "IfNotPresent"  # an API server's part
     manifest["spec"]["hostNetwork"] = True  # there is no network plugin
     with Node(version, program, static_pods=False, images=[image]) as node:
-        assert node.api
         node.cards.add("n300")
         node.start_daemon()
-        node.api.add_pod(manifest, NODE_NAME)
+        api = node.api
+        assert api
+        api.add_pod(manifest, NODE_NAME)
 
-        def phase() -> str | None:
-            return ((node.api and node.api.pod(name)) or {}).get("status", {}).get("phase")
+        def ended() -> bool:
+            pod = api.pod(name)
+            return pod is not None and pod["status"]["phase"] in ("Succeeded", "Failed")
 
-        wait_until(lambda: phase() in ("Succeeded", "Failed"), lambda: chr(10).join(l for l in node.kubelet.log.read_text().splitlines() if "first-n300" in l or "v1.Pod\"" in l or "ource=\"api" in l or "ExtendedResource" in l), 20)
-        said = [line.split(" ", 3)[3] for line in node.kubelet.logs(name).splitlines()]  # time, stream, whole or part
+        wait_until(ended, lambda: f"{name} to end, which is {api.pod(name)}", 30)
+        lines = node.kubelet.logs(name).splitlines()
+    said = [line.split(" ", 3)[3] for line in lines]  # behind the time, the stream, and whether it is a whole line
     assert said == shown.split(f"kubectl logs {name}\n")[1].splitlines()
