@@ -388,7 +388,7 @@ def test_an_impossible_question_is_refused(available: list[str], must: list[str]
     ids=["galaxy", "halved", "spanning", "singles", "pairs"],
 )  # fmt: skip
 def test_32_devices_take_less_than_5_ms(layout: Layout) -> None:
-    """Every size, all devices free and every third one taken; of processor time, once in many, for machines are busy."""
+    """Every size, all devices free and every third one taken; of processor time, once in many: machines are busy."""
     found = resource(layout)
     for available in ([p.bdf for p in layout], [p.bdf for n, p in enumerate(layout) if n % 3]):
         for size in (1, 2, 4, 8, 15, 16, 21):
