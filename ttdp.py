@@ -453,6 +453,7 @@ class Scan(NamedTuple):
     oddities: tuple[str, ...]  # class devices that are none of ours, in words
 
 
+@functools.lru_cache(maxsize=256)  # by which every poll sorts
 def address(bdf: str) -> tuple[int, ...]:
     """A PCI address as numbers, for sorting: domain, bus, device, function."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
@@ -1678,13 +1679,15 @@ class Owners:
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
 
-    def granted(self, resource: str, ids: Mapping[str, Device], now: float) -> None:
-        """These devices are being given to a pod, under these IDs."""
+    def granted(self, resource: str, ids: Mapping[str, Device], now: float) -> bool:
+        """These devices are being given to a pod, under these IDs; returns whether `stood_for` has changed."""
+        changed, known = False, self.stood_for.setdefault(resource, {})
         for identifier, device in ids.items():
             chips = [chip.bdf for chip in device.chips]
-            if chips != [device.identifier]:  # an address stands for itself; an ordinal can be another chip's by then
-                self.stood_for.setdefault(resource, {})[device.identifier] = chips
+            if chips not in ([device.identifier], known.get(device.identifier)):  # an address stands for itself
+                known[device.identifier], changed = chips, True  # an ordinal can be another chip's by then
             self._granted[Holder(resource, identifier, "a pod that is being admitted")] = now
+        return changed
 
     def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
         """By PCI address; `now` by the same clock as that of `granted`."""
@@ -2556,10 +2559,10 @@ class Daemon:
             mounts, resource = await self._existing_mounts(), plugin.resource
             check_allocation(resource, containers)
             chosen = [{identifier: resource.devices[identifier] for identifier in ids} for ids in containers]
-            locks = self._ready_to_start(resource, [device for ids in chosen for device in ids.values()])
-            for ids in chosen:
-                self.owners.granted(resource.name, ids, time.monotonic())
-            self.memory.keep(self.fleet.memory(), self.owners.stood_for)
+            devices = dict(collections.ChainMap(*chosen))
+            locks = self._ready_to_start(resource, devices.values())
+            if self.owners.granted(resource.name, devices, time.monotonic()):
+                self.memory.keep(self.fleet.memory(), self.owners.stood_for)
             path, result = functools.partial(node_path, self.settings), "granted"
             return [container_edits(ids.values(), self.settings, mounts, locks, path) for ids in chosen]
         finally:
