@@ -22,6 +22,7 @@ import sys
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
 
+import _thread  # not threading: nobody waits for these threads, neither to have begun (two wake-ups) nor at the end
 import argparse
 import asyncio
 import collections
@@ -43,7 +44,6 @@ import stat
 import struct
 import subprocess
 import textwrap
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -1959,8 +1959,8 @@ class TelemetryReaders:
         return readings
 
     def _start_thread(self) -> None:
-        try:  # a daemon thread: a read that cannot be interrupted must not keep the process from exiting
-            threading.Thread(target=self._work, name="telemetry", daemon=True).start()
+        try:
+            _thread.start_new_thread(self._work, ())
             self._no_thread = False
         except RuntimeError as error:
             if not self._no_thread:
@@ -1991,7 +1991,7 @@ class HostPaths:
         """None: there is no answer within these seconds."""
         if path not in self._asked:
             try:
-                threading.Thread(target=self._look, args=(path,), name=path, daemon=True).start()
+                _thread.start_new_thread(self._look, (path,))
             except RuntimeError:
                 return None
             self._asked[path] = self._loop.create_future()

