@@ -1674,7 +1674,7 @@ class Owners:
         self.stood_for = stood_for
         self._listed: list[Holder] = []
         self._of_before: list[Holder] = []  # whom this kubelet has not named yet, since it has just started
-        self.told = -math.inf  # when the kubelet answered
+        self._told = -math.inf  # when the kubelet answered
         self._asked: SocketIdentity | None = None  # the kubelet's socket for this, as it was then
         self._granted: dict[Holder, float] = {}  # and when
         self._complained = False  # that the kubelet does not tell
@@ -1705,6 +1705,11 @@ class Owners:
         board = [bdf for bdf, chip in chips.items() if chip.board_chips > 1 and board_name(chip) == identifier]
         return board or [bdf for bdf, chip in chips.items() if identifier in (bdf, asic_name(chip))]
 
+    def are_stale(self, seconds: float) -> bool:
+        """Whether the kubelet told so long ago, and can tell something else: where nobody is, nobody can have left."""
+        somebody = self._listed or self._of_before or self._granted or self._told < 0
+        return bool(somebody) and time.monotonic() - self._told >= seconds
+
     def kubelet_is_young(self, kubelet: str) -> bool:
         """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
         identity = socket_identity(kubelet)
@@ -1728,7 +1733,7 @@ class Owners:
                 log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
             self._complained = True
             return reason
-        self._complained, self.told = False, time.monotonic()
+        self._complained, self._told = False, time.monotonic()
         self._listed = [
             Holder(devices.resource_name, identifier, f"{pod.namespace}/{pod.name}", container.name)
             for pod in answer.pod_resources
@@ -1738,7 +1743,8 @@ class Owners:
         ]
         self._of_before = [h for h in self._of_before if h not in self._listed and self.kubelet_is_young(kubelet)]
         named = {(holder.resource, holder.identifier) for holder in self._listed}
-        self._granted = {h: at for h, at in self._granted.items() if (h.resource, h.identifier) not in named}
+        fresh = ((h, at) for h, at in self._granted.items() if self._told - at < ADMISSION)
+        self._granted = {h: at for h, at in fresh if (h.resource, h.identifier) not in named}
         return None
 
 
@@ -2627,7 +2633,7 @@ class Daemon:
             labels.write(feature_file(listed, chips, self.settings, driver_version(self.settings)))
 
     async def _metrics(self) -> str:
-        if time.monotonic() - self.owners.told >= METRICS_PAUSE:
+        if self.owners.are_stale(METRICS_PAUSE):
             await self.owners.ask(self.settings.pod_resources_socket)
         listed = [(session.plugin.resource, session.state == REGISTERED) for session in self.sessions.values()]
         resource_of = {c.bdf: resource for resource, _ in listed for d in resource.distinct for c in d.chips}

@@ -357,6 +357,35 @@ async def test_a_request_of_nonsense_costs_its_own_connection(
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+async def test_the_kubelet_is_asked_for_the_metrics_only_while_somebody_holds_something(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody has nobody can give back, and what is given out is known here first."""
+    monkeypatch.setattr("ttdp.METRICS_PAUSE", 0.0)
+    monkeypatch.setattr("ttdp.ADMISSION", 0.0)  # no kubelet is young
+    node.add("n150")
+    daemon = (await start(interval=3600)).daemon
+    await kubelet.registered(N150)
+    await daemon.owners.ask(daemon.settings.pod_resources_socket)
+    asked, genuine = [], daemon.owners.ask
+
+    async def ask(path: str) -> str | None:
+        asked.append(path)
+        reason: str | None = await genuine(path)
+        return reason
+
+    monkeypatch.setattr(daemon.owners, "ask", ask)
+    await daemon._metrics()
+    assert not asked
+    await kubelet.admit("pod", "main", {N150: 1})
+    assert "tt_device_allocated{" in await daemon._metrics()
+    kubelet.remove_pod("pod")
+    assert "tt_device_allocated{" not in await daemon._metrics()
+    asked.clear()
+    await daemon._metrics()
+    assert not asked
+
+
 async def test_a_header_without_end_is_dropped(port: tuple[int, RunningDaemon]) -> None:
     """A hundred kilobytes of it are not kept."""
     number, _ = port
