@@ -4,8 +4,9 @@ It enumerates the cards from sysfs, serves the kubelet's device plugin API (v1be
 from top to bottom; a chapter uses only what stands above it.
 
     what the world looks like    CONFIGURATION, INVENTORY
-    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS
-    how we talk                  DEVICE PLUGIN SERVICE, KUBELET SESSION, KERNEL EVENTS, OFF THE LOOP, SYSTEMD
+    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, WHAT OTHERS READ
+    how we talk                  DEVICE PLUGIN SERVICE, KUBELET SESSION, OWNERS, KERNEL EVENTS, OFF THE LOOP, SYSTEMD,
+                                 FILES AND METRICS
     what ties it together        DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop drives the rest; only

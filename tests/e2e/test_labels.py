@@ -82,7 +82,7 @@ def test_labels_of_a_shared_resource(host: LabelsHost, rename: str, name: str, p
     """A shared resource says how many replicas a device has; its product says so too where its name does not."""
     host.cards.add("n300")
     host.cards.add("n300")
-    host.start(f'[[sharing.resources]]\nname = "n300"\nreplicas = 3\n{rename}\n')
+    host.start(f'[sharing]\nlock_dir = ""\n[[sharing.resources]]\nname = "n300"\nreplicas = 3\n{rename}\n')
     shared = {"count": "2", "product": product, "replicas": "3", "sharing": "true"}
     assert host.ours("n300") == {f"{name}.{key}": value for key, value in shared.items()}
     assert judged(host.labels()) == ""
@@ -91,7 +91,7 @@ def test_labels_of_a_shared_resource(host: LabelsHost, rename: str, name: str, p
 def test_labels_of_a_resource_with_the_longest_name(host: LabelsHost) -> None:
     """A resource's name may have 63 characters, as many as a label's; there is no label that would have more."""
     host.cards.add("n300")
-    host.start(f'[[sharing.resources]]\nname = "n300"\nreplicas = 2\nrename = "{"n" * 63}"\n')
+    host.start(f'[sharing]\nlock_dir = ""\n[[sharing.resources]]\nname = "n300"\nreplicas = 2\nrename = "{"n" * 63}"\n')
     assert judged(host.labels()) == ""
     assert host.ours("arch") == {"arch.wormhole": "true"}
 
