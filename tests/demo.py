@@ -158,12 +158,14 @@ class Story:
         """Without the root of the simulated node, as it would be on a real one."""
         return text.replace(str(self.node.root), "")
 
-    def _log(self, pattern: str, since: float = 0.0) -> list[str]:
-        """The daemon's lines of interest, without the time."""
-        lines = (re.sub(r"^\S+ \S+ +[A-Z]+ +", "", line) for at, line in list(self.daemon.lines) if at >= since)
-        found = [self._short(line) for line in lines if re.search(pattern, line)]
-        check(found, f"the daemon's log has no line like {pattern!r}")
-        return found
+    async def _log(self, pattern: str, since: float = 0.0) -> list[str]:
+        """The daemon's lines of interest, without the time, as soon as there are some."""
+
+        def found() -> list[str]:
+            lines = (re.sub(r"^\S+ \S+ +[A-Z]+ +", "", line) for at, line in list(self.daemon.lines) if at >= since)
+            return [self._short(line) for line in lines if re.search(pattern, line)]
+
+        return await self.daemon.wait_for(found, f"the daemon's log has no line like {pattern!r}")
 
     def _chip(self, bdf: str) -> Chip:
         return self.node.chip(bdf)
@@ -225,7 +227,7 @@ class Cards(Story):
         stage = self.stage
         stage.step("The daemon starts; there is no kubelet yet")
         stage.fact("ready after", milliseconds(await self.daemon.ready()))
-        stage.fact("log", *self._log("driver"))
+        stage.fact("log", *await self._log("driver"))
         await self._show_status("waiting for kubelet")
 
     async def register(self) -> None:
@@ -286,7 +288,7 @@ class Cards(Story):
         capacity, allocatable = kubelet.capacity()[N300], kubelet.allocatable()[N300]
         check((capacity, allocatable) == (2, 1), f"capacity is {capacity}, allocatable {allocatable}")
         stage.fact("unhealthy", f"{free} after {seconds:.1f} s; {N300}: capacity {capacity}, allocatable {allocatable}")
-        stage.fact("why", *self._log("unhealthy", begin))
+        stage.fact("why", *await self._log("unhealthy", begin))
         try:
             await kubelet.admit("unlucky", "main", {N300: 1})
         except AdmissionError as error:
@@ -439,7 +441,7 @@ class Boards(Story):
         stage.say()
         rows = [["node status", "capacity", "allocatable"]]
         stage.rows(rows + [[name, str(capacity[name]), str(allocatable[name])] for name in names])
-        stage.fact("because", self._log("held by", since)[-1])
+        stage.fact("because", *await self._log("held by default/", since))
 
     async def whole_boards(self) -> None:
         stage = self.stage
