@@ -21,6 +21,15 @@ DEVICE = "tenstorrent.com/device"
 FILE = f"{CDI_DIRECTORY}/tenstorrent.com-device.json"
 
 
+def described(file: Path) -> dict[str, str]:
+    """What a file describes, by name, with the host's path of its (first) node; without a chip there is no file."""
+    try:
+        devices = json.loads(file.read_text())["devices"]
+    except FileNotFoundError:
+        return {}
+    return {device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices}
+
+
 class CdiHost(Alone):
     """With an n300, a p300c (two chips) and hugepages."""
 
@@ -37,7 +46,7 @@ class CdiHost(Alone):
 
     def names(self) -> set[str]:
         """The devices that the file has, by their names in it."""
-        return {device["name"] for device in json.loads(self.file.read_text())["devices"]}
+        return set(described(self.file))
 
     def wait_names(self, names: set[str]) -> None:
         wait_until(lambda: self.names() == names, f"the file to name {sorted(names)}", 10)
@@ -271,9 +280,9 @@ def test_swapped_ordinals_by_cdi(node: Node) -> None:
 
     before = {name: node.containers(name) for name in names}
     file = node.machine.path(FILE)
-    described = file.read_text()
+    first, second = (described(file)[bdf] for bdf in bdfs)
     node.cards.swap_ordinals(*bdfs)
-    wait_until(lambda: file.read_text() != described, "the file to follow", 10)
+    wait_until(lambda: [described(file).get(bdf) for bdf in bdfs] == [second, first], "the file to follow", 10)
     for name in names:
         node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
     wait_until(lambda: all(node.containers(name) != before[name] for name in names), "other containers", 40)
