@@ -169,8 +169,9 @@ def test_podman_after_a_renumbering(host: CdiHost) -> None:
     before = numbers([first])
     host.cards.swap_ordinals(first.bdf, second.bdf)
     assert numbers([first]) != before
-    expected = set(numbers([first]))
-    wait_until(lambda: set(device_numbers(host.judged(first.bdf)["container"])) == expected, "the file to follow", 10)
+    paths = [f"/dev/tenstorrent/{chip.ordinal}" for chip in (first, second)]
+    wait_until(lambda: [described(host.file).get(chip.bdf) for chip in (first, second)] == paths, "the file", 10)
+    assert set(device_numbers(host.judged(first.bdf)["container"])) == set(numbers([first]))
     assert seen(host, first.bdf) == numbers([first])
 
 
