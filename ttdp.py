@@ -36,7 +36,6 @@ import itertools
 import json
 import logging
 import math
-import operator
 import queue
 import re
 import signal
@@ -1020,89 +1019,74 @@ def called(device: Device) -> set[str]:
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards left for those who need them. Pure ===========================
 
-
-class InvalidRequest(ValueError):
-    """A question that has no answer; its text says why."""
+Code = grpc.StatusCode
 
 
-class Cost(NamedTuple):
-    """What it costs to choose a set of devices, the weightiest count first. Costs of disjoint sets add up."""
+class Refusal(Exception):
+    """A request of the kubelet's that has no answer, for gRPC and in words."""
 
-    users: int = 0  # that the devices have already, where they are shared
-    boards: int = 0
-    trays: int = 0
-    numa_nodes: int = 0
-    whole_boards: int = 0  # of these, those whose listed devices of this resource are all available
-    whole_trays: int = 0
-    whole_numa_nodes: int = 0
-    addresses: int = 0  # minus a number with a bit for each device, the lowest address highest: low ones are cheapest
-
-    def and_also(self, other: Cost) -> Cost:
-        return Cost._make(map(operator.add, self, other))
+    def __init__(self, code: Code, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
-NO_COST, IMPOSSIBLE = Cost(), Cost(users=1 << 30)
-BySize = list[Cost]  # the least cost of choosing no device of a group, one, two, and so on
+# What choices are compared by, the weightiest first. Each is a digit of one number, the cost; so costs of disjoint sets
+# add up, and the cheapest set of each size follows from the cheapest ones of its parts.
+COUNTS = (
+    "musts",  # minus those that have to be chosen
+    "again",  # how often a shared device was chosen before
+    "users",  # that the devices have already
+    "boards", "trays", "numa_nodes",
+    "whole_boards", "whole_trays", "whole_numa_nodes",  # of these, those whose listed devices are all available
+)  # fmt: skip
+BySize = list[int]  # the least cost of choosing no device of a group, one, two, and so on
+
+
+_SHIFTS = {name: 32 * number for number, name in enumerate(reversed(COUNTS))}
+
+
+def cost(**counts: int) -> int:
+    return sum(count << _SHIFTS[name] for name, count in counts.items())
 
 
 class Place(NamedTuple):
-    """A device in the search."""
+    """An ID in the search."""
 
-    bit: int  # in Cost.addresses
-    must: bool  # it has to be chosen
-    users: int
+    cost: int  # of its own; least of all counts the address: below the digits, minus a bit, of the lowest the highest
     board: object
     tray: object
     numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
 
 
 def preferred_allocation(resource: Resource, available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
-    """The `size` best of the available IDs, in the order of PCI addresses. Raises InvalidRequest.
+    """The `size` best of the available IDs, in the order of PCI addresses. Raises Refusal.
 
     Of a shared resource, distinct devices come first, then those with the fewest users, then neighbours.
     """
-    free, chosen = frozenset(available), set(must)
-    if unknown := sorted((free | chosen) - resource.devices.keys()):
-        raise InvalidRequest(f"{resource.name} has no device {_few(unknown)}")
+    free, musts = frozenset(available), frozenset(must)
+    if unknown := sorted((free | musts) - resource.devices.keys()):
+        raise Refusal(Code.INVALID_ARGUMENT, f"{resource.name} has no device {_few(unknown)}")
     if size < 0:
-        raise InvalidRequest(f"allocation size {size} is negative")
-    if missing := sorted(chosen - free):
-        raise InvalidRequest(f"must-include device {_few(missing)} is not available")
-    if not len(chosen) <= size <= len(free):
-        raise InvalidRequest(f"cannot choose {size} of {len(free)} available devices, {len(chosen)} of them a must")
+        raise Refusal(Code.INVALID_ARGUMENT, f"allocation size {size} is negative")
+    if missing := sorted(musts - free):
+        raise Refusal(Code.INVALID_ARGUMENT, f"must-include device {_few(missing)} is not available")
+    if not len(musts) <= size <= len(free):
+        reason = f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
+        raise Refusal(Code.INVALID_ARGUMENT, reason)
 
-    devices = {device.identifier: device for device in resource.distinct}
-    replicas = {name: [i for i in replica_ids(name, resource.replicas) if i in free] for name in devices}
-    users = {name: max(resource.replicas, 1) - len(replicas[name]) for name in devices}
-    while len(chosen) < size:
-        left = {name: [i for i in replicas[name] if i not in chosen] for name in devices}
-        taken = collections.Counter(map(without_replica, chosen))
-        fewest = min(taken[name] for name in left if left[name])
-        pool = {name for name in left if left[name] and taken[name] == fewest}
-        near = taken.keys() - pool
-        count = len(near) + min(size - len(chosen), len(pool))
-        chosen |= {left[name][0] for name in _nearest(devices, pool | near, near, count, users) & pool}
-    return [identifier for identifier in resource.devices if identifier in chosen]
-
-
-def _nearest(
-    devices: Mapping[str, Device], free: Collection[str], must: Collection[str], size: int, users: Mapping[str, int]
-) -> set[str]:
-    """The `size` best of the free devices, the musts included.
-
-    Best is the set that costs least. As costs add up, the cheapest set of each size follows from the cheapest ones of
-    its parts: boards make up trays, trays make up NUMA nodes, and these the host.
-    """
-    places, broken = dict[str, Place](), set[object]()
-    for position, (name, device) in enumerate(devices.items()):
+    bits = {identifier: 1 << number for number, identifier in enumerate(reversed([*resource.devices]))}
+    places, broken = list[Place](), set[object]()
+    for device in resource.distinct:
         chip, nodes = device.chips[0], frozenset(device.numa_nodes or (None,))
-        if name in free:
-            bit = 1 << (len(devices) - position)
-            places[name] = Place(bit, name in must, users[name], chip.board, chip.tray, nodes)
-        else:
+        ids = replica_ids(device.identifier, resource.replicas)
+        left = sorted((i for i in ids if i in free), key=lambda identifier: identifier not in musts)
+        if not left:
             broken |= {chip.board, chip.tray, *nodes}
-    chosen = _Search(broken, size).host(places.values())[size]
-    return {name for name, place in places.items() if place.bit & -chosen.addresses}
+        for again, identifier in enumerate(left):
+            own = cost(musts=-(identifier in musts), again=again, users=len(ids) - len(left)) << len(bits)
+            places.append(Place(own - bits[identifier], chip.board, chip.tray, nodes))
+    least = _Search(broken, size, len(bits)).host(places)[size]
+    return [identifier for identifier in resource.devices if bits[identifier] & -least]
 
 
 class _Search(NamedTuple):
@@ -1110,6 +1094,7 @@ class _Search(NamedTuple):
 
     broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
     size: int
+    bits: int  # below the digits of a cost
 
     def host(self, places: Collection[Place]) -> BySize:
         """NUMA nodes stand for themselves where nothing connects them: neither a tray nor a device."""
@@ -1122,39 +1107,32 @@ class _Search(NamedTuple):
 
     def _numa_nodes(self, touched: Collection[int | None], places: Sequence[Place]) -> BySize:
         """Every choice of nodes is tried, of one in most machines: leaving one out is the only way not to touch it."""
-        best = [IMPOSSIBLE] * (len(places) + 1)
-        choices = (itertools.combinations(touched, count) for count in range(len(touched) + 1))
+        best: BySize = []
+        choices = (itertools.combinations(touched, count) for count in range(len(touched), -1, -1))
         for chosen in itertools.chain.from_iterable(choices):
             inside = [place for place in places if place.numa_nodes.issubset(chosen)]
-            if all(place in inside for place in places if place.must):
-                fee = Cost(numa_nodes=len(chosen), whole_numa_nodes=sum(node not in self.broken for node in chosen))
-                costs = self._joined(map(self._tray, _grouped(inside, "tray")), fee)
-                best[: len(costs)] = map(min, best, costs)
+            fee = cost(numa_nodes=len(chosen), whole_numa_nodes=sum(node not in self.broken for node in chosen))
+            costs = self._joined(map(self._tray, _grouped(inside, "tray")), fee)
+            best = [*map(min, best, costs), *best[len(costs) :]] if best else costs  # all of them come first
         return best
 
     def _tray(self, places: Sequence[Place]) -> BySize:
-        fee = Cost(trays=1, whole_trays=places[0].tray not in self.broken)
+        fee = cost(trays=1, whole_trays=places[0].tray not in self.broken)
         return self._joined(map(self._board, _grouped(places, "board")), fee)
 
     def _board(self, places: Sequence[Place]) -> BySize:
-        """Within a board devices differ by users and addresses only: the musts, then the freest, then the lowest."""
-        least = sum(place.must for place in places)
-        in_order = sorted(places, key=lambda place: (not place.must, place.users, -place.bit))
-        single = (Cost(users=place.users, addresses=-place.bit) for place in in_order)
-        costs = list(itertools.accumulate(single, Cost.and_also, initial=NO_COST))
-        costs[:least] = [IMPOSSIBLE] * least
-        return self._joined([costs], Cost(boards=1, whole_boards=places[0].board not in self.broken))
+        """Within a board devices differ by what each costs of its own."""
+        costs = itertools.accumulate(sorted(place.cost for place in places), initial=0)
+        return self._joined([[*costs]], cost(boards=1, whole_boards=places[0].board not in self.broken))
 
-    def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
+    def _joined(self, parts: Iterable[BySize], fee: int = 0) -> BySize:
         """The least cost of every size, spread over the parts in the best way. fee: for any device at all."""
-        total, *others = [*parts] or [[NO_COST]]
+        total, *others = [*parts] or [[0]]
         for part in others:
-            sums: list[list[Cost]] = [[] for _ in range(min(len(total) + len(part) - 1, self.size + 1))]
-            for here, cost in enumerate(total):
-                for more, several in zip(part, sums[here:], strict=False):
-                    several.append(cost.and_also(more))
-            total = [min(several) for several in sums]
-        return total[:1] + [cost.and_also(fee) for cost in total[1 : self.size + 1]]
+            sizes = range(min(len(total) + len(part) - 1, self.size + 1))
+            splits = (range(max(0, size - len(total) + 1), min(size + 1, len(part))) for size in sizes)
+            total = [min(part[n] + total[size - n] for n in split) for size, split in zip(sizes, splits, strict=True)]
+        return total[:1] + [each + (fee << self.bits) for each in total[1 : self.size + 1]]
 
 
 def _grouped(places: Iterable[Place], key: Literal["board", "tray"]) -> list[list[Place]]:
@@ -1346,29 +1324,21 @@ def device_list(resource: Resource) -> pb.ListAndWatchResponse:
     return response
 
 
-class Refusal(Exception):
-    """An allocation that cannot be: why, for gRPC and in words."""
-
-    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
 def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
     """Raises Refusal if these IDs, per container, cannot be allocated as things stand."""
     wanted = list(itertools.chain.from_iterable(containers))
     if not containers or not all(containers):
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a container without devices" if containers else "no container")
+        raise Refusal(Code.INVALID_ARGUMENT, "a container without devices" if containers else "no container")
     if unknown := [identifier for identifier in wanted if identifier not in resource.devices]:
-        raise Refusal(grpc.StatusCode.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
+        raise Refusal(Code.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
     if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
+        raise Refusal(Code.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
     if resource.one_each and (most := max(map(len, containers))) > 1:
         reason = f"{most} of {resource.name} for one container: each is a share of a device, two are no more of it"
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
+        raise Refusal(Code.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
     for identifier in wanted:
         if fault := resource.devices[identifier].reason:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
+            raise Refusal(Code.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
 
 
 class Watch:
@@ -1433,8 +1403,8 @@ class DevicePlugin(rpc.DevicePluginServicer):
             available, must = asked.available_deviceIDs, asked.must_include_deviceIDs
             try:
                 chosen = preferred_allocation(self.resource, available, must, asked.allocation_size)
-            except InvalidRequest as reason:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(reason))
+            except Refusal as refusal:
+                await context.abort(refusal.code, str(refusal))
             response.container_responses.add(deviceIDs=chosen)
         return response
 
@@ -2580,13 +2550,13 @@ class Daemon:
         for device in chosen:
             if fault := next(filter(None, (node_fault_now(chip.function) for chip in device.chips)), None):
                 reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)  # the news of it is under way
+                raise Refusal(Code.FAILED_PRECONDITION, reason)  # the news of it is under way
         if locks := lock_directory(self.settings.sharing, resource):
             try:
                 make_lock_directory(locks)
             except OSError as error:
                 reason = f"no directory for the locks of {resource.name}: {error.filename}: {error.strerror}"
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, reason) from None
+                raise Refusal(Code.UNAVAILABLE, reason) from None
         return locks
 
     async def _existing_mounts(self) -> tuple[Mount, ...]:
@@ -2596,7 +2566,7 @@ class Daemon:
         found = await asyncio.gather(*(self._host_paths.is_there(mount.host, MOUNT_PATIENCE) for mount in mounts))
         if None in found:
             silent = mounts[found.index(None)].host
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the host's {silent}, a mount, does not answer")
+            raise Refusal(Code.UNAVAILABLE, f"the host's {silent}, a mount, does not answer")
         return tuple(itertools.compress(mounts, found))
 
     # What others get

@@ -16,7 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from ttdp import Chip, Device, InvalidRequest, Resource
+from ttdp import Chip, Device, Refusal, Resource
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ def test_the_answer_does_not_depend_on_the_order_of_the_question(
 def test_an_impossible_question_is_refused(available: list[str], must: list[str], size: int, named: str) -> None:
     """More than there is, a must that is not available or too many of them, unknown IDs, a negative size: in words."""
     found = resource([single(1), single(2)])
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(Refusal) as refused:
         ttdp.preferred_allocation(found, available, must, size)
     assert named in str(refused.value) and len(str(refused.value)) < 500
 
