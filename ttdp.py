@@ -78,6 +78,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
+NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")  # not taken over on SIGHUP
 
 # The kernel's sun_path holds 108 bytes with its NUL, and the kubelet has to reach our sockets under their full path.
 SOCKET_PATH_MAX = 107
@@ -92,11 +93,11 @@ class ConfigError(Exception):
 Parser = Callable[[Any], Any]
 
 
-def _valid(what: str, is_valid: Callable[[Any], object], then: Parser = lambda value: value) -> Parser:
+def _valid(what: str, is_valid: Callable[[Any], object]) -> Parser:
     def parse(value: Any) -> Any:
         if not is_valid(value):
             raise ValueError(what)
-        return then(value)
+        return value
 
     return parse
 
@@ -110,17 +111,14 @@ def _number(least: float, most: float, what: str, *only: type) -> Parser:
     return _valid(what, lambda value: type(value) in kinds and least <= value <= most)  # a boolean is an int to Python
 
 
-def _matching(what: str, form: str, is_valid: Parser = lambda text: True, then: Parser = lambda text: text) -> Parser:
-    return _valid(what, lambda v: isinstance(v, str) and re.fullmatch(form, v) and is_valid(v), then)
+def _matching(what: str, form: str, is_valid: Parser = lambda text: True) -> Parser:
+    return _valid(what, lambda value: isinstance(value, str) and re.fullmatch(form, value) and is_valid(value))
 
 
 def _path(what: str, form: str = r"[^\0]+", most: int = 4095) -> Parser:
     """An absolute path from any path, of so many bytes at most; "", if the form allows it, stays empty."""
-
-    def absolute(path: str) -> str:
-        return path and os.path.abspath(path)
-
-    return _matching(what, form, lambda path: len(os.fsencode(absolute(path))) <= most, absolute)
+    fits = _matching(what, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
+    return lambda value: fits(value) and os.path.abspath(value)
 
 
 def _selection(value: Any) -> Any:
@@ -139,6 +137,7 @@ _directory = _path("the path of a directory")
 _or_none = _path("a path, or empty", r"[^\0]*")
 _NAMED = "the name of a resource, such as n300 or tenstorrent.com/n300"
 _resource_name = _matching(_NAMED, r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")  # that the program gives a resource
 # A DNS subdomain that the API server takes as the prefix of an extended resource. Kubernetes reserves *.kubernetes.io
 # and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
 _domain = _matching(
@@ -149,6 +148,11 @@ _domain = _matching(
 _socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
 _FITTING = f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
 _plugin_dir = _path(_FITTING, most=PLUGIN_DIR_MAX)
+# What other vendors' plugins have beside it.
+_LEFT_OUT: dict[str, Parser] = dict.fromkeys(
+    ("memory_gb", "memory", "mps", "cores", "timeslice"),
+    _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False),
+)
 
 
 def _key(default: Any, parse: Parser, help: str = "") -> Any:
@@ -169,8 +173,7 @@ class Mount:
 class HealthSettings:
     """Section [health] of the configuration file."""
 
-    # Seconds between two polls. The firmware's heartbeat goes on every tenth of a second: faster ones would miss it.
-    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"))
+    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"))  # a heartbeat takes 0.1 s
     temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200"))  # None: the card's
     heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))  # in a row
     trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on"))  # without a further trip
@@ -184,13 +187,6 @@ class SharedResource:
     replicas: int = _key(MISSING, _number(2, 100, "a whole number of containers for each device, from 2 to 100", int))
     rename: str | None = _key(None, _resource_name)  # under which they are offered, without the domain
     devices: Literal["all"] | int | tuple[str, ...] = _key("all", _selection)  # so many, or by address, ID or ordinal
-
-
-# What other vendors' plugins have beside it.
-_LEFT_OUT: dict[str, Parser] = dict.fromkeys(
-    ("memory_gb", "memory", "mps", "cores", "timeslice"),
-    _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +237,6 @@ class Settings:
     sharing: Sharing = field(default_factory=Sharing)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
     state_dir: str | None = None  # systemd's StateDirectory=, for what a restart must not forget; None: it forgets
-
-
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")  # not taken over on SIGHUP
 
 
 class Option(NamedTuple):
@@ -356,10 +349,6 @@ def _sharing(path: str, table: object) -> Sharing:
     found, heading = values.pop("resources", []), "[[sharing.resources]] "
     entries = _tables(path, heading, found, SharedResource, "name", "replicas", **_LEFT_OUT)
     return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
-
-
-# What the program itself may call a resource.
-_OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
@@ -579,6 +568,8 @@ def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
 
 def _node_fault(path: str, number: str | None) -> str | None:
     """Why `path` is not the character device with sysfs's number ("245:0"), or None if it is."""
+    if number is None:
+        return f"{path} is going away"
     try:
         status = os.stat(path)
     except OSError as error:
@@ -587,12 +578,6 @@ def _node_fault(path: str, number: str | None) -> str | None:
         return f"{path} is not a character device"
     found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
     return None if found == number else f"{path} has the number {found}, sysfs says {number}"
-
-
-def node_fault_now(function: PciFunction) -> str | None:
-    """Why the function's node cannot be used at this very moment, by sysfs as it is now; None if it can."""
-    number = _read_quick(f"{function.sysfs}/dev")
-    return _node_fault(function.path, number) if number else f"{function.path} is going away"
 
 
 class Process(NamedTuple):
@@ -630,18 +615,14 @@ def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
     return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
 
 
-# All ones; and what a board without an ID reports, which would make all of them the same.
-_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)
+_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)  # which boards without an ID report: they would all be the same
 _ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
     "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
-    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")),
-    "serial": ("tt_serial", _hex_id),
-    "asic_id": ("tt_asic_id", _hex_id),
+    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")), "serial": ("tt_serial", _hex_id),
     "firmware": ("tt_fw_bundle_ver", _word(r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255")),
-    "trips": ("tt_therm_trip_count", _count),
-    "temperature": ("temp1_input", _celsius),
-    "temperature_limit": ("temp1_max", _celsius),
-}
+    "asic_id": ("tt_asic_id", _hex_id), "trips": ("tt_therm_trip_count", _count),
+    "temperature": ("temp1_input", _celsius), "temperature_limit": ("temp1_max", _celsius),
+}  # fmt: skip
 _DEAD = {
     "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
@@ -708,6 +689,7 @@ def _read_everything(function: PciFunction) -> Telemetry:
 
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look ============
 
+BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
 HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
 READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
 
@@ -738,11 +720,6 @@ def gone(health: Health, bdf: str, *, function_exists: bool) -> Health:
     if function_exists:
         return unhealthy(health, Fault.GONE, f"driver is not bound; echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind")
     return unhealthy(health, Fault.GONE, "PCI device is gone; it counts again when it comes back")
-
-
-def blocked(health: Health) -> Health:
-    """A read of telemetry has been under way for longer than READ_DEADLINE."""
-    return unhealthy(health, Fault.BLOCKED, "telemetry read does not return; the driver may be waiting for a reset")
 
 
 def judge(
@@ -790,6 +767,8 @@ def judge(
 # ==== RESOURCES: which devices there are, what they are called, and where they sit. Pure ==============================
 
 IDENTITY = ("card", "serial", "asic_id", "firmware")  # what the firmware says of itself
+ASKING = "the kubelet is being asked who holds it"
+Holders = Mapping[str, Sequence["Holder"]]  # of chips, by PCI address
 
 
 @dataclass(frozen=True, slots=True)
@@ -860,12 +839,6 @@ class Holder(NamedTuple):
         namespace, _, pod = self.pod.rpartition("/")
         return {"namespace": namespace, "pod": pod, "container": self.container}
 
-    def __str__(self) -> str:
-        return f"held by {self.pod} as {self.resource} {self.identifier}, until that ends"
-
-
-ASKING = "the kubelet is being asked who holds it"
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -916,16 +889,8 @@ def replica_ids(identifier: str, replicas: int) -> list[str]:
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
 
-def without_replica(identifier: str) -> str:
-    return identifier.partition("::")[0]
-
-
 def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
-    """Chips by ID; each ID at most once.
-
-    A freed ordinal is reused at once, a card can move to another slot: what is present wins over what is away. Two
-    present chips with one ASIC ID both get their address.
-    """
+    """Chips by ID, each once. Present ones win: a freed ordinal is reused at once, a card can move to another slot."""
     wanted = {
         chip.bdf: {"bdf": chip.bdf, "asic": asic_name(chip) or chip.bdf, "index": str(chip.function.ordinal)}[strategy]
         for chip in chips
@@ -933,7 +898,7 @@ def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str,
     present = collections.Counter(wanted[chip.bdf] for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
     for chip in sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf))):
-        contested = chip.present and present[wanted[chip.bdf]] > 1
+        contested = chip.present and present[wanted[chip.bdf]] > 1  # two of one ASIC ID: both get their address
         ids.setdefault(chip.bdf if contested else wanted[chip.bdf], chip)
     return ids
 
@@ -972,9 +937,6 @@ def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, li
     return {name: sorted(devices[name], key=lambda device: address(device.chips[0].bdf)) for name in sorted(devices)}
 
 
-Holders = Mapping[str, Sequence[Holder]]  # of chips, by PCI address
-
-
 def resources(
     chips: Collection[Chip], settings: Settings, holders: Holders, asking: Collection[str] = ()
 ) -> dict[str, Resource]:
@@ -986,9 +948,13 @@ def resources(
         for device in devices:
             ids = replica_ids(device.identifier, replicas)
             holding = itertools.chain.from_iterable(holders.get(chip.bdf, ()) for chip in device.chips)
-            others = [str(h) for h in holding if h.resource != name or h.identifier not in ids]
-            others += [ASKING for chip in device.chips if chip.bdf in asking]
-            listed |= dict.fromkeys(ids, replace(device, held=others[0]) if others else device)
+            other = next((h for h in holding if h.resource != name or h.identifier not in ids), None)
+            if other or any(chip.bdf in asking for chip in device.chips):
+                words = (
+                    f"held by {other.pod} as {other.resource} {other.identifier}, until that ends" if other else ASKING
+                )
+                device = replace(device, held=words)
+            listed |= dict.fromkeys(ids, device)
         one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
         found[name] = Resource(name, listed, replicas, one_each, unshared)
 
@@ -1039,10 +1005,8 @@ COUNTS = (
     "boards", "trays", "numa_nodes",
     "whole_boards", "whole_trays", "whole_numa_nodes",  # of these, those whose listed devices are all available
 )  # fmt: skip
-BySize = list[int]  # the least cost of choosing no device of a group, one, two, and so on
-
-
 _SHIFTS = {name: 32 * number for number, name in enumerate(reversed(COUNTS))}
+BySize = list[int]  # the least cost of choosing no device of a group, one, two, and so on
 
 
 def cost(**counts: int) -> int:
@@ -1059,10 +1023,7 @@ class Place(NamedTuple):
 
 
 def preferred_allocation(resource: Resource, available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
-    """The `size` best of the available IDs, in the order of PCI addresses. Raises Refusal.
-
-    Of a shared resource, distinct devices come first, then those with the fewest users, then neighbours.
-    """
+    """The `size` best of the available IDs: distinct devices first, then unused ones, then neighbours; or Refusal."""
     free, musts = frozenset(available), frozenset(must)
     if unknown := sorted((free | musts) - resource.devices.keys()):
         raise Refusal(Code.INVALID_ARGUMENT, f"{resource.name} has no device {_few(unknown)}")
@@ -1155,10 +1116,6 @@ def _few(names: Sequence[str]) -> str:
 # ==== CONTAINER EDITS: exactly what a container needs to use its devices. Pure ========================================
 
 
-def default_mounts(settings: Settings) -> tuple[Mount, ...]:
-    return tuple(Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in ("hugepages-1G", "hugepages"))
-
-
 def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
     """What containers on shared devices get as their /dev/shm: tt-umd's locks are there, by which users take turns."""
     if not resource.replicas or not sharing.lock_dir:
@@ -1195,6 +1152,8 @@ def container_edits(
 
 CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
+Labels = Mapping[str, object]
+Family = tuple[str, str, str, Iterable[tuple[Labels, float]]]  # name, type, help text; labels and value of each sample
 
 
 def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]) -> str | None:
@@ -1221,43 +1180,33 @@ def feature_file(resources: Iterable[Resource], chips: Collection[Chip], setting
         there = [device for device in resource.distinct if any(chip.present for chip in device.chips)]
         boards = {chip.board_type for device in there for chip in device.chips}
         name = resource.name.partition("/")[2]
-        same_name = resource.replicas > 0 and name == resource.unshared
+        product = boards.pop() if len(boards) == 1 else "mixed"
         labels |= {
             f"{name}.count": str(len(there)),
-            f"{name}.product": (boards.pop() if len(boards) == 1 else "mixed") + ("-SHARED" if same_name else ""),
+            f"{name}.product": f"{product}-SHARED" if resource.replicas and name == resource.unshared else product,
             f"{name}.replicas": str(resource.replicas or 1),
             f"{name}.sharing": str(resource.replicas > 0).lower(),
         }
-    numbers = re.match(r"(\d+)\.(\d+)", driver or "")
+    labels |= zip(("driver.major", "driver.minor"), re.findall(r"\d+", driver or ""), strict=False)
     firmware = {chip.firmware for chip in chips if chip.present and chip.firmware}
-    labels |= {
-        "driver.version": driver or "",
-        "driver.major": numbers[1] if numbers else "",
-        "driver.minor": numbers[2] if numbers else "",
-        "firmware.version": "mixed" if len(firmware) > 1 else "".join(firmware),
-        "plugin.version": __version__,
-    }
+    labels["firmware.version"] = "mixed" if len(firmware) > 1 else "".join(firmware)
+    labels |= {"driver.version": driver or "", "plugin.version": __version__}
     # Kubernetes takes 63 characters for a label's name, and as many for its value, which is alphanumeric at both ends.
     values = {key: re.sub(r"[^A-Za-z0-9._-]+", "_", labels[key])[:63].strip("._-") for key in sorted(labels)}
     domain = settings.resource_domain
     return "".join(f"{domain}/{key}={value}\n" for key, value in values.items() if value and len(key) <= 63)
 
 
-Labels = Mapping[str, object]
-Family = tuple[str, str, str, Iterable[tuple[Labels, float]]]  # name, type, help text; labels and value of each sample
-
-
 def exposition(families: Iterable[Family]) -> str:
     """Prometheus' text format; what has no sample is left out, a label that is None is empty."""
-
-    def labelled(labels: Labels) -> str:
-        texts = ((key, "" if value is None else str(value)) for key, value in labels.items())
-        quoted = ((k, v.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for k, v in texts)
-        return "{" + ",".join(f'{key}="{text}"' for key, text in quoted) + "}" if labels else ""
-
-    lines: list[str] = []
+    lines, escapes = list[str](), str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
     for name, kind, text, samples in families:
-        if shown := [f"{name}{labelled(labels)} {value:.15g}" for labels, value in samples]:
+        shown = []
+        for labels, value in samples:
+            texts = ((key, "" if told is None else str(told)) for key, told in labels.items())
+            quoted = ",".join(f'{key}="{text.translate(escapes)}"' for key, text in texts)
+            shown.append(f"{name}{{{quoted}}} {value:.15g}" if labels else f"{name} {value:.15g}")
+        if shown:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *shown]
     return "".join(f"{line}\n" for line in lines)
 
@@ -1286,18 +1235,17 @@ def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], hol
 
 
 def plugin_metrics(
-    listed: Sequence[tuple[Resource, bool]], registrations: Mapping[str, int],
-    allocations: Mapping[tuple[str, str], int], started: float,
-) -> list[Family]:  # fmt: skip
-    """What is known of the resources, each with whether it is registered, and of the daemon. started: Unix time."""
-    counts = {r.name: {"healthy": r.healthy, "unhealthy": len(r.distinct) - r.healthy} for r, _ in listed}
+    listed: Sequence[tuple[Resource, bool, int]], allocations: Mapping[tuple[str, str], int], started: float
+) -> list[Family]:
+    """Of the resources, with whether they are registered and how often they were; of the daemon. started: Unix time."""
+    counts = {r.name: {"healthy": r.healthy, "unhealthy": len(r.distinct) - r.healthy} for r, *_ in listed}
     return [
         ("tt_resource_devices", "gauge", "Devices of a resource, as the kubelet knows them.",
          [({"resource": name, "health": health}, counts[name][health]) for name in counts for health in counts[name]]),
         ("tt_kubelet_registered", "gauge", "Whether the kubelet has a resource.",
-         [({"resource": resource.name}, registered) for resource, registered in listed]),
+         [({"resource": resource.name}, registered) for resource, registered, _ in listed]),
         ("tt_kubelet_registrations_total", "counter", "Registrations with the kubelet that succeeded.",
-         [({"resource": name}, count) for name, count in registrations.items()]),
+         [({"resource": resource.name}, count) for resource, _, count in listed]),
         ("tt_allocations_total", "counter", "The kubelet's requests for devices, by what came of them.",
          [({"resource": name, "result": result}, count) for (name, result), count in allocations.items()]),
         ("tt_plugin_info", "gauge", "The version that runs.", [({"version": __version__}, 1)]),
@@ -1438,7 +1386,6 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
 )
 SocketIdentity = tuple[int, int, int]
-
 _bindings = itertools.count(1)
 
 
@@ -1453,11 +1400,12 @@ class KubeletSession:
     attempt and starts the next at once; without any event, attempts that fail come again after a growing pause.
     """
 
-    def __init__(self, plugin: DevicePlugin, directory: str, changed: Callable[[KubeletSession], None]) -> None:
+    def __init__(self, plugin: DevicePlugin, directory: str, changed: Callable[[], None]) -> None:
         """changed: called when `state` has become another."""
         self.plugin = plugin
         self.name = plugin.resource.name
         self.state = "starting"
+        self.registrations = 0  # that succeeded
         self.tried_to_serve = asyncio.Event()  # or was closed before it could
         self._directory = directory
         self._changed = changed
@@ -1588,6 +1536,7 @@ class KubeletSession:
                 reason = " ".join((error.details() or error.code().name).split())
                 raise RegistrationError(f"kubelet refuses: {reason}") from None
         log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.distinct), "device"))
+        self.registrations += 1
         self._tell(REGISTERED)
         return watch
 
@@ -1596,7 +1545,7 @@ class KubeletSession:
             self.state = state
             if state != REGISTERED:  # which has had a line of its own
                 log.log(logging.INFO if state.startswith("waiting") else logging.WARNING, "%s: %s", self.name, state)
-            self._changed(self)
+            self._changed()
 
 
 def socket_identity(path: str) -> SocketIdentity | None:
@@ -1670,7 +1619,7 @@ class Owners:
         return held
 
     def _chips_of(self, holder: Holder, chips: Mapping[str, Chip]) -> Collection[str]:
-        identifier = without_replica(holder.identifier)
+        identifier = holder.identifier.partition("::")[0]  # of the device, not of its replica
         if known := self.stood_for.get(holder.resource, {}).get(identifier):
             return known
         board = [bdf for bdf, chip in chips.items() if chip.board_chips > 1 and board_name(chip) == identifier]
@@ -1707,11 +1656,9 @@ class Owners:
         self._complained, self._told = False, time.monotonic()
         self._listed = [
             Holder(devices.resource_name, identifier, f"{pod.namespace}/{pod.name}", container.name)
-            for pod in answer.pod_resources
-            for container in pod.containers
-            for devices in container.devices
-            for identifier in devices.device_ids
-        ]
+            for pod in answer.pod_resources for container in pod.containers
+            for devices in container.devices for identifier in devices.device_ids
+        ]  # fmt: skip
         self._of_before = [h for h in self._of_before if h not in self._listed and self.kubelet_is_young(kubelet)]
         named = {(holder.resource, holder.identifier) for holder in self._listed}
         fresh = ((h, at) for h, at in self._granted.items() if self._told - at < ADMISSION)
@@ -1723,7 +1670,6 @@ class Owners:
 
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -1849,7 +1795,6 @@ class DirectoryWatch:
 # ==== OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data =======================
 
 READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
-
 Read = Callable[[PciFunction, "Telemetry | None"], Telemetry]
 
 
@@ -1894,8 +1839,7 @@ class TelemetryReaders:
             elif not request.periodic or self._asked[bdf].function != request.function:
                 # So soon after the other reading its heartbeat proves nothing.
                 self._again[bdf] = request._replace(last=None, periodic=False)
-        if readings := self._attend():
-            self._loop.call_soon(self._deliver, readings)
+        self._loop.call_soon(self._attend)  # later: a thread that reads meanwhile would only wait for the interpreter
 
     def seconds_under_way(self, bdf: str) -> float:
         """How long the read of a chip has been under way; 0 if there is none."""
@@ -1910,11 +1854,8 @@ class TelemetryReaders:
         self._asked[request.function.bdf] = request
         self._waiting.put(request)
 
-    def _collect(self) -> None:
-        self._deliver(self._attend())
-
-    def _attend(self) -> list[Reading]:
-        """Take in what was read; let a thread go on with what waits, unless one is at work that gets on."""
+    def _attend(self) -> None:
+        """Hand on what was read; let a thread go on with what waits, unless one is at work that gets on."""
         readings = []
         while not self._done.empty():
             readings.append(reading := self._done.get())
@@ -1932,8 +1873,8 @@ class TelemetryReaders:
         wait = min([*waits, READ_PATIENCE] if waiting else waits, default=math.inf)
         if self._timer:
             self._timer.cancel()
-        self._timer = self._loop.call_later(wait + 0.002, self._collect) if wait < math.inf else None
-        return readings
+        self._timer = self._loop.call_later(wait + 0.002, self._attend) if wait < math.inf else None
+        self._deliver(readings)
 
     def _start_thread(self) -> None:
         try:
@@ -1954,7 +1895,7 @@ class TelemetryReaders:
                     telemetry = self._read(function, last)
                 self._done.put(Reading(function, telemetry, periodic))
         with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
-            self._loop.call_soon_threadsafe(self._collect)
+            self._loop.call_soon_threadsafe(self._attend)
 
 
 class HostPaths:
@@ -2011,10 +1952,6 @@ class ServiceManager:
             return []
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[: _decimal(self._environ.get("LISTEN_FDS")) or 0]
         return [socket.socket(fileno=3 + number) for number, given in enumerate(names) if given == name]
-
-    def alive(self) -> None:
-        if self.watchdog_pause < math.inf:
-            self.notify("WATCHDOG=1")
 
     def status(self, text: str) -> None:
         if text != self._status:
@@ -2144,10 +2081,7 @@ class Fleet:
         self._remembered = remembered or {}
 
     def observe(self, settings: Settings, *, thorough: bool = True) -> list[PciFunction]:
-        """Look at sysfs; returns what is new, back or at another place: its telemetry is wanted.
-
-        thorough: read again, too, what cannot change as long as the same chip is at the same place.
-        """
+        """Look at sysfs; returns what is new, back or elsewhere, to be asked. thorough: also at what seldom changes."""
         known = [] if thorough else [chip.function for chip in self.chips.values() if chip.present]
         seen = scan(settings, known)
         nodes = [f.node_fault for f in seen.functions.values() if f.node_fault and f.bdf not in self.chips]
@@ -2188,19 +2122,17 @@ class Fleet:
         for chip in list(self.chips.values()):
             if (seconds := seconds_under_way(chip.bdf)) > READ_PATIENCE:
                 late = chip.present and seconds > READ_DEADLINE
-                self._update(replace(chip, listed=True, health=blocked(chip.health) if late else chip.health))
+                health = unhealthy(chip.health, Fault.BLOCKED, BLOCKED) if late else chip.health
+                self._update(replace(chip, listed=True, health=health))
 
     def memory(self) -> dict[str, dict[str, Any]]:
         """What a restart of the daemon must not forget: who the chips are, and which of them are known to be dead."""
-        return {
-            bdf: {
-                "arch": chip.function.arch,
-                "pci_card": chip.function.pci_card,
-                **{key: getattr(chip, key) for key in IDENTITY},
-                "stalled_at": chip.health.heartbeat if chip.health.fault is Fault.STALLED else None,
-            }
-            for bdf, chip in self.chips.items()
-        }
+        memory: dict[str, dict[str, Any]] = {}
+        for bdf, chip in self.chips.items():
+            stalled_at = chip.health.heartbeat if chip.health.fault is Fault.STALLED else None
+            memory[bdf] = {"arch": chip.function.arch, "pci_card": chip.function.pci_card, "stalled_at": stalled_at}
+            memory[bdf] |= {key: getattr(chip, key) for key in IDENTITY}
+        return memory
 
     def _recalled(self, function: PciFunction, settings: HealthSettings) -> Chip:
         """A new chip, with what is remembered of it."""
@@ -2259,10 +2191,7 @@ class Memory:
 
 
 def make_lock_directory(path: str) -> None:
-    """A directory in which everybody may make locks, and nobody remove another's. Raises OSError.
-
-    /dev/shm is everybody's: what somebody else has put there under the name is not used.
-    """
+    """A directory in which everybody may make locks, and nobody remove another's. Raises OSError."""
     if path == "/dev/shm":
         return
     for directory in (os.path.dirname(path), path):
@@ -2279,7 +2208,6 @@ MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a m
 NEW_KUBELET_PAUSE = 0.05  # seconds for which a kubelet that starts is left alone with the registrations
 METRICS_PAUSE = 15.0  # seconds between two writes of the metrics' file, and for which holders count as known
 THOROUGH = 12  # every so many polls everything is read again, a minute by default
-
 Offer = tuple[str, str, str, int]  # a chip's PCI address, and the resource, ID and replicas under which it is offered
 
 
@@ -2320,7 +2248,6 @@ class Daemon:
         self._measured = -math.inf  # when the metrics were written last
         self._scrapes = MetricsServer(self._metrics)
         self._started = time.time()
-        self._registrations = collections.Counter[str]()
         self._allocations = collections.Counter[tuple[str, str]]()
 
     async def run(self) -> int:
@@ -2377,10 +2304,7 @@ class Daemon:
         await self._poll_for_ever()
 
     async def _until_bound(self, on_bus: Collection[str]) -> None:
-        """Until what is on the bus is listed, or has had the time to be: the kubelet starts after this.
-
-        It refuses those pods of before a reboot whose devices are not there by then.
-        """
+        """Until what is on the bus is listed, or had the time to be: a kubelet refuses pods whose devices are late."""
         deadline = time.monotonic() + BIND_PATIENCE
         while True:
             listed = {chip.bdf for chip in self.fleet.chips.values() if chip.listed}
@@ -2412,8 +2336,8 @@ class Daemon:
                 with surviving("a poll"):
                     self.poll()
                     sound = True
-            if sound:  # a loop whose polls fail does not do its work
-                self.manager.alive()
+            if sound and self.manager.watchdog_pause < math.inf:  # a loop whose polls fail does not do its work
+                self.manager.notify("WATCHDOG=1")
 
     def poll(self) -> None:
         """The net under all events, and the only way to see a chip die: that sends none."""
@@ -2431,9 +2355,7 @@ class Daemon:
             self._measured = time.monotonic()
             self._in_background(self._write_metrics(metrics))
         last = {c.function: None if thorough else c.telemetry for c in self.fleet.chips.values() if c.present}
-        # After all else, on the loop's next turn: a thread that reads meanwhile would only wait for the interpreter.
-        read = [Request(function, telemetry, periodic=True) for function, telemetry in last.items()]
-        asyncio.get_running_loop().call_soon(self._readers.request, read)
+        self._readers.request(Request(function, telemetry, periodic=True) for function, telemetry in last.items())
 
     def _in_background(self, work: Coroutine[Any, Any, None], *, to_its_end: bool = False) -> None:
         """to_its_end: whether the daemon's own end waits for it."""
@@ -2469,7 +2391,7 @@ class Daemon:
                 self.sessions[name].plugin.publish(resource)
             else:
                 plugin = DevicePlugin(resource, self._allocate)
-                self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._session_changed)
+                self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._show_status)
         self._show_status()
         self._in_background(self._describe())
 
@@ -2478,12 +2400,8 @@ class Daemon:
         chips = [chip for chip in self.fleet.chips.values() if chip.listed]
         holders = self.owners.holders(self.fleet.chips, time.monotonic())
         wanted = resources(chips, self.settings, holders)
-        offers = {
-            (chip.bdf, resource.name, device.identifier, resource.replicas)
-            for resource in wanted.values()
-            for device in resource.distinct
-            for chip in device.chips
-        }
+        devices = ((resource, device) for resource in wanted.values() for device in resource.distinct)
+        offers = {(chip.bdf, r.name, device.identifier, r.replicas) for r, device in devices for chip in device.chips}
         self._settled = offers if self._settled is None else self._settled & offers
         if offers - self._settled and not listens(self.settings.pod_resources_socket):
             self._settled = offers
@@ -2548,9 +2466,10 @@ class Daemon:
     def _ready_to_start(self, resource: Resource, chosen: Iterable[Device]) -> str | None:
         """The directory for the locks of these devices, whose nodes are as they should be. Raises Refusal."""
         for device in chosen:
-            if fault := next(filter(None, (node_fault_now(chip.function) for chip in device.chips)), None):
-                reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
-                raise Refusal(Code.FAILED_PRECONDITION, reason)  # the news of it is under way
+            for function in (chip.function for chip in device.chips):  # by sysfs as it is now; the news is under way
+                if fault := _node_fault(function.path, _read_quick(f"{function.sysfs}/dev")):
+                    reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
+                    raise Refusal(Code.FAILED_PRECONDITION, reason)
         if locks := lock_directory(self.settings.sharing, resource):
             try:
                 make_lock_directory(locks)
@@ -2562,7 +2481,8 @@ class Daemon:
     async def _existing_mounts(self) -> tuple[Mount, ...]:
         """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
         if (mounts := self.settings.mounts) is None:
-            return tuple(mount for mount in default_mounts(self.settings) if os.path.exists(mount.host))
+            hugepages = {name: f"{self.settings.dev_root}/{name}" for name in ("hugepages-1G", "hugepages")}
+            return tuple(Mount(path, f"/dev/{name}") for name, path in hugepages.items() if os.path.exists(path))
         found = await asyncio.gather(*(self._host_paths.is_there(mount.host, MOUNT_PATIENCE) for mount in mounts))
         if None in found:
             silent = mounts[found.index(None)].host
@@ -2573,13 +2493,9 @@ class Daemon:
 
     def _choose_files(self) -> None:
         """The files that the configuration wants; one that it no longer wants is removed."""
-        s = self.settings
-        paths = {
-            "cdi": s.cdi_dir and f"{s.cdi_dir}/{CDI_FILE}",
-            "labels": s.labels_dir and f"{s.labels_dir}/{LABELS_FILE}",
-            "metrics": s.metrics_file,
-        }
-        for kind, path in paths.items():
+        cdi, labels = self.settings.cdi_dir, self.settings.labels_dir
+        paths = {"cdi": cdi and f"{cdi}/{CDI_FILE}", "labels": labels and f"{labels}/{LABELS_FILE}"}
+        for kind, path in {**paths, "metrics": self.settings.metrics_file}.items():
             if kind in self._files and self._files[kind].path != path:
                 self._files.pop(kind).write(None)
             if path:
@@ -2606,11 +2522,11 @@ class Daemon:
     async def _metrics(self) -> str:
         if self.owners.are_stale(METRICS_PAUSE):
             await self.owners.ask(self.settings.pod_resources_socket)
-        listed = [(session.plugin.resource, session.state == REGISTERED) for session in self.sessions.values()]
-        resource_of = {c.bdf: resource for resource, _ in listed for d in resource.distinct for c in d.chips}
+        listed = [(s.plugin.resource, s.state == REGISTERED, s.registrations) for s in self.sessions.values()]
+        resource_of = {c.bdf: resource for resource, *_ in listed for d in resource.distinct for c in d.chips}
         holders = self.owners.holders(self.fleet.chips, math.inf)  # without those that are just being admitted
         families = chip_metrics([chip for chip in self.fleet.chips.values() if chip.listed], resource_of, holders)
-        return exposition([*families, *plugin_metrics(listed, self._registrations, self._allocations, self._started)])
+        return exposition([*families, *plugin_metrics(listed, self._allocations, self._started)])
 
     async def _write_metrics(self, file: OwnFile) -> None:
         if os.path.isdir(os.path.dirname(file.path)):  # else nobody wants it, and nobody need be asked
@@ -2671,10 +2587,6 @@ class Daemon:
         for session in self.sessions.values():
             session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
 
-    def _session_changed(self, session: KubeletSession) -> None:
-        self._registrations[session.name] += session.state == REGISTERED
-        self._show_status()
-
     def _show_status(self) -> None:
         sessions = self.sessions.values()
         status = status_line([(session.plugin.resource, session.state) for session in sessions])
@@ -2682,10 +2594,7 @@ class Daemon:
 
 
 def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
-    """What `systemctl status` shows of resources and the states of their registrations.
-
-    "8 × tenstorrent.com/n300, 8 healthy; registered with kubelet"
-    """
+    """What `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; registered with kubelet"."""
     if not listed:
         return "no Tenstorrent device on this node; waiting for one"
     counts = []
@@ -2701,6 +2610,8 @@ def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
 
 
 # ==== COMMAND LINE ====================================================================================================
+
+Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # a line of `check`: subject; what is so and what to do
 
 DESCRIPTION = """\
 Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
@@ -2726,14 +2637,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)  # a path is one word
 
 
-class _Parser(argparse.ArgumentParser):
-    def format_help(self) -> str:
-        return super().format_help().replace(" BOOL", "[=BOOL]")  # a switch takes its value after "=" only
-
-
 def argument_parser() -> argparse.ArgumentParser:
     usage = "tt-device-plugin [run|list|check] [OPTIONS]"
-    parser = _Parser("tt-device-plugin", usage, DESCRIPTION, EPILOG, formatter_class=_Formatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "tt-device-plugin", usage, DESCRIPTION, EPILOG, formatter_class=_Formatter, allow_abbrev=False
+    )
     parser.add_argument("command", nargs="?", choices=("run", "list", "check"), default="run", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"tt-device-plugin {__version__}")
     parser.add_argument("--json", action="store_true", help="with list: an array of objects")
@@ -2742,7 +2650,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-file", metavar="FILE", help=file)
     for option in OPTIONS:
         default = getattr(Settings(), option.key)
-        metavar = "BOOL" if option.is_switch else option.key.rpartition("_")[2].upper()
+        metavar = "[=BOOL]" if option.is_switch else option.key.rpartition("_")[2].upper()
         text = f"{option.help}; default {str(default).lower() if option.is_switch else default} [{option.variable}]"
         parser.add_argument(option.flag, metavar=metavar, help=text)
     return parser
@@ -2780,16 +2688,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return asyncio.run(run())
 
 
-class Survey(NamedTuple):
-    """A node as it is found without the daemon."""
-
-    fleet: Fleet
-    resources: Mapping[str, Resource]
-    holders: Holders | None  # None: the kubelet does not tell
-
-
-async def survey(settings: Settings) -> Survey:
-    """The node's chips, asked twice, one second apart: a heartbeat that stands still shows only then."""
+async def survey(settings: Settings) -> tuple[Fleet, Holders | None]:
+    """The node's chips, asked twice, one second apart, or a stalled heartbeat would not show; and who holds them."""
     memory, told, rules = Memory(settings), asyncio.Event(), replace(settings.health, heartbeat_misses=1)
     fleet, owners = Fleet(memory.chips), Owners(memory.stood_for)
 
@@ -2808,15 +2708,14 @@ async def survey(settings: Settings) -> Survey:
             told.clear()
             await told.wait()
     known = await owners.ask(settings.pod_resources_socket) is None
-    holders = owners.holders(fleet.chips, math.inf) if known else None
-    return Survey(fleet, resources(list(fleet.chips.values()), settings, holders or {}), holders)
+    return fleet, owners.holders(fleet.chips, math.inf) if known else None
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
-    found = asyncio.run(survey(settings))
-    for oddity in found.fleet.oddities:
+    fleet, holders = asyncio.run(survey(settings))
+    for oddity in fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
-    rows = [_row(found.fleet.chips[bdf], found, settings) for bdf in sorted(found.fleet.chips, key=address)]
+    rows = list(_rows(settings, fleet, holders))
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -2824,57 +2723,43 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
     return 0
 
 
-def _row(chip: Chip, found: Survey, settings: Settings) -> dict[str, Any]:
-    function = chip.function
-    owned = ((r, device) for r in found.resources.values() for device in r.distinct if chip in device.chips)
-    resource, device = next(owned, (None, None))
-    reason = chip.health.reason or (device.held if device else "its board is not known yet")
-    processes = processes_on(settings, function.ordinal) if chip.present else []
-    pods = None if found.holders is None else found.holders.get(chip.bdf, ())
-    return {
-        "id": device.identifier if device else None,
-        "index": function.ordinal,
-        "path": function.path if chip.present and not function.node_fault else None,
-        "bdf": chip.bdf,
-        "card": chip.card_type,
-        "board": chip.board_type if chip.card_type else None,
-        "arch": function.arch,
-        "serial": chip.serial,
-        "asic_id": chip.asic_id,
-        "numa_node": function.numa_node,
-        "firmware": chip.firmware,
-        "healthy": reason is None,
-        "reason": reason,
-        "resource": resource.name if resource else None,
-        "replicas": resource.replicas if resource else 0,
-        "pods": None if pods is None else [holder.place() for holder in pods],
-        "processes": None if processes is None else [process._asdict() for process in processes],
-    }
+def _rows(settings: Settings, fleet: Fleet, holders: Holders | None) -> Iterator[dict[str, Any]]:
+    """What there is to say of each chip, as `list --json` says it."""
+    listed = resources(fleet.chips.values(), settings, holders or {}).values()
+    owned = {chip.bdf: (r, device) for r in listed for device in r.distinct for chip in device.chips}
+    for bdf in sorted(fleet.chips, key=address):
+        chip, function, (resource, device) = fleet.chips[bdf], fleet.chips[bdf].function, owned.get(bdf, (None, None))
+        reason = chip.health.reason or (device.held if device else "its board is not known yet")
+        processes = processes_on(settings, function.ordinal) if chip.present else []
+        yield {
+            "id": device.identifier if device else None, "index": function.ordinal,
+            "path": function.path if chip.present and not function.node_fault else None, "bdf": bdf,
+            "card": chip.card_type, "board": chip.board_type if chip.card_type else None, "arch": function.arch,
+            "serial": chip.serial, "asic_id": chip.asic_id, "numa_node": function.numa_node, "firmware": chip.firmware,
+            "healthy": reason is None, "reason": reason,
+            "resource": resource.name if resource else None, "replicas": resource.replicas if resource else 0,
+            "pods": None if holders is None else [holder.place() for holder in holders.get(bdf, ())],
+            "processes": None if processes is None else [process._asdict() for process in processes],
+        }  # fmt: skip
 
 
 def _as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of 100 columns, where names are of usual length."""
-
-    def used_by(row: Mapping[str, Any]) -> str:
-        pods = dict.fromkeys(f"{pod['namespace']}/{pod['pod']}" for pod in row["pods"] or ())
-        processes = [f"{p['command']}[{p['pid']}]" for p in row["processes"] or () if not (pods and p["of_pod"])]
-        return ", ".join([*pods, *processes]) or ("-" if None not in (row["pods"], row["processes"]) else "?")
-
     ids = {"ID": "id"} if any(row["id"] not in (row["bdf"], None) for row in rows) else {}
     keys = {"ADDRESS": "bdf", **ids, "CARD": "card", "SERIAL": "serial", "NUMA": "numa_node", "FIRMWARE": "firmware"}
     lines: list[list[Any]] = [["N", *keys, "RESOURCE", "USED BY", "HEALTH"]]
     for row in rows:
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
         resource = f"{row['resource'].partition('/')[2]}{shared}" if row["resource"] else None
+        pods = dict.fromkeys(f"{pod['namespace']}/{pod['pod']}" for pod in row["pods"] or ())
+        processes = [f"{p['command']}[{p['pid']}]" for p in row["processes"] or () if not (pods and p["of_pod"])]
+        users = ", ".join([*pods, *processes]) or ("-" if None not in (row["pods"], row["processes"]) else "?")
         health = "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}"
         number, known = row["index"] if row["path"] else None, (row[key] for key in keys.values())
-        lines.append([number, *known, resource, used_by(row), health])
+        lines.append([number, *known, resource, users, health])
     texts = [["-" if cell is None else str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in texts)
-
-
-Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # a line of `check`: subject; what is so and what to do
 
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
@@ -2887,9 +2772,10 @@ def check(load: Callable[[], Settings], *, config_only: bool) -> int:
         more = "" if config_only else "; the rest is checked with the defaults"
         findings = [("FAIL", "configuration", f"{error}{more}")]
     if not config_only:
-        found = asyncio.run(survey(settings))
-        findings += [*_check_driver(settings), *_check_chips(settings, found), *_check_hugepages(settings, found.fleet)]
-        findings += [*_check_sharing(settings, found), *_check_cdi(settings), *_check_kubelet(settings)]
+        fleet, holders = asyncio.run(survey(settings))
+        findings += [*_check_driver(settings), *_check_chips(settings, fleet, holders or {})]
+        findings += [*_check_hugepages(settings, fleet), *_check_sharing(settings, fleet)]
+        findings += [*_check_cdi(settings), *_check_kubelet(settings)]
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
         print(f"{level:4}  {subject:{width}}  {text}")
@@ -2907,8 +2793,8 @@ def _check_driver(settings: Settings) -> Iterator[Finding]:
         yield "ok", "driver", version or "loaded; it does not say its version"
 
 
-def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
-    fleet, on_bus = found.fleet, functions_on_bus(settings)
+def _check_chips(settings: Settings, fleet: Fleet, holders: Holders) -> Iterator[Finding]:
+    on_bus = functions_on_bus(settings)
     if not fleet.chips and not fleet.oddities:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
         yield "warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}"
@@ -2925,7 +2811,7 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
             continue
         yield "ok", chip.bdf, f"{what}, healthy"
         strangers = [p for p in processes_on(settings, chip.function.ordinal) or () if not p.of_pod]
-        if (pods := (found.holders or {}).get(chip.bdf)) and strangers:
+        if (pods := holders.get(chip.bdf)) and strangers:
             who = f"{strangers[0].command} ({strangers[0].pid})"
             yield "warn", chip.bdf, f"{pods[0].pod} was given it, and {who} of the host has it open; end that"
         if (mode := stat.S_IMODE(os.stat(chip.function.path).st_mode)) & 0o666 != 0o666:
@@ -2935,13 +2821,10 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
 
 def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
     """A Wormhole without an IOMMU that translates needs memory in one piece: four pages of 1 GiB for each chip."""
-
-    def translated(bdf: str) -> bool:
-        group = _read_quick(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/iommu_group/type")
-        return (group or "").startswith("DMA")
-
-    wormholes = [chip for chip in fleet.chips.values() if chip.present and chip.function.arch == "wormhole"]
-    needy = [chip for chip in wormholes if not translated(chip.bdf)]
+    bus, chips = f"{settings.sysfs_root}/bus/pci/devices", fleet.chips.items()
+    wormholes = {bdf: chip for bdf, chip in chips if chip.present and chip.function.arch == "wormhole"}
+    groups = {bdf: _read_quick(f"{bus}/{bdf}/iommu_group/type") or "" for bdf in wormholes}
+    needy = [chip for bdf, chip in wormholes.items() if not groups[bdf].startswith("DMA")]
     wanted = sum(8 if chip.board_type == "n300" else 4 for chip in needy)
     pages = _read_quick(f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages")
     there, mounts, directory = _decimal(pages) or 0, "", f"{settings.dev_root}/hugepages-1G"
@@ -2956,8 +2839,8 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         yield "ok", "hugepages", f"{there} of 1 GiB{'' if needy else '; none are needed'}"
 
 
-def _check_sharing(settings: Settings, found: Survey) -> Iterator[Finding]:
-    devices = devices_by_name(list(found.fleet.chips.values()), settings)
+def _check_sharing(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
+    devices = devices_by_name(fleet.chips.values(), settings)
     for entry in settings.sharing.resources:
         there = devices.get(entry.name, [])
         names = set(entry.devices) if isinstance(entry.devices, tuple) else set()
@@ -2986,12 +2869,10 @@ def _check_kubelet(settings: Settings) -> Iterator[Finding]:
     directory, kubelet = settings.device_plugin_dir, f"{settings.device_plugin_dir}/{KUBELET_SOCKET}"
     try:
         os.stat(f"{directory}/.")
-    except PermissionError:
-        yield "warn", "kubelet", f"{directory}: you may not look there; run as root"
-        return
-    except OSError:
+    except OSError as error:
         advice = "is kubelet installed, and is this its directory? device_plugin_dir in the configuration file says so"
-        yield "warn", "kubelet", f"{directory} is not there (yet); {advice}"
+        denied = f"{directory}: you may not look there; run as root"
+        yield "warn", "kubelet", denied if error.errno == errno.EACCES else f"{directory} is not there (yet); {advice}"
         return
     if os.access(directory, os.W_OK | os.X_OK):
         yield "ok", "kubelet", f"{directory} can be written to"

@@ -377,7 +377,7 @@ async def test_a_chip_that_is_dead_at_the_start_is_still_known_by_name(
     other.die()
     other.write("subsystem_device", b"0x0044\n")
     for settings in (daemon.settings, replace(daemon.settings, state_dir=None)):
-        fleet = (await ttdp.survey(settings)).fleet
+        fleet, _ = await ttdp.survey(settings)
         dead, stranger = fleet.chips[chip.bdf], fleet.chips[other.bdf]
         wanted = (known.serial, known.firmware) if settings.state_dir else (None, None)
         assert (dead.serial, dead.firmware) == wanted and stranger.serial is None
@@ -470,6 +470,6 @@ async def test_a_session_that_is_closed_before_it_could_serve_holds_up_nobody(
 ) -> None:
     """Whoever waits for it to have tried, as the start does, goes on."""
     plugin = ttdp.DevicePlugin(ttdp.Resource("tenstorrent.com/n150", {}), None)  # type: ignore[arg-type]
-    session = ttdp.KubeletSession(plugin, "/nowhere", lambda session: None)
+    session = ttdp.KubeletSession(plugin, "/nowhere", lambda: None)
     await session.close()
     await asyncio.wait_for(session.tried_to_serve.wait(), 1)

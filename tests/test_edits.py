@@ -76,15 +76,6 @@ def test_what_a_node_is_called_on_the_host_is_another_matter() -> None:
     assert nodes(moved) == [("/host/by-pci/0000:03:00.0", "/dev/tenstorrent/7", "rw")]
 
 
-def test_the_default_mounts_are_the_hugepages_under_the_same_path() -> None:
-    """Writable; --dev-root moves the host's paths only."""
-    assert ttdp.default_mounts(Settings()) == tuple(Mount(path, path, False) for path in HUGEPAGES)
-    assert ttdp.default_mounts(Settings(dev_root="/host/dev")) == (
-        Mount("/host/dev/hugepages-1G", "/dev/hugepages-1G"),
-        Mount("/host/dev/hugepages", "/dev/hugepages"),
-    )
-
-
 def test_the_answer_to_the_kubelet_says_this_and_nothing_else() -> None:
     """Variables, nodes and mounts; no annotations, and no CDI devices beside the nodes."""
     answer = edits(THREE[2:], mounts=(Mount("/srv/m", "/m", True),))

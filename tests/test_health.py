@@ -113,7 +113,7 @@ def test_a_stalled_chip_is_not_healed_by_another_fault(between: dict[str, Any] |
     if between:
         patient.look(**between)
     else:
-        patient.health = ttdp.blocked(patient.health)
+        patient.health = ttdp.unhealthy(patient.health, Fault.BLOCKED, ttdp.BLOCKED)
     assert patient.look(heartbeat=7) is Fault.STALLED
 
 
@@ -278,7 +278,7 @@ def test_a_read_that_does_not_return_is_a_fault_until_it_does() -> None:
     """Blocked says so; the look after it is judged like any other."""
     patient = Patient(heartbeat_misses=1)
     patient.look(heartbeat=7)
-    patient.health = ttdp.blocked(patient.health)
+    patient.health = ttdp.unhealthy(patient.health, Fault.BLOCKED, ttdp.BLOCKED)
     assert patient.health.fault is Fault.BLOCKED and "does not return" in str(patient.health.reason)
     assert patient.look(heartbeat=8) is None
 

@@ -553,11 +553,11 @@ async def test_list_names_the_pods_that_hold_a_chip_and_the_processes_of_the_hos
         (process / "cgroup").write_text(f"0::{cgroup}\n")
     node.chips[0].set_pids([100])
     node.chips[1].set_pids([100, 101])
-    found = await ttdp.survey(daemon.settings)
-    rows = [ttdp._row(chip, found, daemon.settings) for chip in found.fleet.chips.values()]
+    fleet, holders = await ttdp.survey(daemon.settings)
+    rows = list(ttdp._rows(daemon.settings, fleet, holders))
     assert rows[0]["pods"] == [{"namespace": "team-a", "pod": "train", "container": "main"}]
     assert used_by(rows) == ["team-a/train", "team-a/train, tt-smi[101]", "-"]
-    warned = [finding for finding in ttdp._check_chips(daemon.settings, found) if "tt-smi" in finding[2]]
+    warned = [finding for finding in ttdp._check_chips(daemon.settings, fleet, holders or {}) if "tt-smi" in finding[2]]
     assert [finding[:2] for finding in warned] == [("warn", node.chips[1].bdf)]
     assert "team-a/train" in warned[0][2] and "101" in warned[0][2]
 
@@ -571,8 +571,7 @@ async def test_list_shows_what_a_pod_holds_under_another_name(
     await kubelet.registered("tenstorrent.com/p150")
     await kubelet.admit("train", "main", {"tenstorrent.com/p150": 1})
     settings = replace(daemon.settings, resource_naming="card")
-    found = await ttdp.survey(settings)
-    (row,) = (ttdp._row(chip, found, settings) for chip in found.fleet.chips.values())
+    (row,) = ttdp._rows(settings, *await ttdp.survey(settings))
     assert not row["healthy"] and "held by default/train as tenstorrent.com/p150" in row["reason"]
 
 

@@ -93,6 +93,7 @@ async def test_one_that_hangs_holds_up_nobody(chips: Chips) -> None:
 async def test_what_was_read_when_another_is_asked_for_is_delivered(chips: Chips) -> None:
     """The first chip has answered, and before the loop has come to hear of that an event has the second one asked."""
     chips.ask(ONE)
+    await asyncio.sleep(0)  # which starts the thread
     wait_until(lambda: chips.readers._done.qsize() == 1)
     chips.ask(TWO)
     await until(lambda: len(chips.delivered) == 2, seconds=2)
@@ -169,7 +170,7 @@ async def test_threads_that_cannot_be_had_are_missed_once_and_asked_for_again(
         patch.setattr("_thread.start_new_thread", exhausted)
         chips.ask(ONE)
         chips.ask(TWO)
-        assert chips.readers.is_settled(), "the start would wait for ever"
+        await until(chips.readers.is_settled, seconds=0.05)  # else the start would wait for ever
         await asyncio.sleep(0.25)  # its own attempts, which nobody hears of
     assert [record.message for record in caplog.records] == ["telemetry is not read for now: can't start new thread"]
     assert not chips.readers.seconds_under_way(ONE.bdf)
