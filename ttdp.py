@@ -605,7 +605,7 @@ def node_path(settings: Settings, function: PciFunction) -> str:
     """
     links = f"{settings.dev_root}/{DRIVER}/by-pci"
     with contextlib.suppress(OSError):
-        if os.path.normpath(os.path.join(links, os.readlink(f"{links}/{function.bdf}"))) == function.path:
+        if os.readlink(f"{links}/{function.bdf}") in (f"../{function.ordinal}", function.path):
             return f"{links}/{function.bdf}"
     return function.path
 
@@ -1279,7 +1279,8 @@ def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) ->
         raise Refusal(Code.INVALID_ARGUMENT, "a container without devices" if containers else "no container")
     if unknown := [identifier for identifier in wanted if identifier not in resource.devices]:
         raise Refusal(Code.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
-    if twice := [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]:
+    if len(wanted) != len({*wanted}):
+        twice = [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]
         raise Refusal(Code.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
     if resource.one_each and (most := max(map(len, containers))) > 1:
         reason = f"{most} of {resource.name} for one container: each is a share of a device, two are no more of it"
@@ -2453,13 +2454,13 @@ class Daemon:
                 await self._asked()
             mounts, resource = await self._existing_mounts(), plugin.resource
             check_allocation(resource, containers)
-            chosen = [{identifier: resource.devices[identifier] for identifier in ids} for ids in containers]
-            devices = dict(collections.ChainMap(*chosen))
+            devices = {identifier: resource.devices[identifier] for ids in containers for identifier in ids}
             locks = self._ready_to_start(resource, devices.values())
             if self.owners.granted(resource.name, devices, time.monotonic()):
                 self.memory.keep(self.fleet.memory(), self.owners.stood_for)
             path, result = functools.partial(node_path, self.settings), "granted"
-            return [container_edits(ids.values(), self.settings, mounts, locks, path) for ids in chosen]
+            chosen = ([devices[identifier] for identifier in ids] for ids in containers)
+            return [container_edits(some, self.settings, mounts, locks, path) for some in chosen]
         finally:
             self._allocations[plugin.resource.name, result] += 1
 
@@ -2481,8 +2482,8 @@ class Daemon:
     async def _existing_mounts(self) -> tuple[Mount, ...]:
         """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
         if (mounts := self.settings.mounts) is None:
-            hugepages = {name: f"{self.settings.dev_root}/{name}" for name in ("hugepages-1G", "hugepages")}
-            return tuple(Mount(path, f"/dev/{name}") for name, path in hugepages.items() if os.path.exists(path))
+            dev, names = self.settings.dev_root, ("hugepages-1G", "hugepages")
+            return tuple([Mount(f"{dev}/{name}", f"/dev/{name}") for name in names if os.path.exists(f"{dev}/{name}")])
         found = await asyncio.gather(*(self._host_paths.is_there(mount.host, MOUNT_PATIENCE) for mount in mounts))
         if None in found:
             silent = mounts[found.index(None)].host
