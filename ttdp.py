@@ -402,8 +402,7 @@ DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 _BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
-@dataclass(frozen=True, slots=True)
-class PciFunction:
+class PciFunction(NamedTuple):
     """One PCI function with the driver bound to it, as sysfs and stat() show it at one moment."""
 
     bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
@@ -417,8 +416,7 @@ class PciFunction:
     node_fault: str | None = None  # why the node cannot be used; None if it is what sysfs says
 
 
-@dataclass(frozen=True, slots=True)
-class Telemetry:
+class Telemetry(NamedTuple):
     """What the firmware of one chip said at one moment. None: not offered, unreadable as such, or all ones."""
 
     card: str | None = None  # "p150a"
@@ -429,7 +427,7 @@ class Telemetry:
     temperature: float | None = None  # °C
     temperature_limit: float | None = None  # °C
     trips: int | None = None  # thermal trips (Blackhole)
-    hwmon: str | None = field(default=None, compare=False)  # the directory of its sensors
+    hwmon: str | None = None  # the directory of its sensors
     all_ones: bool = False  # the chip answers nothing: every register that can show it reads all ones
     off_bus: bool = False  # nor does its PCI configuration space
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
@@ -540,7 +538,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
         found = places.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
             fault = _node_fault(found.path, found.number)
-            functions.append(found if found.node_fault == fault else replace(found, node_fault=fault))
+            functions.append(found if found.node_fault == fault else found._replace(node_fault=fault))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -661,7 +659,7 @@ def _as_before(function: PciFunction, last: Telemetry) -> Telemetry | None:
     trips = None if last.trips is None else _count(read_attribute(f"{function.sysfs}/tt_therm_trip_count"))
     if (temperature is None) != (last.temperature is None) or (trips is None) != (last.trips is None):
         return None
-    return replace(last, heartbeat=heartbeat, temperature=temperature, trips=trips)
+    return last._replace(heartbeat=heartbeat, temperature=temperature, trips=trips)
 
 
 def _read_everything(function: PciFunction) -> Telemetry:
@@ -676,7 +674,7 @@ def _read_everything(function: PciFunction) -> Telemetry:
         if place and (text := read_attribute(f"{place}/{attribute}")) is not None:
             raw[attribute] = text
     if raw:
-        return replace(parse_telemetry(raw), hwmon=hwmon)
+        return parse_telemetry(raw)._replace(hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
     # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it: vendor and
@@ -697,22 +695,20 @@ READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one tha
 Fault = enum.Enum("Fault", "GONE NODE BLOCKED RESETTING READ_ERROR NO_RESPONSE STALLED HOT TRIPPED")
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """A chip's state, and what the rules have to remember from one look to the next."""
+class Health(NamedTuple):
+    """A chip's state and, from `heartbeat` on, what the rules have to remember from one look to the next."""
 
     fault: Fault | None = None
     reason: str | None = None  # in words, with the remedy where there is one; None while healthy
-    # What only the rules remember; two states that differ in nothing else are equal.
-    heartbeat: int | None = field(default=None, compare=False)  # at the last poll
-    misses: int = field(default=0, compare=False)  # polls in a row without a change of it
-    hot: bool = field(default=False, compare=False)
-    trips: int | None = field(default=None, compare=False)  # the last count seen
-    tripped_at: float | None = field(default=None, compare=False)  # when it rose last, in seconds of the caller's clock
+    heartbeat: int | None = None  # at the last poll
+    misses: int = 0  # polls in a row without a change of it
+    hot: bool = False
+    trips: int | None = None  # the last count seen
+    tripped_at: float | None = None  # when it rose last, in seconds of the caller's clock
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
-    return replace(health, fault=fault, reason=reason)
+    return health._replace(fault=fault, reason=reason)
 
 
 def gone(health: Health, bdf: str, *, function_exists: bool) -> Health:
@@ -771,8 +767,7 @@ ASKING = "the kubelet is being asked who holds it"
 Holders = Mapping[str, Sequence["Holder"]]  # of chips, by PCI address
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(NamedTuple):
     """A chip once seen: it stays, and stays known, while it is away."""
 
     function: PciFunction  # as last seen
@@ -781,9 +776,14 @@ class Chip:
     serial: str | None = None
     asic_id: str | None = None
     firmware: str | None = None
-    telemetry: Telemetry | None = field(default=None, compare=False)  # the last; None: everything has to be asked for
-    health: Health = field(default_factory=Health)
     listed: bool = False  # a new one is announced when it has spoken, or has had the time to
+    health: Health = Health()
+    telemetry: Telemetry | None = None  # the last; None: everything has to be asked for
+
+    @property
+    def shown(self) -> tuple[object, ...]:
+        """What others learn of it: no figures, and nothing that only the rules remember."""
+        return (*self[:7], *self.health[:2])
 
     @property
     def bdf(self) -> str:
@@ -824,7 +824,7 @@ class Chip:
 def with_identity(chip: Chip, telemetry: Telemetry, **more: Any) -> Chip:
     """The chip after it was read: what the firmware says now counts, what it leaves out stays known. more: as well."""
     known = {key: getattr(telemetry, key) or getattr(chip, key) for key in IDENTITY}
-    return replace(chip, telemetry=telemetry, **known, **more)
+    return chip._replace(telemetry=telemetry, **known, **more)
 
 
 class Holder(NamedTuple):
@@ -840,8 +840,7 @@ class Holder(NamedTuple):
         return {"namespace": namespace, "pod": pod, "container": self.container}
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """What the kubelet knows under one ID or, where it is shared, under several: a chip, or a board with its chips."""
 
     identifier: str
@@ -864,8 +863,7 @@ class Device:
         return tuple(sorted({node for chip in self.chips if (node := chip.function.numa_node) is not None}))
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
+class Resource(NamedTuple):
     """What the kubelet knows as one extended resource."""
 
     name: str  # "tenstorrent.com/n300"
@@ -953,7 +951,7 @@ def resources(
                 words = (
                     f"held by {other.pod} as {other.resource} {other.identifier}, until that ends" if other else ASKING
                 )
-                device = replace(device, held=words)
+                device = device._replace(held=words)
             listed |= dict.fromkeys(ids, device)
         one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
         found[name] = Resource(name, listed, replicas, one_each, unshared)
@@ -1199,16 +1197,18 @@ def feature_file(resources: Iterable[Resource], chips: Collection[Chip], setting
 
 def exposition(families: Iterable[Family]) -> str:
     """Prometheus' text format; what has no sample is left out, a label that is None is empty."""
-    lines, escapes = list[str](), str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+    lines: list[str] = []
     for name, kind, text, samples in families:
-        shown = []
-        for labels, value in samples:
-            texts = ((key, "" if told is None else str(told)) for key, told in labels.items())
-            quoted = ",".join(f'{key}="{text.translate(escapes)}"' for key, text in texts)
-            shown.append(f"{name}{{{quoted}}} {value:.15g}" if labels else f"{name} {value:.15g}")
-        if shown:
+        told = [(",".join([_label(*label) for label in labels.items()]), value) for labels, value in samples]
+        if shown := [f"{name}{{{label}}} {value:.15g}" if label else f"{name} {value:.15g}" for label, value in told]:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *shown]
     return "".join(f"{line}\n" for line in lines)
+
+
+@functools.lru_cache(maxsize=2048, typed=True)  # the same ones every few seconds
+def _label(key: str, value: object) -> str:
+    text = ("" if value is None else str(value)).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return f'{key}="{text}"'
 
 
 def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], holders: Holders) -> list[Family]:
@@ -2102,12 +2102,12 @@ class Fleet:
                 self._update(Chip(function))  # another card at the same address
             else:
                 # What was away stays so until it speaks.
-                self._update(replace(chip, function=function, present=True, telemetry=None))
+                self._update(chip._replace(function=function, present=True, telemetry=None))
             wanted.append(function)
         for bdf in self.chips.keys() - seen.functions.keys():
             chip = self.chips[bdf]
             exists = os.path.exists(f"{settings.sysfs_root}/bus/pci/devices/{bdf}")
-            self._update(replace(chip, present=False, health=gone(chip.health, bdf, function_exists=exists)))
+            self._update(chip._replace(present=False, health=gone(chip.health, bdf, function_exists=exists)))
         return wanted
 
     def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
@@ -2124,7 +2124,7 @@ class Fleet:
             if (seconds := seconds_under_way(chip.bdf)) > READ_PATIENCE:
                 late = chip.present and seconds > READ_DEADLINE
                 health = unhealthy(chip.health, Fault.BLOCKED, BLOCKED) if late else chip.health
-                self._update(replace(chip, listed=True, health=health))
+                self._update(chip._replace(listed=True, health=health))
 
     def memory(self) -> dict[str, dict[str, Any]]:
         """What a restart of the daemon must not forget: who the chips are, and which of them are known to be dead."""
@@ -2146,7 +2146,7 @@ class Fleet:
 
     def _update(self, chip: Chip) -> None:
         before, self.chips[chip.bdf] = self.chips[chip.bdf], chip
-        if before == chip:
+        if before.shown == chip.shown:
             return
         old, new = before.health, chip.health
         self.version += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.world.simulation import kernel_errors, settings_of
 from ttdp import Fault, Fleet, Health, HealthSettings, Reading, Telemetry
 
 FUNCTION = ttdp.PciFunction("0000:01:00.0", "blackhole", "p150a", 0, 0, "/dev/tenstorrent/0", "/sys/devices/x")
-WORMHOLE = replace(FUNCTION, arch="wormhole", pci_card="n150")
+WORMHOLE = FUNCTION._replace(arch="wormhole", pci_card="n150")
 
 
 class Patient:
@@ -286,7 +285,7 @@ def test_a_read_that_does_not_return_is_a_fault_until_it_does() -> None:
 def test_a_wrong_node_outweighs_all_that_the_chip_says() -> None:
     """A container could not use it, however well the chip is."""
     patient = Patient()
-    patient.function = replace(FUNCTION, node_fault="/dev/tenstorrent/0: No such file or directory")
+    patient.function = FUNCTION._replace(node_fault="/dev/tenstorrent/0: No such file or directory")
     assert patient.look(heartbeat=7) is Fault.NODE
     assert "/dev/tenstorrent/0: No such file" in str(patient.health.reason)
     patient.function = FUNCTION

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +265,7 @@ def test_all_ones_are_no_telemetry(name: str) -> None:
         for chip in spoke:
             chip.die()
             read = ttdp.read_telemetry(ttdp.scan(settings(node)).functions[chip.bdf])
-            assert read == Telemetry(all_ones=True)
+            assert read._replace(hwmon=None) == Telemetry(all_ones=True)
 
 
 VALUES = {
@@ -302,7 +302,7 @@ def test_silence_and_garbage_unlearn_nothing() -> None:
     device = ttdp.Chip(ttdp.PciFunction("0000:01:00.0", "blackhole", "p150a", None, 0, "/dev/tenstorrent/0", "/sys/x"))
     known = ttdp.with_identity(device, Telemetry(card="p150b", serial="A" * 16, asic_id="B" * 16, firmware="1.2"))
     for nothing in (Telemetry(), Telemetry(all_ones=True), Telemetry(error=("tt_serial", 61))):
-        assert ttdp.with_identity(known, nothing) == known
+        assert ttdp.with_identity(known, nothing).shown == known.shown
     assert ttdp.with_identity(known, Telemetry(firmware="1.3")).firmware == "1.3"
 
 
@@ -645,7 +645,7 @@ def test_whatever_is_not_a_heartbeat_that_goes_on_has_everything_read(node: Simu
     chip.beat()
     getattr(chip, change)()
     with kernel_errors():
-        assert ttdp.read_telemetry(seen, last) == ttdp.read_telemetry(seen) != replace(last, heartbeat=-1)
+        assert ttdp.read_telemetry(seen, last) == ttdp.read_telemetry(seen) != last._replace(heartbeat=-1)
 
 
 @pytest.mark.parametrize("attribute", ["tt_heartbeat", "temp1_input", "tt_therm_trip_count"])

@@ -100,7 +100,7 @@ def labels(*chips: Chip, driver: str | None = "2.10.1", **settings: Any) -> dict
 
 def test_labels_tell_what_a_node_has() -> None:
     """Architectures, each resource, and versions; unknown things have none."""
-    listed = [replace(chip, listed=True) for chip in (ONE, TWO)]
+    listed = [chip._replace(listed=True) for chip in (ONE, TWO)]
     assert labels(*listed) == {
         "arch.blackhole": "true", "arch.wormhole": "true", "driver.major": "2", "driver.minor": "10",
         "driver.version": "2.10.1", "firmware.version": "19.4.0.0", "n150.count": "1", "n150.product": "n150",
@@ -112,12 +112,12 @@ def test_labels_tell_what_a_node_has() -> None:
 
 def test_labels_count_what_is_there_healthy_or_not() -> None:
     """They are for the choice of a node; what is gone is not there. Chips that differ are mixed."""
-    ill = replace(TWO, health=ttdp.unhealthy(ttdp.Health(), ttdp.Fault.HOT, "too hot"), firmware="19.5.0.0")
-    gone = replace(ONE, present=False)
+    ill = TWO._replace(health=ttdp.unhealthy(ttdp.Health(), ttdp.Fault.HOT, "too hot"), firmware="19.5.0.0")
+    gone = ONE._replace(present=False)
     found = labels(ill, gone)
     assert (found["p150.count"], found["n150.count"]) == ("1", "0")
     assert labels(ONE, ill)["firmware.version"] == "mixed"
-    assert labels(ONE, replace(ONE, function=replace(ONE.function, bdf="0000:09:00.0", pci_card="n300")),
+    assert labels(ONE, ONE._replace(function=ONE.function._replace(bdf="0000:09:00.0", pci_card="n300")),
                   resource_naming="arch")["wormhole.product"] == "mixed"  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_labels_are_valid_whatever_is_said(firmware: str, driver: str) -> None:
     part = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
     long_name = Sharing(resources=(SharedResource("n150", 2, "x" * 63),))
     found = ttdp.resources([ONE], Settings(sharing=long_name), {}).values()
-    text = ttdp.feature_file(found, [replace(ONE, firmware=firmware)], Settings(), driver)
+    text = ttdp.feature_file(found, [ONE._replace(firmware=firmware)], Settings(), driver)
     for line in text.splitlines():
         assert re.fullmatch(rf"tenstorrent\.com/{part}={part}", line), line
 
@@ -143,7 +143,7 @@ def samples(text: str) -> dict[str, float]:
 def test_metrics_of_chips() -> None:
     """Identity, health, the fault while it lasts, and what was read anyway."""
     telemetry = Telemetry(temperature=41.5, temperature_limit=75.0, trips=2)
-    hot = replace(TWO, health=ttdp.unhealthy(ttdp.Health(), ttdp.Fault.HOT, "too hot"), telemetry=telemetry)
+    hot = TWO._replace(health=ttdp.unhealthy(ttdp.Health(), ttdp.Fault.HOT, "too hot"), telemetry=telemetry)
     (resource,) = ttdp.resources([ONE], Settings(), {}).values()
     holders = {ONE.bdf: [Holder(N150, ONE.bdf, "team-a/train", "main")]}
     found = samples(ttdp.exposition(ttdp.chip_metrics([ONE, hot], {ONE.bdf: resource}, holders)))

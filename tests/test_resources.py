@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def test_cards_of_one_board_type_are_one_resource_in_the_order_of_addresses() ->
 
 def test_the_healthy_ones_are_counted() -> None:
     """For the status line: devices that are healthy, of all that are listed."""
-    ill = replace(device("0000:02:00.0"), health=Health(fault=Fault.HOT, reason="too hot"))
+    ill = device("0000:02:00.0")._replace(health=Health(fault=Fault.HOT, reason="too hot"))
     (resource,) = ttdp.resources([device("0000:01:00.0"), ill], Settings(), {}).values()
     assert (resource.healthy, len(resource.devices)) == (1, 2)
 
@@ -126,7 +125,7 @@ def test_two_present_chips_with_one_asic_id_are_their_addresses() -> None:
 
 def test_a_card_that_moved_is_listed_once_where_it_is() -> None:
     """Under `asic` the ID follows the card to its new slot; under `bdf` the old slot stays, unhealthy."""
-    old = replace(device("0000:01:00.0", 0, asic_id=ASIC), present=False)
+    old = device("0000:01:00.0", 0, asic_id=ASIC)._replace(present=False)
     new = device("0000:02:00.0", 0, asic_id=ASIC)
     assert identifiers([old, new], "asic") == {f"wormhole-{ASIC}": "0000:02:00.0"}
     assert list(identifiers([old, new], "bdf")) == ["0000:01:00.0", "0000:02:00.0"]
@@ -134,11 +133,11 @@ def test_a_card_that_moved_is_listed_once_where_it_is() -> None:
 
 def test_an_ordinal_that_was_reused_is_the_present_device() -> None:
     """A freed number is given to the next comer at once; the device that had it is left out until it is back."""
-    old = replace(device("0000:01:00.0", 0), present=False)
+    old = device("0000:01:00.0", 0)._replace(present=False)
     new = device("0000:02:00.0", 0)
     assert identifiers([old, new], "index") == {"0": "0000:02:00.0"}
     assert identifiers(
-        [replace(old, present=True), replace(new, function=replace(new.function, ordinal=1))], "index"
+        [old._replace(present=True), new._replace(function=new.function._replace(ordinal=1))], "index"
     ) == {
         "0": "0000:01:00.0",
         "1": "0000:02:00.0",
@@ -149,15 +148,15 @@ def test_an_ordinal_that_was_reused_is_the_present_device() -> None:
 def test_a_vanished_device_stays_under_its_id_and_its_resource(strategy: Any) -> None:
     """What was once listed does not leave the list: it would leave the node's capacity."""
     there = device("0000:01:00.0", 4, asic_id=ASIC, card="n300")
-    away = replace(there, present=False)
+    away = there._replace(present=False)
     before, after = (ttdp.resources([one], Settings(device_id_strategy=strategy), {}) for one in (there, away))
     assert {name: list(r.devices) for name, r in before.items()} == {name: list(r.devices) for name, r in after.items()}
 
 
 some_devices = st.lists(
     st.builds(
-        lambda bus, ordinal, asic_id, present: replace(
-            device(f"0000:{bus:02x}:00.0", ordinal, asic_id=asic_id), present=present
+        lambda bus, ordinal, asic_id, present: device(f"0000:{bus:02x}:00.0", ordinal, asic_id=asic_id)._replace(
+            present=present
         ),
         st.integers(1, 8), st.integers(0, 3), st.sampled_from([None, ASIC, OTHER_ASIC]), st.booleans(),
     ),
@@ -182,8 +181,8 @@ def test_every_present_device_has_exactly_one_id(devices: list[Chip], strategy: 
 
 def test_the_list_tells_health_and_numa_node_where_it_is_known() -> None:
     """Node 0 is a node; a device of unknown locality has no topology at all."""
-    ill = replace(device("0000:02:00.0", 1), health=Health(fault=Fault.STALLED, reason="stalled"))
-    near = replace(device("0000:03:00.0", 2), function=replace(device("0000:03:00.0").function, numa_node=0))
+    ill = device("0000:02:00.0", 1)._replace(health=Health(fault=Fault.STALLED, reason="stalled"))
+    near = device("0000:03:00.0", 2)._replace(function=device("0000:03:00.0").function._replace(numa_node=0))
     (resource,) = ttdp.resources([device("0000:01:00.0"), ill, near], Settings(), {}).values()
     listed = ttdp.device_list(resource).devices
     assert [(d.ID, d.health) for d in listed] == [
@@ -245,8 +244,8 @@ def test_a_board_is_not_smaller_for_a_chip_that_was_never_seen() -> None:
 
 def test_a_board_is_as_healthy_as_its_chips() -> None:
     """The reason names the chip; a chip that is gone is one of them still."""
-    hot = replace(p300(2), health=Health(fault=Fault.HOT, reason="too hot"))
-    gone = replace(p300(2), present=False, health=ttdp.gone(Health(), "0000:02:00.0", function_exists=False))
+    hot = p300(2)._replace(health=Health(fault=Fault.HOT, reason="too hot"))
+    gone = p300(2)._replace(present=False, health=ttdp.gone(Health(), "0000:02:00.0", function_exists=False))
     assert reasons([p300(1), hot]) == {"p300-board": {PAIR: "0000:02:00.0: too hot"}}
     assert str(reasons([p300(1), gone])["p300-board"][PAIR]).startswith("0000:02:00.0: PCI device is gone")
 
@@ -260,7 +259,7 @@ def test_a_chip_whose_board_is_not_known_yet_waits() -> None:
 
 def test_a_board_that_moved_to_other_slots_is_where_it_is() -> None:
     """Its chips at the old addresses are away, and no longer count."""
-    away = [replace(p300(bus), present=False) for bus in (1, 2)]
+    away = [p300(bus)._replace(present=False) for bus in (1, 2)]
     assert reasons([*away, p300(5), p300(6)]) == {"p300-board": {PAIR: None}}
     assert reasons([p300(bus) for bus in (1, 2, 5, 6)]) == {"p300-board": {PAIR: "4 of 2 chips"}}
 
@@ -268,7 +267,7 @@ def test_a_board_that_moved_to_other_slots_is_where_it_is() -> None:
 def test_a_boards_topology_names_every_numa_node_that_it_touches() -> None:
     """Each once, in order; of an unknown one nothing."""
     chips = [
-        replace(chip, function=replace(chip.function, numa_node=node))
+        chip._replace(function=chip.function._replace(numa_node=node))
         for chip, node in zip(tray(0x4), [1, 0, None, 1, 0, 0, 1, 1], strict=True)
     ]
     (resource,) = ttdp.resources(chips, BOARD, {}).values()
@@ -290,7 +289,7 @@ BDFS = [one.bdf for one in FOUR]
 
 def test_a_shared_device_is_listed_once_for_each_replica() -> None:
     """As <id>::<n>, with the health and the topology of the device; counted as the one that it is."""
-    ill = replace(FOUR[1], health=Health(fault=Fault.HOT, reason="too hot"))
+    ill = FOUR[1]._replace(health=Health(fault=Fault.HOT, reason="too hot"))
     (resource,) = ttdp.resources([FOUR[0], ill], shared(SharedResource("n150", 2)), {}).values()
     assert [(d.ID, d.health) for d in ttdp.device_list(resource).devices] == [
         ("0000:01:00.0::0", "Healthy"), ("0000:01:00.0::1", "Healthy"),
