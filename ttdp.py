@@ -613,7 +613,7 @@ def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
     return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
 
 
-_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)  # which boards without an ID report: they would all be the same
+_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)  # all ones; what a board without an ID reports, so all of them
 _ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
     "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
     "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")), "serial": ("tt_serial", _hex_id),

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.machine import JSON, VERSIONS, Machine
 from tests.e2e.node import CDI_DIRECTORY, OPENABLE, RUNNING, Node, Program
 from tests.e2e.readers import Alone, Podman, containerd_of, device_numbers, judge
-from tests.world.node import Chip
+from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import wait_until
 
 N300 = "tenstorrent.com/n300"
@@ -28,6 +28,14 @@ def described(file: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     return {device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices}
+
+
+def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
+    """Renumber two chips, and wait for the file to say so; while both are away there is none."""
+    paths = described(file)
+    cards.swap_ordinals(one, other)
+    swapped = [paths[other], paths[one]]
+    wait_until(lambda: [described(file).get(bdf) for bdf in (one, other)] == swapped, "the file to follow", 10)
 
 
 class CdiHost(Alone):
@@ -167,10 +175,8 @@ def test_podman_after_a_renumbering(host: CdiHost) -> None:
     """After the chips were renumbered a name still means the same chip, under its new number."""
     first, second = host.cards.chips[:2]
     before = numbers([first])
-    host.cards.swap_ordinals(first.bdf, second.bdf)
+    swap(host.cards, host.file, first.bdf, second.bdf)
     assert numbers([first]) != before
-    paths = [f"/dev/tenstorrent/{chip.ordinal}" for chip in (first, second)]
-    wait_until(lambda: [described(host.file).get(chip.bdf) for chip in (first, second)] == paths, "the file", 10)
     assert set(device_numbers(host.judged(first.bdf)["container"])) == set(numbers([first]))
     assert seen(host, first.bdf) == numbers([first])
 
@@ -280,10 +286,7 @@ def test_swapped_ordinals_by_cdi(node: Node) -> None:
         own_chip(node, name)
 
     before = {name: node.containers(name) for name in names}
-    file = node.machine.path(FILE)
-    first, second = (described(file)[bdf] for bdf in bdfs)
-    node.cards.swap_ordinals(*bdfs)
-    wait_until(lambda: [described(file).get(bdf) for bdf in bdfs] == [second, first], "the file to follow", 10)
+    swap(node.cards, node.machine.path(FILE), *bdfs)
     for name in names:
         node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
     wait_until(lambda: all(node.containers(name) != before[name] for name in names), "other containers", 40)
