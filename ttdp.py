@@ -1041,7 +1041,7 @@ def preferred_allocation(resource: Resource, available: Sequence[str], must: Seq
         left = sorted((i for i in ids if i in free), key=lambda identifier: identifier not in musts)
         if not left:
             broken |= {chip.board, chip.tray, *nodes}
-        for again, identifier in enumerate(left):
+        for again, identifier in enumerate(left[:size]):  # of a hundred replicas no more than that can matter
             own = cost(musts=-(identifier in musts), again=again, users=len(ids) - len(left)) << len(bits)
             places.append(Place(own - bits[identifier], chip.board, chip.tray, nodes))
     least = _Search(broken, size, len(bits)).host(places)[size]

@@ -395,6 +395,12 @@ def test_32_devices_take_less_than_5_ms(layout: Layout) -> None:
             assert any(timed(found, available, size) < 0.005 for _ in range(50))
 
 
+def test_a_hundred_replicas_each_take_hardly_longer() -> None:
+    """One of 3,200: what cannot be chosen beside another replica of its device is not looked at."""
+    found = shared(GALAXY, 100)
+    assert any(timed(found, [*found.devices], 1) < 0.015 for _ in range(50))
+
+
 def timed(found: Resource, *question: Any) -> float:
     available, size = question
     began = time.thread_time()
