@@ -71,7 +71,7 @@ class Tree:
         try:
             return subprocess.run(
                 [*command, "make", target],
-                env={**os.environ, "NAME": self.root.name},
+                env={**os.environ, "NAME": self.root.name.replace("_", "0")},  # as a host may be called
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
