@@ -124,8 +124,8 @@ class Sequences(RuleBasedStateMachine):
             return not facts.present
         well = facts.present and facts.condition == "healthy"
         same_place = not facts.present or known.function.ordinal == facts.ordinal
-        if well and known.serial != facts.telemetry["tt_serial"]:
-            return False  # its firmware has only begun to speak
+        if not known.listed or (well and known.serial != facts.telemetry["tt_serial"]):
+            return False  # it has not answered yet, or its firmware has only begun to speak
         return same_place and known.present is facts.present and (known.health.fault is None) is well
 
     # -- what happens --------------------------------------------------------------------------------------------------
