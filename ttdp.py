@@ -1263,9 +1263,9 @@ Allocator = Callable[["DevicePlugin", Sequence[Sequence[str]]], Coroutine[Any, A
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """The resource's devices as the kubelet wants them: no topology at all where no NUMA node is known."""
+    """The resource's devices by ID, as the kubelet wants them: no topology at all where no NUMA node is known."""
     response = pb.ListAndWatchResponse()
-    for identifier, device in resource.devices.items():
+    for identifier, device in sorted(resource.devices.items()):  # in an order that is no news when numbers are swapped
         listed = response.devices.add(ID=identifier, health="Unhealthy" if device.reason else "Healthy")
         if device.numa_nodes:
             listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)

@@ -95,6 +95,17 @@ def test_the_healthy_ones_are_counted() -> None:
     assert (resource.healthy, len(resource.devices)) == (1, 2)
 
 
+def test_chips_that_have_swapped_their_numbers_are_the_same_list() -> None:
+    """By ordinals the kubelet has the same IDs as before, in the same order: that is no change."""
+
+    def listed(*ordinals: int) -> Any:
+        chips = [device(f"0000:0{bus}:00.0", ordinal) for bus, ordinal in enumerate(ordinals, 1)]
+        (resource,) = ttdp.resources(chips, Settings(device_id_strategy="index"), {}).values()
+        return ttdp.device_list(resource)
+
+    assert listed(0, 1) == listed(1, 0)
+
+
 # -- IDs ---------------------------------------------------------------------------------------------------------------
 
 
