@@ -783,7 +783,7 @@ class Chip(NamedTuple):
     @property
     def shown(self) -> tuple[object, ...]:
         """What others learn of it: no figures, and nothing that only the rules remember."""
-        return (*self[:7], *self.health[:2])
+        return (*self[: self._fields.index("health")], self.health.fault, self.health.reason)
 
     @property
     def bdf(self) -> str:
@@ -946,12 +946,11 @@ def resources(
         for device in devices:
             ids = replica_ids(device.identifier, replicas)
             holding = itertools.chain.from_iterable(holders.get(chip.bdf, ()) for chip in device.chips)
-            other = next((h for h in holding if h.resource != name or h.identifier not in ids), None)
-            if other or any(chip.bdf in asking for chip in device.chips):
-                words = (
-                    f"held by {other.pod} as {other.resource} {other.identifier}, until that ends" if other else ASKING
-                )
-                device = device._replace(held=words)
+            if other := next((h for h in holding if h.resource != name or h.identifier not in ids), None):
+                place = f"{other.resource} {other.identifier}"
+                device = device._replace(held=f"held by {other.pod} as {place}, until that ends")
+            elif any(chip.bdf in asking for chip in device.chips):
+                device = device._replace(held=ASKING)
             listed |= dict.fromkeys(ids, device)
         one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
         found[name] = Resource(name, listed, replicas, one_each, unshared)
@@ -1163,10 +1162,8 @@ def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Itera
         return None
     nodes["all"] = list(itertools.chain.from_iterable(nodes.values()))
     devices = [{"name": name, "containerEdits": {"deviceNodes": some}} for name, some in nodes.items()]
-    shared = [
-        {"hostPath": m.host, "containerPath": m.container, "options": ["rbind", "ro" if m.read_only else "rw"]}
-        for m in mounts
-    ]
+    options = {False: ["rbind", "rw"], True: ["rbind", "ro"]}
+    shared = [{"hostPath": m.host, "containerPath": m.container, "options": options[m.read_only]} for m in mounts]
     spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": devices}
     return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1)
 
@@ -2636,6 +2633,9 @@ exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-er
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)  # a path is one word
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).replace(" [=", "[=")  # a switch takes its value so only
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -11,8 +11,6 @@ import ttdp
 from generated import deviceplugin_pb2 as pb
 from ttdp import Chip, Device, Mount, Settings
 
-HUGEPAGES = ("/dev/hugepages-1G", "/dev/hugepages")
-
 
 def device(bdf: str, ordinal: int, dev_root: str = "/dev") -> Device:
     path = f"{dev_root}/tenstorrent/{ordinal}"

@@ -16,7 +16,6 @@ from tests.world.processes import ROOT
 
 SUITES = ("bookworm", "trixie")
 FUNCTIONS = ("10.0", "11.0", "12.0")
-ADDRESSES = [f"0000:00:{place}" for place in FUNCTIONS]
 
 Steps = dict[str, dict[str, Any]]
 
