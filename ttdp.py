@@ -1,41 +1,39 @@
-"""tt-device-plugin: Tenstorrent accelerators, schedulable in Kubernetes, by a daemon that runs on the host.
+"""tt-device-plugin: Tenstorrent accelerators, schedulable in Kubernetes, by a daemon on the host.
 
-It enumerates the cards from sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel events. Read it
-from top to bottom; a chapter uses only what stands above it.
+It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel
+events. Read it from top to bottom; a chapter uses only what stands above it.
 
-    what the world looks like    CONFIGURATION, INVENTORY
-    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, WHAT OTHERS READ
-    how we talk                  DEVICE PLUGIN SERVICE, KUBELET SESSION, OWNERS, KERNEL EVENTS, OFF THE LOOP, SYSTEMD,
-                                 FILES AND METRICS
-    what ties it together        DAEMON, COMMAND LINE
+    what the world looks like    CONFIGURATION, INVENTORY, CUSTODY
+    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION, WHAT OTHERS READ
+    how we work                  THREADS, FILES, SYSTEMD, KERNEL EVENTS
+    how we talk to the kubelet   ALLOCATION, DEVICE PLUGIN SERVICE, KUBELET SESSION, POD RESOURCES
+    what ties it together        FLEET, PUBLICATION, DAEMON, COMMAND LINE
 
-The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop drives the rest; only
-what can block for seconds, a chip's telemetry above all, is read on threads, which get and give back plain data.
+The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
+drives the rest; only what can block for seconds, a chip's telemetry above all, is read on threads,
+which get plain data and hand back plain data.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
-# Both must be said before grpc and asyncio are imported. gRPC's core would write lines of its own, without priority, to
-# stderr; asyncio would load OpenSSL (4 MB of memory) for TLS, which nobody speaks on a unix socket.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
-
-import _thread  # not threading: nobody waits for these threads, neither to have begun (two wake-ups) nor at the end
+import _thread  # not threading, whose start() waits for the new thread and whose end joins it
 import argparse
 import asyncio
+import base64
 import collections
 import contextlib
 import ctypes
+import difflib
 import enum
 import errno
+import fcntl
 import functools
 import itertools
 import json
 import logging
 import math
+import operator
+import os
 import queue
 import re
 import signal
@@ -43,11 +41,21 @@ import socket
 import stat
 import struct
 import subprocess
+import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import grpc
 import sdnotify
@@ -55,7 +63,7 @@ from google.protobuf.message import DecodeError
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from generated import podresources_pb2 as pods
+from generated import podresources_pb2
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,7 +75,7 @@ __version__ = "0.1.0"
 log = logging.getLogger("tt-device-plugin")
 
 
-# ==== CONFIGURATION: flag, then environment variable, then file, then default =========================================
+# ==== CONFIGURATION: flag, then environment variable, then file, then default ====================
 
 ResourceNaming = Literal["board", "card", "arch"]
 DeviceIdStrategy = Literal["bdf", "asic", "index"]
@@ -78,165 +86,268 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")  # not taken over on SIGHUP
+NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")
 
-# The kernel's sun_path holds 108 bytes with its NUL, and the kubelet has to reach our sockets under their full path.
+# The kernel's sun_path holds 108 bytes with its NUL. The kubelet reaches our sockets under their
+# full path, of which the directory is one part.
 SOCKET_PATH_MAX = 107
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - 42  # our part of that
+SOCKET_NAME_MAX = 42
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
+
+# Texts of flags and variables for a boolean.
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used: one line with the source, the value and what would be valid."""
+    """A configuration that cannot be used: one line with source, value and what is valid."""
 
 
-# A parser takes what stands in the file, or the text of a variable or flag; it raises ValueError with what is valid.
-Parser = Callable[[Any], Any]
+class Rule(NamedTuple):
+    """What a value in the file, or the text of a variable or flag, has to be."""
+
+    valid: str  # in words, for who wrote something else
+    accepts: Callable[[Any], object]
+    convert: Callable[[Any], Any] = lambda value: value
+    choices: tuple[str, ...] = ()
 
 
-def _valid(what: str, is_valid: Callable[[Any], object]) -> Parser:
-    def parse(value: Any) -> Any:
-        if not is_valid(value):
-            raise ValueError(what)
-        return value
-
-    return parse
+def _one_of(*choices: str) -> Rule:
+    words = " or ".join([", ".join(choices[:-1]), choices[-1]])
+    return Rule(words, lambda value: value in choices, choices=choices)
 
 
-def _one_of(*choices: str) -> Parser:
-    return _valid(" or ".join([", ".join(choices[:-1]), choices[-1]]), lambda value: value in choices)
+def _number(least: float, most: float, valid: str, *kinds: type) -> Rule:
+    def accepts(value: Any) -> bool:
+        return type(value) in (kinds or (int, float)) and least <= value <= most  # bool is an int
+
+    return Rule(valid, accepts)
 
 
-def _number(least: float, most: float, what: str, *only: type) -> Parser:
-    kinds = only or (int, float)
-    return _valid(what, lambda value: type(value) in kinds and least <= value <= most)  # a boolean is an int to Python
+def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: True) -> Rule:
+    def accepts(value: Any) -> object:
+        return isinstance(value, str) and re.fullmatch(form, value) and also(value)
+
+    return Rule(valid, accepts)
 
 
-def _matching(what: str, form: str, is_valid: Parser = lambda text: True) -> Parser:
-    return _valid(what, lambda value: isinstance(value, str) and re.fullmatch(form, value) and is_valid(value))
+def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
+    """Return the rule for a path of so many bytes at most, which is made absolute; "" stays ""."""
+
+    def fits(path: str) -> bool:
+        return len(os.fsencode(os.path.abspath(path))) <= most
+
+    def absolute(path: str) -> str:
+        return path and os.path.abspath(path)
+
+    return _text(valid, form, fits)._replace(convert=absolute)
 
 
-def _path(what: str, form: str = r"[^\0]+", most: int = 4095) -> Parser:
-    """An absolute path from any path, of so many bytes at most; "", if the form allows it, stays empty."""
-    fits = _matching(what, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
-    return lambda value: fits(value) and os.path.abspath(value)
+def _is_selection(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(item, str) or type(item) is int for item in value)
+    return value == "all" or (type(value) is int and value >= 1)
 
 
 def _selection(value: Any) -> Any:
-    if value == "all" or (type(value) is int and value >= 1):
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, str) or type(item) is int for item in value):
-        return tuple(str(item) for item in value)
-    raise ValueError('"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals')
+    return tuple(map(str, value)) if isinstance(value, list) else value
 
 
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")  # as flags and variables have it
-_in_words = _one_of(*_TRUE, *_FALSE)
-_switch = _valid("true or false", lambda value: isinstance(value, bool))
-_absolute = _matching("an absolute path", r"/[^\0]*")
-_directory = _path("the path of a directory")
-_or_none = _path("a path, or empty", r"[^\0]*")
-_NAMED = "the name of a resource, such as n300 or tenstorrent.com/n300"
-_resource_name = _matching(_NAMED, r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")  # that the program gives a resource
-# A DNS subdomain that the API server takes as the prefix of an extended resource. Kubernetes reserves *.kubernetes.io
-# and the prefix `requests.`, with which it names quotas: so 253 - 9 characters.
-_domain = _matching(
+def _is_mount_target(path: str) -> bool:
+    """Whether a container survives a mount there: not over what is the runtime's or ours."""
+    top = os.path.normpath(path)
+    return top not in ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent") and path.isprintable()
+
+
+_IN_WORDS = _one_of(*TRUE, *FALSE)
+_SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
+_HOST_PATH = _text("an absolute path", r"/[^\0]*", str.isprintable)._replace(
+    convert=os.path.normpath
+)
+_TARGET = _text(
+    "an absolute path inside the container, not / or /dev/tenstorrent or the like",
+    r"/[^\0]*",
+    _is_mount_target,
+)._replace(convert=os.path.normpath)
+_DIRECTORY = _path("the path of a directory")
+_OR_NONE = _path("a path, or empty", r"[^\0]*")
+_SOCKET = _path(
+    f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX
+)
+_PLUGIN_DIR = _path(
+    f"a path of at most {PLUGIN_DIR_MAX} bytes, so that sockets in it have an address",
+    most=PLUGIN_DIR_MAX,
+)
+_RESOURCE_NAME = _text(
+    "the name of a resource, such as n300 or tenstorrent.com/n300",
+    r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
+)
+# A DNS subdomain that the API server takes as an extended resource's prefix. Kubernetes reserves
+# *.kubernetes.io and "requests.", with which it names quotas: so 253 - 9 characters
+# (IsExtendedResourceName in pkg/apis/core/v1/helper).
+_DOMAIN = _text(
     "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
-    lambda value: len(value) <= 244 and "kubernetes.io" not in value,
+    lambda text: len(text) <= 244 and "kubernetes.io" not in text,
 )
-_socket = _path(f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
-_FITTING = f"a path of at most {PLUGIN_DIR_MAX} bytes: the sockets in it have to fit into a unix socket address"
-_plugin_dir = _path(_FITTING, most=PLUGIN_DIR_MAX)
-# What other vendors' plugins have beside it.
-_LEFT_OUT: dict[str, Parser] = dict.fromkeys(
-    ("memory_gb", "memory", "mps", "cores", "timeslice"),
-    _valid("left out: users of a chip take turns, nothing divides its memory or its cores", lambda value: False),
+_SELECTION = Rule(
+    '"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals',
+    _is_selection,
+    _selection,
 )
+_LIMIT = Rule(
+    'a number of °C from 1 to 200, or "card"',
+    lambda value: value == "card" or (type(value) in (int, float) and 1 <= value <= 200),
+)
+_NEVER = Rule("left out: users of a chip take turns, nothing divides it", lambda value: False)
+
+# A name that the program gives a resource by itself.
+_OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
+# What other vendors' plugins have beside `replicas`.
+_NOT_OURS = dict.fromkeys(("memory_gb", "memory", "mps", "cores", "timeslice"), _NEVER)
 
 
-def _key(default: Any, parse: Parser, help: str = "") -> Any:
-    """A key of the file, as a dataclass's field. help: the text of its flag, if it has one."""
-    return field(default=default, metadata={"parse": parse, "help": help})
+def _key(default: Any, rule: Rule, help: str) -> Any:
+    """Make a key of the file as a dataclass's field; help is its text in every manual."""
+    return field(default=default, metadata={"rule": rule, "help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
     """A bind mount for every container that gets a device; it counts only while `host` exists."""
 
-    host: str = _key(MISSING, _absolute)
-    container: str = _key(MISSING, _absolute)
-    read_only: bool = _key(False, _switch)
+    host: str = _key(MISSING, _HOST_PATH, "a path of the host, mounted while it exists")
+    container: str = _key(MISSING, _TARGET, "where; default: the same path")
+    read_only: bool = _key(False, _SWITCH, "whether the container may only read")
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Section [health] of the configuration file."""
 
-    interval: float = _key(5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"))  # a heartbeat takes 0.1 s
-    temperature_limit: float | None = _key(None, _number(1, 200, "a number of °C from 1 to 200"))  # None: the card's
-    heartbeat_misses: int = _key(2, _number(1, 1_000_000, "a whole number of polls from 1 on", int))  # in a row
-    trip_holdoff: float = _key(300.0, _number(0, 1e9, "a number of seconds from 0 on"))  # without a further trip
+    interval: float = _key(  # a heartbeat takes 0.1 s
+        5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"), "seconds between two polls"
+    )
+    temperature_limit: float | Literal["card"] | None = _key(
+        None,
+        _LIMIT,
+        '°C at which a chip is too hot, or "card": its own limit; default: heat is no fault',
+    )
+    heartbeat_misses: int = _key(
+        2,
+        _number(1, 1_000_000, "a whole number of polls from 1 on", int),
+        "polls in a row without a heartbeat after which the firmware counts as stopped",
+    )
+    trip_holdoff: float = _key(
+        300.0,
+        _number(0, 1e9, "a number of seconds from 0 on"),
+        "seconds without a further thermal trip after which a chip is healthy again",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
     """An entry [[sharing.resources]]: several containers on each of these devices."""
 
-    name: str = _key(MISSING, _resource_name)  # as it is called unshared, without the domain: "n300"
-    replicas: int = _key(MISSING, _number(2, 100, "a whole number of containers for each device, from 2 to 100", int))
-    rename: str | None = _key(None, _resource_name)  # under which they are offered, without the domain
-    devices: Literal["all"] | int | tuple[str, ...] = _key("all", _selection)  # so many, or by address, ID or ordinal
+    name: str = _key(MISSING, _RESOURCE_NAME, "the resource, as it is called unshared")
+    replicas: int = _key(
+        MISSING,
+        _number(2, 100, "a whole number of containers for each device, from 2 to 100", int),
+        "containers for each device",
+    )
+    rename: str | None = _key(None, _RESOURCE_NAME, "the name under which it is shared")
+    devices: Literal["all"] | int | tuple[str, ...] = _key(
+        "all", _SELECTION, "which: all, so many, or a list of PCI addresses, IDs or ordinals"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """Section [sharing] of the configuration file."""
 
-    rename_by_default: bool = _key(False, _switch)
-    fail_requests_greater_than_one: bool = _key(True, _switch)
-    lock_dir: str = _key("/dev/shm/tt-device-plugin", _or_none)  # "": containers get no common locks
-    resources: tuple[SharedResource, ...] = _key((), lambda value: value)
+    rename_by_default: bool = _key(False, _SWITCH, "call what is shared n300.shared, say")
+    fail_requests_greater_than_one: bool = _key(
+        True,
+        _SWITCH,
+        "refuse a container that asks for several shares, which are no more of a device",
+    )
+    lock_dir: str = _key(
+        "/run/ttdp/shm",
+        _OR_NONE,
+        "holds what containers on shared devices get as /dev/shm, where their locks are; "
+        "/dev/shm: the host's own, whose files logind deletes at a log-out; empty: none in common",
+    )
+    resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
+        """Return the name, without the domain, under which an entry's devices are offered."""
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
-
-
-_PLUGIN_DIR = "the kubelet's device plugin directory"
-_NAMING = "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)"
-_IDS = "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (N of /dev/tenstorrent/N)"
-_VISIBLE = "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 inside the container) or none (not set)"
-_UNIT = "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)"
-_STRATEGY = "how a container gets its devices: device-specs (from the kubelet) or cdi (from the CDI file)"
-_LABELS_DIR = "where node-feature-discovery looks for features, if it exists; empty: no file"
-_METRICS_FILE = "the file for node_exporter, if its directory exists; empty: no file"
-_PODS = "where the kubelet tells which pod has which device"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that the configuration can say. Every path is absolute."""
 
-    device_plugin_dir: str = _key("/var/lib/kubelet/device-plugins", _plugin_dir, _PLUGIN_DIR)
-    sysfs_root: str = _key("/sys", _directory, "where sysfs is mounted")
-    dev_root: str = _key("/dev", _directory, "where the device nodes are")
-    proc_root: str = _key("/proc", _directory, "where procfs is mounted")
-    resource_domain: str = _key("tenstorrent.com", _domain, "the resource's name before the slash")
-    resource_naming: ResourceNaming = _key("board", _one_of(*get_args(ResourceNaming)), _NAMING)
-    device_id_strategy: DeviceIdStrategy = _key("bdf", _one_of(*get_args(DeviceIdStrategy)), _IDS)
-    visible_devices: VisibleDevices = _key("bdf", _one_of(*get_args(VisibleDevices)), _VISIBLE)
-    unit: Unit = _key("chip", _one_of(*get_args(Unit)), _UNIT)
-    device_list_strategy: DeviceListStrategy = _key("device-specs", _one_of(*get_args(DeviceListStrategy)), _STRATEGY)
-    cdi_dir: str = _key("/var/run/cdi", _or_none, "where runtimes look for CDI files, if it exists; empty: no file")
-    labels_dir: str = _key("/etc/kubernetes/node-feature-discovery/features.d", _or_none, _LABELS_DIR)
-    metrics_file: str = _key("/var/lib/prometheus/node-exporter/tt-device-plugin.prom", _or_none, _METRICS_FILE)
-    pod_resources_socket: str = _key("/var/lib/kubelet/pod-resources/kubelet.sock", _socket, _PODS)
-    fail_on_init_error: bool = _key(False, _switch, "exit with status 1 if there is no driver or no device at start")
-    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "debug, info, warning or error")
+    device_plugin_dir: str = _key(
+        "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
+    )
+    sysfs_root: str = _key("/sys", _DIRECTORY, "where sysfs is mounted")
+    dev_root: str = _key("/dev", _DIRECTORY, "where the device nodes are")
+    proc_root: str = _key("/proc", _DIRECTORY, "where procfs is mounted")
+    resource_domain: str = _key("tenstorrent.com", _DOMAIN, "the resource's name before the slash")
+    resource_naming: ResourceNaming = _key(
+        "board",
+        _one_of(*get_args(ResourceNaming)),
+        "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)",
+    )
+    device_id_strategy: DeviceIdStrategy = _key(
+        "bdf",
+        _one_of(*get_args(DeviceIdStrategy)),
+        "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (the node's number)",
+    )
+    visible_devices: VisibleDevices = _key(
+        "bdf",
+        _one_of(*get_args(VisibleDevices)),
+        "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 in the container) or none (not set)",
+    )
+    unit: Unit = _key(
+        "chip",
+        _one_of(*get_args(Unit)),
+        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+    )
+    device_list_strategy: DeviceListStrategy = _key(
+        "device-specs",
+        _one_of(*get_args(DeviceListStrategy)),
+        "how a container gets devices: device-specs (from the kubelet) or cdi (from the CDI file)",
+    )
+    cdi_dir: str = _key(
+        "/var/run/cdi", _OR_NONE, "where runtimes look for CDI files, if it exists; empty: no file"
+    )
+    labels_dir: str = _key(
+        "/etc/kubernetes/node-feature-discovery/features.d",
+        _OR_NONE,
+        "where node-feature-discovery looks for features, if it exists; empty: no file",
+    )
+    metrics_file: str = _key(
+        "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
+        _OR_NONE,
+        "the file for node_exporter, if its directory exists; empty: no file",
+    )
+    pod_resources_socket: str = _key(
+        "/var/lib/kubelet/pod-resources/kubelet.sock",
+        _SOCKET,
+        "where the kubelet tells the names of pods that have devices",
+    )
+    fail_on_init_error: bool = _key(
+        False, _SWITCH, "exit with status 1 if there is no driver or no device at start"
+    )
+    log_level: LogLevel = _key(
+        "info", _one_of(*get_args(LogLevel)), "debug, info, warning or error"
+    )
     health: HealthSettings = field(default_factory=HealthSettings)
     sharing: Sharing = field(default_factory=Sharing)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
-    state_dir: str | None = None  # systemd's StateDirectory=, for what a restart must not forget; None: it forgets
+    state_dir: str | None = None  # systemd's StateDirectory=; None: a restart forgets
 
 
 class Option(NamedTuple):
@@ -245,127 +356,210 @@ class Option(NamedTuple):
     key: str
     flag: str
     variable: str
-    parse: Parser
+    rule: Rule
     help: str
     is_switch: bool
 
 
 OPTIONS = [
-    Option(k.name, "--" + k.name.replace("_", "-"), "TTDP_" + k.name.upper(), **k.metadata, is_switch=k.type == "bool")
-    for k in fields(Settings)
-    if k.metadata
+    Option(
+        each.name,
+        "--" + each.name.replace("_", "-"),
+        "TTDP_" + each.name.upper(),
+        each.metadata["rule"],
+        each.metadata["help"],
+        each.type == "bool",
+    )
+    for each in fields(Settings)
+    if each.metadata
 ]
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (by key, None: not given), environment ("" is not set) and file; raises ConfigError."""
-    if flags.get("config_file") == "":
-        raise _invalid("--config-file", "", "the path of a file")
-    named = flags.get("config_file") or environ.get("TTDP_CONFIG_FILE")
-    path = named or DEFAULT_CONFIG_FILE
-    values = _read_config_file(path, must_exist=bool(named))
-    values["state_dir"] = (environ.get("STATE_DIRECTORY") or "").partition(":")[0] or None
+    """Return the settings by flags (None: not given), environment ("": not set) and file.
+
+    Raises ConfigError.
+    """
+    sources = (
+        ("--config-file", flags.get("config_file")),
+        ("TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None),
+    )
+    source, path = next((pair for pair in sources if pair[1] is not None), ("", None))
+    if path == "":
+        raise _invalid(source, "", "the path of a file")
+    values = _read_config_file(path or DEFAULT_CONFIG_FILE, named_by=source)
+    values["state_dir"] = environ.get("STATE_DIRECTORY", "").partition(":")[0] or None
     for option in OPTIONS:
-        variable, flag = environ.get(option.variable) or None, flags.get(option.key)
-        for source, text in ((option.variable, variable), (option.flag, flag)):
+        texts = (
+            (option.variable, environ.get(option.variable) or None),
+            (option.flag, flags.get(option.key)),
+        )
+        for name, text in texts:
             if text is not None and option.is_switch:
-                values[option.key] = _parsed(_in_words, text.lower(), source) in _TRUE
+                values[option.key] = _checked(_IN_WORDS, text.lower(), name) in TRUE
             elif text is not None:
-                values[option.key] = _parsed(option.parse, text, source)
+                values[option.key] = _checked(option.rule, text, name)
     settings = Settings(**values)
-    return replace(settings, sharing=_checked_sharing(settings, path))
+    if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
+        raise _invalid("device_list_strategy", "cdi", "device-specs where cdi_dir is empty")
+    return replace(settings, sharing=_checked_sharing(settings, path or DEFAULT_CONFIG_FILE))
 
 
-def _invalid(source: str, value: object, what: object) -> ConfigError:
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
     try:
         shown = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # thousands of digits or brackets
         shown = f"this {type(value).__name__}"
-    return ConfigError(f"{source}: {shown if len(shown) <= 80 else shown[:80] + '…'} is not valid; it must be {what}")
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    return ConfigError(f"{source}: {shown} is not valid; it must be {valid}")
 
 
-def _parsed(parse: Parser, value: object, source: str) -> Any:
+def _checked(rule: Rule, value: object, source: str) -> Any:
+    if not rule.accepts(value):
+        raise _invalid(source, value, rule.valid)
+    return rule.convert(value)
+
+
+def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
+    """Return keyword arguments for Settings from a TOML file; raises ConfigError.
+
+    named_by: the flag or variable that names the file, which has to exist then; else "".
+    """
+    shown = path if path.isprintable() else repr(path)
     try:
-        return parse(value)
-    except ValueError as what:
-        raise _invalid(source, value, what) from None
-
-
-def _read_config_file(path: str, *, must_exist: bool) -> dict[str, Any]:
-    """Keyword arguments for Settings from a TOML file; raises ConfigError."""
-    name, path = path, path if path.isprintable() else repr(path)  # as errors call it
-    try:
-        with open(name, "rb") as file:
-            document = tomllib.load(file)
+        with open(path, "rb") as file:
+            content = file.read()
     except FileNotFoundError:
-        if must_exist:
-            raise ConfigError(f"{path}: there is no such file; name one that exists or leave the option out") from None
+        if named_by:
+            advice = "name a file that exists, or leave it out"
+            raise ConfigError(
+                f"{shown}: there is no such file, named by {named_by}; {advice}"
+            ) from None
         return {}
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; it must be a readable TOML file") from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError; a thousand brackets
-        raise ConfigError(f"{path}: is not valid TOML: {' '.join(str(error).split())}") from None
-
-    sections: dict[str, Parser] = {
-        "health": lambda table: HealthSettings(**_table(path, "[health] ", table, HealthSettings)),
-        "sharing": lambda table: _sharing(path, table),
-        "mounts": lambda tables: _mounts(path, tables),
+        reason = f"cannot be read: {error.strerror}"
+        raise ConfigError(f"{shown}: {reason}; it must be a readable TOML file") from None
+    document = _parse_toml(content, shown)
+    top = {
+        key: value for key, value in document.items() if key not in ("health", "sharing", "mounts")
     }
-    return _table(path, "", document, Settings, **sections)
+    values = _table(shown, "", top, Settings, "health", "sharing", "mounts")
+    if "health" in document:
+        health = _table(shown, "[health] ", document["health"], HealthSettings)
+        values["health"] = HealthSettings(**health)
+    if "sharing" in document:
+        values["sharing"] = _sharing(shown, document["sharing"])
+    if "mounts" in document:
+        values["mounts"] = _mounts(shown, document["mounts"])
+    return values
 
 
-def _table(path: str, heading: str, table: object, kind: Any, **more: Parser) -> dict[str, Any]:
-    """The values of a table of the file by the parsers of a dataclass's keys, and more; raises ConfigError."""
-    keys = {key.name: key.metadata["parse"] for key in fields(kind) if key.metadata} | more
+def _parse_toml(content: bytes, path: str) -> dict[str, Any]:
+    if content.startswith(b"\xef\xbb\xbf"):
+        raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        return tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError; a thousand brackets
+        reason = " ".join(str(error).split())
+        advice = 'a line is key = value; texts stand in quotes: unit = "board"'
+        raise ConfigError(f"{path}: is not valid TOML: {reason}; {advice}") from None
+
+
+def _rules(kind: Any) -> dict[str, Rule]:
+    return {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" with the known word that is like this one, or ""."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
+    """Return a table's values by the rules of a dataclass's keys; raises ConfigError.
+
+    more: names that are valid here, too, but not values.
+    """
+    rules = _rules(kind) | (_NOT_OURS if kind is SharedResource else {})
     if not isinstance(table, dict):
         raise _invalid(f"{path}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
     for key in table:
-        if key not in keys:
-            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; valid are {', '.join(keys)}")
-    return {key: _parsed(keys[key], value, f"{path}: {heading}{key}") for key, value in table.items()}
+        if key not in rules and key not in more:
+            valid = [name for name in (*rules, *more) if name not in _NOT_OURS]
+            known = f"valid are {', '.join(valid)}{_nearest(key, valid)}"
+            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; {known}")
+    return {
+        key: _checked(rules[key], value, f"{path}: {heading}{key}")
+        for key, value in table.items()
+        if key in rules
+    }
 
 
-def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str, **more: Parser) -> list[dict[str, Any]]:
-    """The values of all tables of one name. needed: keys that each of them must have."""
+def _tables(
+    path: str, heading: str, tables: object, kind: Any, *needed: str
+) -> list[dict[str, Any]]:
+    """Return the values of all tables of one name, each of which must have the needed keys."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
-    if missing := next((key for table in tables for key in needed if key not in table), None):
-        raise ConfigError(f"{path}: {heading}{missing} is missing")
-    return [_table(path, heading, table, kind, **more) for table in tables]
+    for table in tables:
+        for key in needed:
+            if key not in table:
+                raise ConfigError(f"{path}: {heading}{key} is missing")
+    return [_table(path, heading, table, kind) for table in tables]
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     mounts: dict[str, Mount] = {}
     for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
-        mount = Mount(**{"container": values["host"]} | values)
+        if "container" not in values:
+            source = f"{path}: [[mounts]] container, by default host"
+            values["container"] = _checked(_TARGET, values["host"], source)
+        mount = Mount(**values)
         if mount.container in mounts:
-            raise _invalid(f"{path}: [[mounts]] container", mount.container, "another path in each of them")
+            source = f"{path}: [[mounts]] container"
+            raise _invalid(source, mount.container, "another path in each of them")
         mounts[mount.container] = mount
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
-    values = _table(path, "[sharing] ", table, Sharing)
-    found, heading = values.pop("resources", []), "[[sharing.resources]] "
-    entries = _tables(path, heading, found, SharedResource, "name", "replicas", **_LEFT_OUT)
-    return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
+    entries: object = []
+    if isinstance(table, dict):
+        table = dict(table)
+        entries = table.pop("resources", [])
+    values = _table(path, "[sharing] ", table, Sharing, "resources")
+    heading = "[[sharing.resources]] "
+    checked = _tables(path, heading, entries, SharedResource, "name", "replicas")
+    return Sharing(resources=tuple(SharedResource(**entry) for entry in checked), **values)
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
-    """The section with names that have lost their domain; raises ConfigError if its entries contradict each other."""
-    where, domain, entries = f"{path}: [[sharing.resources]] ", settings.resource_domain, list[SharedResource]()
+    """Return the section with names without domain; raises ConfigError where entries clash."""
+    where = f"{path}: [[sharing.resources]] "
+    entries: list[SharedResource] = []
     for entry in settings.sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
-            if "/" in name and not name.startswith(f"{domain}/"):
-                raise ConfigError(f"{where}{name}: its domain is not {domain}")
-        entry = replace(entry, name=entry.name.split("/")[-1], rename=entry.rename and entry.rename.split("/")[-1])
-        if wrong := _contradiction(settings.sharing, entry, entries):
-            raise ConfigError(f"{where}{entry.name}: {wrong}")
+            if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
+                raise ConfigError(f"{where}{name}: its domain is not {settings.resource_domain}")
+        rename = entry.rename and entry.rename.rpartition("/")[2]
+        entry = replace(entry, name=entry.name.rpartition("/")[2], rename=rename)
+        if clash := _clash(settings.sharing, entry, entries):
+            raise ConfigError(f"{where}{entry.name}: {clash}")
         entries.append(entry)
+    if entries and settings.sharing.lock_dir:
+        for mount in settings.mounts or ():
+            if mount.container == "/dev/shm":
+                source = f"{path}: [[mounts]] container"
+                raise _invalid(
+                    source, mount.container, "another: shared devices have their locks there"
+                )
     return replace(settings.sharing, resources=tuple(entries))
 
 
-def _contradiction(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
+def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
+    """Return what is wrong with an entry beside those before it, in words."""
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
@@ -373,16 +567,17 @@ def _contradiction(sharing: Sharing, entry: SharedResource, others: Sequence[Sha
         return "a selection of its devices needs a name of its own: rename"
     if shared != entry.name and _OWN_NAME.fullmatch(shared):
         return f"{shared} can be another resource's name; choose another one to rename it"
+    mine = set(entry.devices) if isinstance(entry.devices, tuple) else set()
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one to rename it"
-        mine, others_own = (set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other))
-        if other.name == entry.name and ("all" in (entry.devices, other.devices) or mine & others_own):
-            return f"{min(mine & others_own, default='every device')} is selected twice"
+        twice = mine & set(other.devices if isinstance(other.devices, tuple) else ())
+        if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
+            return f"{min(twice, default='every device')} is selected twice"
     return None
 
 
-# ==== INVENTORY: what sysfs, stat() and /proc show of the devices. None is ever opened: that would power it up ========
+# ==== INVENTORY: what sysfs, stat() and /proc show. No device is ever opened: that powers it up ==
 
 Arch = Literal["wormhole", "blackhole"]
 
@@ -390,16 +585,31 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
 DRIVER = "tenstorrent"
 
-# The board's code, which is also the PCI subsystem id: what tells the card's type while the firmware is silent.
+# The board's code, which is also the PCI subsystem id: it tells the card's type while the firmware
+# is silent (board codes in tt-kmd's telemetry.c).
 CARDS = {
-    0x14: "n300", 0x18: "n150", 0x35: "galaxy-wormhole", 0x36: "p100", 0x40: "p150a", 0x41: "p150b", 0x42: "p150c",
-    0x43: "p100a", 0x44: "p300b", 0x45: "p300a", 0x46: "p300c", 0x47: "galaxy-blackhole",
-}  # fmt: skip
+    0x14: "n300",
+    0x18: "n150",
+    0x35: "galaxy-wormhole",
+    0x36: "p100",
+    0x40: "p150a",
+    0x41: "p150b",
+    0x42: "p150c",
+    0x43: "p100a",
+    0x44: "p300b",
+    0x45: "p300a",
+    0x46: "p300c",
+    0x47: "galaxy-blackhole",
+}
 
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
+DEAD_SENSOR = 4_293_967_296  # the least that hwmon's conversions make of all ones elsewhere
 
-_BDF = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+# The package's rule, by which udev makes /dev/tenstorrent/by-pci/<PCI address>.
+UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
+
+_BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class PciFunction(NamedTuple):
@@ -411,90 +621,144 @@ class PciFunction(NamedTuple):
     numa_node: int | None  # None where the platform does not say
     ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
     path: str  # the host's device node
-    sysfs: str  # the class device's directory below the PCI function's, which holds the tt_* attributes
+    sysfs: str  # the class device's directory, which holds the tt_* attributes
     number: str | None = None  # sysfs's "major:minor" of the node
     node_fault: str | None = None  # why the node cannot be used; None if it is what sysfs says
 
+    @property
+    def directory(self) -> str:
+        """The PCI function's own directory, two levels above the class device's."""
+        return os.path.dirname(os.path.dirname(self.sysfs))
 
-class Telemetry(NamedTuple):
-    """What the firmware of one chip said at one moment. None: not offered, unreadable as such, or all ones."""
+
+class Identity(NamedTuple):
+    """What the firmware of a chip says of itself. None: it has not said so."""
 
     card: str | None = None  # "p150a"
     serial: str | None = None  # the board's, 16 hex digits; the two chips of a p300 share it
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
-    heartbeat: int | None = None  # changes while the firmware lives; starts again lower after a reset
+
+    @classmethod
+    def checked(cls, texts: Mapping[str, object]) -> Identity:
+        """Return the identity by these texts; what is not of the driver's form counts as None."""
+
+        def form(name: str, pattern: str, *nothing: str) -> str | None:
+            text = texts.get(name)
+            valid = isinstance(text, str) and text not in nothing and re.fullmatch(pattern, text)
+            return str(text) if valid else None
+
+        # All ones, and what a board without an ID reports, name nobody.
+        no_id = ("F" * 16, "0" * 16)
+        return cls(
+            form("card", "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
+            form("serial", "[0-9A-F]{16}", *no_id),
+            form("asic_id", "[0-9A-F]{16}", *no_id),
+            form("firmware", r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255"),
+        )
+
+    def or_else(self, former: Identity) -> Identity:
+        """Return this identity, completed by what was known before."""
+        return Identity(*(new or old for new, old in zip(self, former, strict=True)))
+
+
+class Telemetry(NamedTuple):
+    """What the firmware of one chip said at one moment. None: not offered, or all ones."""
+
+    identity: Identity = Identity()
+    heartbeat: int | None = None  # changes while the firmware lives; starts again after a reset
     temperature: float | None = None  # °C
-    temperature_limit: float | None = None  # °C
+    throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
     hwmon: str | None = None  # the directory of its sensors
-    all_ones: bool = False  # the chip answers nothing: every register that can show it reads all ones
-    off_bus: bool = False  # nor does its PCI configuration space
+    all_ones: bool = False  # every register that can show it reads all ones
+    off_bus: bool = False  # and so does its PCI configuration space
     error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the firmware offers nothing at all."""
+        return self == Telemetry()
 
 
 class Scan(NamedTuple):
-    """One look at the class directory."""
+    """The class directory at one moment."""
 
     functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
     oddities: tuple[str, ...]  # class devices that are none of ours, in words
 
 
-@functools.lru_cache(maxsize=256)  # by which every poll sorts
+@functools.lru_cache(maxsize=256)  # every poll sorts by it
 def address(bdf: str) -> tuple[int, ...]:
-    """A PCI address as numbers, for sorting: domain, bus, device, function."""
+    """Return a PCI address as numbers, for sorting: domain, bus, device, function."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
+FileIdentity = tuple[int, int, int]
+
+
+def file_identity(path: str) -> FileIdentity | None:
+    """Return device, inode and time of a file: inode numbers alone are soon used again."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino, status.st_mtime_ns
+    return None
+
+
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """A sysfs attribute, a page at most, without the newline; None if it is not there. Every OSError has its path."""
+    """Return a sysfs attribute's text; None if it is not there. Raises OSError with its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return os.read(descriptor, 4096).decode("ascii", "replace").strip()
-    except OSError as error:
-        error.filename = path
-        raise
+        return _read_open(descriptor, path)
     finally:
         os.close(descriptor)
 
 
+def _read_open(descriptor: int, path: str) -> str:
+    try:
+        return os.pread(descriptor, 4096, 0).decode("ascii", "replace").strip()  # a page at most
+    except OSError as error:
+        error.filename = path
+        raise
+
+
 def _read_quick(path: str) -> str | None:
-    """An attribute that never blocks (PCI's, `dev`, a module's version). None, too, where it cannot be read."""
+    """Return an attribute that never blocks; None, too, where it cannot be read."""
     with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
 def _link_name(path: str) -> str | None:
-    """The last part of where a link leads; None if there is none."""
+    """Return the last part of where a link leads; None if there is none."""
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
     return None
 
 
 def _names(directory: str) -> list[str]:
-    """What is in a directory; nothing if there is none."""
+    """Return what is in a directory; nothing if there is none."""
     with contextlib.suppress(OSError):
         return os.listdir(directory)
     return []
 
 
 def _decimal(text: str | None) -> int | None:
-    """A number as the kernel writes it; None if it is of no such form."""
+    """Return a number as the kernel writes it; None if the text is of no such form."""
     return int(text) if text and re.fullmatch(r"-?[0-9]{1,20}", text) else None
 
 
-def _count(text: str | None) -> int | None:
+def _below(most: int, text: str | None) -> int | None:
     number = _decimal(text)
-    return number if number is not None and 0 <= number < ALL_ONES else None
+    return number if number is not None and 0 <= number < most else None
 
 
 def _celsius(text: str | None) -> float | None:
-    millidegrees = _decimal(text)
-    return millidegrees / 1000 if millidegrees is not None and 0 < millidegrees < DEAD_TEMPERATURE else None
+    millidegrees = _below(DEAD_TEMPERATURE, text)
+    return millidegrees / 1000 if millidegrees else None
 
 
 def _pci_id(path: str) -> int | None:
@@ -503,42 +767,54 @@ def _pci_id(path: str) -> int | None:
 
 
 def driver_version(settings: Settings) -> str | None:
-    """Version of the loaded driver, such as "2.10.0"; "" if it does not say; None if no driver is loaded."""
+    """Return the loaded driver's version, such as "2.10.0"; "": unknown; None: not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
     if os.path.isdir(module) or os.path.isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
         return _read_quick(f"{module}/version") or ""
     return None
 
 
+def pci_directory(settings: Settings, bdf: str = "") -> str:
+    """Return the directory of a PCI function, or of all of them."""
+    return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
+
+
 def functions_on_bus(settings: Settings) -> list[str]:
-    """Addresses of the PCI functions that the driver is for, whether it has them or not."""
-    directory = f"{settings.sysfs_root}/bus/pci/devices"
-    ours = [bdf for bdf in filter(_BDF.fullmatch, _names(directory)) if _pci_id(f"{directory}/{bdf}/vendor") == VENDOR]
-    return sorted((bdf for bdf in ours if _pci_id(f"{directory}/{bdf}/device") in ARCHES), key=address)
+    """Return the addresses of the functions that the driver is for, bound to it or not."""
+    found = []
+    for bdf in filter(_BDF.fullmatch, _names(pci_directory(settings))):
+        directory = pci_directory(settings, bdf)
+        if _pci_id(f"{directory}/vendor") == VENDOR and _pci_id(f"{directory}/device") in ARCHES:
+            found.append(bdf)
+    return sorted(found, key=address)
 
 
 def is_for_driver(settings: Settings, bdf: str) -> bool:
-    """Whether the driver has a PCI function or can have it: it is not another's, nor kept for another."""
-    function = f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
-    wanted = _link_name(f"{function}/driver") or _read_quick(f"{function}/driver_override") or DRIVER
-    return os.path.isdir(function) and wanted in (DRIVER, "(null)")
+    """Whether the driver has a function or can have it: it is not another's, nor kept for one."""
+    directory = pci_directory(settings, bdf)
+    override = _read_quick(f"{directory}/driver_override")
+    wanted = _link_name(f"{directory}/driver") or override or DRIVER
+    return os.path.isdir(directory) and wanted in (DRIVER, "(null)")
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips; of a known one that is where it was only at its node, for a quarter of the cost. Never blocks."""
+    """Look for chips. Of a known one that is where it was only the node is looked at. Never blocks.
+
+    A class device is read below its PCI function, not by way of the class: after a renumbering the
+    same name there leads to another chip; below the function it is gone, and a late read fails.
+    """
     directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
-    places = {function.sysfs: function for function in known}
-    functions, oddities = [], []
+    known_by_path = {function.sysfs: function for function in known}
+    functions = []
+    oddities = []
     for name in _names(directory):
-        # Not by way of the class: after a renumbering the same name there leads to another chip, but below the PCI
-        # function it is gone, and what a late read finds is nothing instead of the other's telemetry.
         sysfs = f"{directory}/{name}"
         with contextlib.suppress(OSError):
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
-        found = places.get(sysfs) or read_function(settings, sysfs)
+        found = known_by_path.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
             fault = _node_fault(found.path, found.number)
-            functions.append(found if found.node_fault == fault else found._replace(node_fault=fault))
+            functions.append(found._replace(node_fault=fault))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -546,26 +822,39 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """The PCI function behind a class device, its node unseen; or what is odd; or None if it is going away just now."""
-    match, bdf = re.search(rf"/{DRIVER}!(\d{{1,5}})$", sysfs), _link_name(f"{sysfs}/device")
+    """Return the function behind a class device, without its node; what is odd; None: it is going.
+
+    What belongs to the function is read in its own directory, which outlives the class device.
+    """
+    match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
-    if bdf and not _BDF.fullmatch(bdf):
+    bdf = match[1]
+    ordinal = int(match[2])
+    if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    vendor, device, subsystem = (_pci_id(f"{sysfs}/device/{name}") for name in ("vendor", "device", "subsystem_device"))
-    numa_node, number = _count(_read_quick(f"{sysfs}/device/numa_node")), _read_quick(f"{sysfs}/dev")
-    # The link goes with the class device: if it is there still, then what could not be read is really not there.
-    if vendor is None or device is None or bdf is None or _link_name(f"{sysfs}/device") != bdf:
+    directory = os.path.dirname(os.path.dirname(sysfs))
+    vendor = _pci_id(f"{directory}/vendor")
+    device = _pci_id(f"{directory}/device")
+    subsystem = _pci_id(f"{directory}/subsystem_device")
+    if vendor is None or device is None or subsystem is None:
         return None
     if vendor != VENDOR or device not in ARCHES:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
-    ordinal = int(match[1])
-    path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
-    return PciFunction(bdf, ARCHES[device], CARDS.get(subsystem or 0), numa_node, ordinal, path, sysfs, number)
+    return PciFunction(
+        bdf,
+        ARCHES[device],
+        CARDS.get(subsystem),
+        _below(ALL_ONES, _read_quick(f"{directory}/numa_node")),
+        ordinal,
+        f"{settings.dev_root}/{DRIVER}/{ordinal}",
+        sysfs,
+        _read_quick(f"{sysfs}/dev"),
+    )
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
-    """Why `path` is not the character device with sysfs's number ("245:0"), or None if it is."""
+    """Return why a path is not the character device with sysfs's number; None if it is."""
     if number is None:
         return f"{path} is going away"
     try:
@@ -578,193 +867,699 @@ def _node_fault(path: str, number: str | None) -> str | None:
     return None if found == number else f"{path} has the number {found}, sysfs says {number}"
 
 
+def node_fault_now(function: PciFunction) -> str | None:
+    """Return what is wrong with a chip's node at this moment, by sysfs as it is now."""
+    return _node_fault(function.path, _read_quick(f"{function.sysfs}/dev"))
+
+
 class Process(NamedTuple):
+    """A process that has a node open."""
+
     pid: int
     command: str
-    of_pod: bool  # it runs in a pod's container
+    cgroup: str  # the text of /proc/<pid>/cgroup
+
+    @property
+    def is_of_pod(self) -> bool:
+        return "kubepods" in self.cgroup
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Who has a node open; None where that cannot be known: a driver before 2.5, or another PID namespace's view."""
-    text, proc = _read_quick(f"{settings.proc_root}/driver/{DRIVER}/{ordinal}/pids"), settings.proc_root
-    pids = sorted({int(word) for word in (text or "").split() if word.isdecimal()})
-    if text is None or 0 in pids:
-        return None
-    running = ((pid, command) for pid in pids if (command := _read_quick(f"{proc}/{pid}/comm")))  # others have ended
-    return [Process(*one, "kubepods" in (_read_quick(f"{proc}/{one[0]}/cgroup") or "")) for one in running]
+    """Return who has a node open; None where that is not known.
 
-
-def node_path(settings: Settings, function: PciFunction) -> str:
-    """The path by which a container's runtime shall find the chip's node: udev's link, exactly if it leads there now.
-
-    A kubelet calls Allocate once in a pod's life. When it starts a container again, after a reboot too, it uses the old
-    answer: with a node's path in it the container would get whichever chip has that number by then. A runtime resolves
-    a link each time that it makes a container (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
+    A driver before 2.5 does not tell, nor does any driver to another PID namespace (all are 0).
     """
-    links = f"{settings.dev_root}/{DRIVER}/by-pci"
+    proc = settings.proc_root
+    text = _read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
+    if text is None:
+        return None
+    pids = sorted({int(word) for word in text.split() if word.isdecimal()})
+    if 0 in pids:
+        return None
+    found = []
+    for pid in pids:
+        command = _read_quick(f"{proc}/{pid}/comm")
+        if command:  # else it has just ended
+            found.append(Process(pid, command, _read_quick(f"{proc}/{pid}/cgroup") or ""))
+    return found
+
+
+def link_path(settings: Settings, function: PciFunction) -> str | None:
+    """Return udev's link to a chip's node, if it leads there now.
+
+    A kubelet calls Allocate once in a pod's life. When it starts a container again, after a reboot
+    too, it uses the old answer; a runtime resolves a link each time that it makes a container
+    (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1). So containers are given the link.
+    """
+    link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with contextlib.suppress(OSError):
-        if os.readlink(f"{links}/{function.bdf}") in (f"../{function.ordinal}", function.path):
-            return f"{links}/{function.bdf}"
-    return function.path
+        if os.readlink(link) in (f"../{function.ordinal}", function.path):
+            return link
+    return None
 
 
-def _word(form: str, *nothing: str) -> Callable[[str | None], str | None]:
-    """A text of the driver's form; nothing: what says nothing, though it is of that form."""
-    return lambda text: text if text and text not in nothing and re.fullmatch(form, text) else None
+def expects_links(settings: Settings) -> bool:
+    """Whether the package's udev rule is in force, so that each node gets a link, soon."""
+    installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
+    return installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-_hex_id = _word(r"[0-9A-F]{16}", "F" * 16, "0" * 16)  # all ones; what a board without an ID reports, so all of them
-_ATTRIBUTES: Mapping[str, tuple[str, Callable[[str | None], object]]] = {  # by Telemetry's fields; read in this order
-    "heartbeat": ("tt_heartbeat", _decimal),  # all ones, too: then it must not be seen to change
-    "card": ("tt_card_type", _word(r"[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown")), "serial": ("tt_serial", _hex_id),
-    "firmware": ("tt_fw_bundle_ver", _word(r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255")),
-    "asic_id": ("tt_asic_id", _hex_id), "trips": ("tt_therm_trip_count", _count),
-    "temperature": ("temp1_input", _celsius), "temperature_limit": ("temp1_max", _celsius),
-}  # fmt: skip
+class AttributeFiles:
+    """The attributes of one chip that every poll reads: kept open, which halves a poll's cost.
+
+    It goes to the thread that reads the chip and comes back with what was read. From a file whose
+    device has gone the kernel answers ENODEV, so it can never show another chip's value.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+
+    def read(self, path: str) -> str | None:
+        """Return an attribute's text; None if it is not there. Raises OSError with its path."""
+        if path not in self._open:
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return _read_open(self._open[path], path)
+
+    def close(self) -> None:
+        """Return the descriptors; what is read again is opened again."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
+# The attributes by name, and what they read when the chip answers nothing.
+_IDENTITY = {
+    "card": "tt_card_type",
+    "serial": "tt_serial",
+    "firmware": "tt_fw_bundle_ver",
+    "asic_id": "tt_asic_id",
+}
 _DEAD = {
-    "tt_heartbeat": str(ALL_ONES), "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+    "tt_heartbeat": str(ALL_ONES),
+    "tt_card_type": "unknown",
+    "tt_serial": "F" * 16,
+    "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
-}  # fmt: skip
+}
 
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
-    """Telemetry from the attributes' texts. What is not of the form that the driver writes counts as not offered."""
-    shown = [raw[attribute] == dead for attribute, dead in _DEAD.items() if attribute in raw]
+    """Return telemetry by the attributes' texts; what is not of the driver's form is None."""
+    shown = [raw[name] == dead for name, dead in _DEAD.items() if name in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
-    told: dict[str, Any] = {key: parse(raw.get(attribute)) for key, (attribute, parse) in _ATTRIBUTES.items()}
-    return Telemetry(**told)
+    texts = {field: raw.get(attribute) for field, attribute in _IDENTITY.items()}
+    return Telemetry(
+        Identity.checked(texts),
+        _decimal(raw.get("tt_heartbeat")),  # all ones, too: it must be seen not to change
+        _celsius(raw.get("temp1_input")),
+        _celsius(raw.get("temp1_max")),
+        _below(ALL_ONES, raw.get("tt_therm_trip_count")),
+    )
 
 
-def read_telemetry(function: PciFunction, last: Telemetry | None = None) -> Telemetry:
-    """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds and more: not on the loop.
+def read_telemetry(
+    function: PciFunction, former: Telemetry | None = None, files: AttributeFiles | None = None
+) -> Telemetry:
+    """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
 
-    If its heartbeat has simply gone on since it said `last`, it is the same firmware of the same chip, and only the
-    sensors are read anew. A chip that has left the bus gives no error: every value is there, and is all ones.
+    If the heartbeat has simply gone on since it said `former`, it is the same firmware of the same
+    chip, and only what changes is read anew, by open files if there are any. A chip that has left
+    the bus gives no error: every value is there, and is all ones.
+    """
+    files = files or AttributeFiles()
+    try:
+        if former:
+            with contextlib.suppress(OSError):  # read everything then, and so find out why
+                if telemetry := _read_changes(function, former, files):
+                    return telemetry
+        files.close()
+        return _read_everything(function)
+    except OSError as error:
+        return Telemetry(
+            error=(os.path.basename(error.filename or function.sysfs), error.errno or 0)
+        )
+
+
+def _read_changes(
+    function: PciFunction, former: Telemetry, files: AttributeFiles
+) -> Telemetry | None:
+    """Return what a chip says whose heartbeat has gone on, else None; raises OSError."""
+    if former.heartbeat is None or not former.hwmon:
+        return None
+    heartbeat = _decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
+    if heartbeat is None or not former.heartbeat < heartbeat < ALL_ONES:
+        return None
+    temperature = trips = None
+    if former.temperature is not None:
+        temperature = _celsius(files.read(f"{former.hwmon}/temp1_input"))
+    if former.trips is not None:
+        trips = _below(ALL_ONES, files.read(f"{function.sysfs}/tt_therm_trip_count"))
+    if (temperature is None, trips is None) != (former.temperature is None, former.trips is None):
+        return None
+    return former._replace(heartbeat=heartbeat, temperature=temperature, trips=trips)
+
+
+def _hwmon(function: PciFunction) -> str | None:
+    """Return the directory of a function's sensors; its number has no meaning."""
+    names = _names(f"{function.directory}/hwmon")
+    return f"{function.directory}/hwmon/{min(names)}" if names else None
+
+
+def _read_offered(path: str) -> str | None:
+    """Return an attribute's text; None if it is not offered; raises OSError.
+
+    The file of a tag that the firmware no longer reports stays, and answers ENODATA for good.
     """
     try:
-        return (last and _as_before(function, last)) or _read_everything(function)
+        return read_attribute(path)
     except OSError as error:
-        return Telemetry(error=(os.path.basename(error.filename or function.sysfs), error.errno or 0))
-
-
-def _as_before(function: PciFunction, last: Telemetry) -> Telemetry | None:
-    """What the chip says, if its heartbeat has gone on since it said `last`, else None; raises OSError."""
-    if last.heartbeat is None or not last.hwmon:
-        return None
-    heartbeat = _decimal(read_attribute(f"{function.sysfs}/tt_heartbeat"))
-    if heartbeat is None or not last.heartbeat < heartbeat < ALL_ONES:
-        return None
-    temperature = _celsius(read_attribute(f"{last.hwmon}/temp1_input"))
-    trips = None if last.trips is None else _count(read_attribute(f"{function.sysfs}/tt_therm_trip_count"))
-    if (temperature is None) != (last.temperature is None) or (trips is None) != (last.trips is None):
-        return None
-    return last._replace(heartbeat=heartbeat, temperature=temperature, trips=trips)
+        if error.errno == errno.ENODATA:
+            return None
+        raise
 
 
 def _read_everything(function: PciFunction) -> Telemetry:
-    """Raises OSError."""
-    hwmon = None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):  # its number has nothing to tell
-        directory = f"{function.sysfs}/device/hwmon"
-        hwmon = f"{directory}/{min(os.listdir(directory))}"
+    """Raise OSError if an attribute cannot be read: ENODATA of the heartbeat is a reset."""
+    hwmon = _hwmon(function)
     raw: dict[str, str] = {}
-    for attribute, _ in _ATTRIBUTES.values():
-        place = function.sysfs if attribute.startswith("tt_") else hwmon
-        if place and (text := read_attribute(f"{place}/{attribute}")) is not None:
-            raw[attribute] = text
+    if heartbeat := read_attribute(f"{function.sysfs}/tt_heartbeat"):
+        raw["tt_heartbeat"] = heartbeat
+    paths = [f"{function.sysfs}/{name}" for name in (*_IDENTITY.values(), "tt_therm_trip_count")]
+    if hwmon:
+        paths += [f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"]
+    for path in paths:
+        text = _read_offered(path)
+        if text is not None:
+            raw[os.path.basename(path)] = text
     if raw:
         return parse_telemetry(raw)._replace(hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
-    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound to it: vendor and
-    # device, with which its PCI configuration space begins, read all ones.
-    with contextlib.suppress(OSError), open(f"{function.sysfs}/device/config", "rb", buffering=0) as config:
+    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound
+    # to it: vendor and device, with which its PCI configuration space begins, read all ones.
+    with contextlib.suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
             return Telemetry(all_ones=True, off_bus=True)
     return Telemetry()
 
 
-# ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last verdict and one look ============
+class Sensor(NamedTuple):
+    """A figure that a card shows beside its telemetry, and the metric that it becomes."""
+
+    attribute: str
+    metric: str  # without "tt_device_"
+    help: str
+    factor: float = 1.0  # from the kernel's unit to the metric's
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+# tt_*: megahertz (tt-kmd's telemetry.c); hwmon: µW, mA, mV, rpm; the rest is the PCI function's.
+SENSORS = (
+    Sensor("power1_input", "power_watts", "What the card draws.", 1e-6),
+    Sensor("power1_max", "power_limit_watts", "What the card may draw.", 1e-6),
+    Sensor("curr1_input", "current_amperes", "The core's current.", 1e-3),
+    Sensor("curr1_max", "current_limit_amperes", "The core's highest current.", 1e-3),
+    Sensor("in0_input", "voltage_volts", "The core's voltage.", 1e-3),
+    Sensor("in0_max", "voltage_limit_volts", "The core's highest voltage.", 1e-3),
+    Sensor("fan1_input", "fan_rpm", "The fan's speed."),
+    Sensor("tt_aiclk", "clock_hertz", "A clock of the chip.", 1e6, (("clock", "aiclk"),)),
+    Sensor("tt_axiclk", "clock_hertz", "A clock of the chip.", 1e6, (("clock", "axiclk"),)),
+    Sensor("tt_arcclk", "clock_hertz", "A clock of the chip.", 1e6, (("clock", "arcclk"),)),
+    Sensor("current_link_width", "pcie_link_width", "Lanes that the link uses."),
+    Sensor("max_link_width", "pcie_link_width_max", "Lanes that the card has."),
+    Sensor("current_link_speed", "pcie_link_transfers_per_second", "The link's speed."),
+    Sensor("max_link_speed", "pcie_link_transfers_per_second_max", "The card's highest speed."),
+    *(
+        Sensor(
+            f"aer_dev_{severity}",
+            "pcie_errors_total",
+            "Errors of the link, by AER.",
+            1.0,
+            (("severity", severity),),
+        )
+        for severity in ("correctable", "nonfatal", "fatal")
+    ),
+)
+Figures = Mapping[str, float]  # by the sensor's attribute, in the metric's unit
+NO_FIGURES: Figures = {}
+
+
+def read_sensors(function: PciFunction) -> Figures:
+    """Return what a card shows, without what it does not offer or a dead one says. Can block."""
+    hwmon = _hwmon(function)
+    figures = {}
+    for sensor in SENSORS:
+        name = sensor.attribute
+        directory = function.directory
+        if name.startswith("tt_"):
+            directory = function.sysfs
+        elif re.match(r"(power|curr|in|fan)\d", name):
+            directory = hwmon or "/nonexistent"
+        figure = _figure(name, _read_quick(f"{directory}/{name}") or "")
+        if figure is not None:
+            figures[name] = figure * sensor.factor
+    return figures
+
+
+def _figure(attribute: str, text: str) -> float | None:
+    """Return the number in an attribute's text, in the kernel's unit."""
+    if attribute.endswith("_link_speed"):
+        speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
+        return float(speed[1]) * 1e9 if speed else None
+    if attribute.startswith("aer_"):
+        total = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
+        return float(total[1]) if total else None
+    most = 64 if attribute.endswith("_link_width") else DEAD_SENSOR
+    return _below(most - 1, text)
+
+
+# ==== CUSTODY: which pod was given which chips, by the kubelet's own file =========================
+
+CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
+ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
+SETTLING = 3.0  # seconds by which a kubelet has written an answer, or never will
+LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
+CGROUP_DEPTH = 6  # directories from the root of the hierarchy down to a pod's
+
+
+class Allocation(NamedTuple):
+    """What one answer to Allocate gave to a container."""
+
+    resource: str
+    ids: frozenset[str]
+    chips: frozenset[str]  # PCI addresses
+    pod: str = ""  # its UID; "": a grant, an answer that no checkpoint has contained yet
+    container: str = ""
+
+    def overlaps(self, chips: Collection[str]) -> bool:
+        return not self.chips.isdisjoint(chips)
+
+
+class Checkpoint(NamedTuple):
+    """The kubelet's record of its devices, as far as it is about ours."""
+
+    allocations: frozenset[Allocation] = frozenset()
+    registered: Mapping[str, frozenset[str]] = {}  # IDs that it takes for healthy, by resource
+
+
+def parse_checkpoint(
+    content: bytes, ours: Collection[str], chip_at: Callable[[str], str | None]
+) -> Checkpoint:
+    """Return what a checkpoint says of us; raises ValueError if it is none.
+
+    ours: names of resources, whose entries count even if another plugin gave the answer: that has
+    no addresses, but nodes. chip_at: the address of the chip with this node, if any.
+    Its form is data and PodDevicesEntry in kubernetes' pkg/kubelet/cm/devicemanager/checkpoint.
+    """
+    try:
+        data = json.loads(content)["Data"]
+        allocations = set()
+        for entry in data["PodDeviceEntries"] or ():
+            answer = base64.b64decode(entry["AllocResp"])
+            resource = entry["ResourceName"]
+            if ADDRESSES.encode() in answer or resource in ours:
+                chips = _chips_in_answer(answer, chip_at)
+                ids = frozenset().union(*map(_texts, entry["DeviceIDs"].values()))
+                names = _texts([resource, entry["PodUID"], entry["ContainerName"]])
+                if chips and all(names):
+                    allocation = (entry["PodUID"], entry["ContainerName"])
+                    allocations.add(Allocation(resource, ids, chips, *allocation))
+        registered = data["RegisteredDevices"] or {}
+        return Checkpoint(
+            frozenset(allocations), {name: _texts(ids or []) for name, ids in registered.items()}
+        )
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        DecodeError,
+    ) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _texts(value: Any) -> frozenset[str]:
+    """Return the strings in a list; raises TypeError if it is anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError("not a list of strings")
+    return frozenset(value)
+
+
+def _chips_in_answer(answer: bytes, chip_at: Callable[[str], str | None]) -> frozenset[str]:
+    response = pb.ContainerAllocateResponse.FromString(answer)
+    if response.envs.get(ADDRESSES):
+        return frozenset(response.envs[ADDRESSES].split(","))
+    return frozenset(filter(None, (chip_at(device.host_path) for device in response.devices)))
+
+
+class Cgroups:
+    """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
+
+    A pod's cgroup has its UID in its name, "pod<UID>" or "…-pod<UID with _>.slice", on cgroup v1
+    and v2 (pod_container_manager_linux.go). It is made before the first container and goes after
+    the last; after a reboot it is missing until the kubelet has started the pod.
+    """
+
+    def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
+        """seen: where they were since boot, by UID."""
+        self.seen = dict(seen)
+        self._gone_at: dict[str, float] = {}
+        self._root = f"{sysfs_root}/fs/cgroup"
+
+    def look(self, pods: Collection[str], now: float) -> None:
+        """Find out which of these pods have a cgroup; the others are forgotten."""
+        self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
+        missing = [pod for pod in pods if not self.exists(pod)]
+        if missing:
+            self.seen |= self._find(missing)
+        self._gone_at = {
+            pod: self._gone_at.get(pod, now) for pod in self.seen if not self.exists(pod)
+        }
+
+    def exists(self, pod: str) -> bool:
+        """Whether a pod's cgroup is where it was seen."""
+        return pod in self.seen and os.path.isdir(self.seen[pod])
+
+    def seconds_gone(self, pod: str, now: float) -> float | None:
+        """Return for how long a cgroup has been gone; None if it was never seen."""
+        return now - self._gone_at.get(pod, now) if pod in self.seen else None
+
+    def _find(self, pods: Iterable[str]) -> dict[str, str]:
+        root = self._root
+        if not os.path.exists(f"{root}/cgroup.controllers"):  # v1: every controller has them all
+            controllers = (name for name in ("devices", "memory", "pids") if name in _names(root))
+            root = f"{root}/{next(controllers, 'systemd')}"
+        wanted = {pod.replace("-", "_"): pod for pod in pods}
+        found: dict[str, str] = {}
+        level = [root]
+        for _ in range(CGROUP_DEPTH):
+            level = list(self._descend(level, wanted, found))
+        return found
+
+    def _descend(
+        self, level: Iterable[str], wanted: Mapping[str, str], found: dict[str, str]
+    ) -> Iterator[str]:
+        for directory in level:
+            with contextlib.suppress(OSError), os.scandir(directory) as entries:
+                for entry in entries:
+                    match = re.search(r"pod([0-9a-f_-]{32,36})(\.slice)?$", entry.name)
+                    uid = match and wanted.get(match[1].replace("-", "_"))
+                    if uid:
+                        found[uid] = entry.path
+                    elif not match and entry.is_dir(follow_symlinks=False):
+                        yield entry.path
+
+
+class Custody:
+    """Who has what: the allocations that count, from the checkpoint and our own grants.
+
+    The checkpoint is the kubelet's intention and errs on both sides: writings overtake each other,
+    an entry goes while its containers run on (a forced deletion), or stays when they have ended.
+    So an allocation ends when its entry and its pod's cgroup are gone; one that no writing contains
+    and whose cgroup was never seen ends by a later writing, which we brought about, without it.
+    """
+
+    def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
+        """memory: what `memory` said before a restart of the daemon, in the same boot."""
+        self.checkpoint = Checkpoint()
+        self.fault: str | None = None  # why the checkpoint that is there cannot be understood
+        self.names: dict[str, str] = {}  # "namespace/name" by UID, as far as the kubelet tells
+        self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
+        self._path = f"{directory}/{CHECKPOINT}"
+        self._identity: FileIdentity | None = None  # of the file that was read
+        # Allocations with the time at which a writing should have contained them; inf: one does.
+        self._missing_since: dict[Allocation, float] = {}
+        self._asked: tuple[float, FileIdentity | None] | None = None  # for a writing, and when
+        self._proven_at = -math.inf  # a writing is known that was begun after this
+        for resource, ids, chips, pod, container in memory.get("allocations", ()):
+            former = Allocation(resource, frozenset(ids), frozenset(chips), pod, container)
+            self._missing_since[former] = time.monotonic()
+
+    def refresh(
+        self, ours: Collection[str], chip_at: Callable[[str], str | None], now: float
+    ) -> bool:
+        """Read the checkpoint if it has changed; returns whether it has. See parse_checkpoint.
+
+        A file that vanishes changes nothing: without it a starting kubelet knows of nobody, while
+        pods run on.
+        """
+        identity = file_identity(self._path)
+        if identity in (None, self._identity):
+            return False
+        try:
+            with open(self._path, "rb") as file:
+                checkpoint = parse_checkpoint(file.read(), ours, chip_at)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            if self.fault is None:
+                log.warning("%s cannot be understood: %s", self._path, error)
+            self.fault = f"{CHECKPOINT} cannot be understood"
+            self._identity = identity
+            return True
+        self._identity = identity
+        self.checkpoint, self.fault = checkpoint, None
+        if self._asked and self._asked[1] != identity:
+            self._proven_at, self._asked = self._asked[0], None
+        for allocation in checkpoint.allocations:
+            if allocation not in self._missing_since:  # a new one: the grant is in the file
+                self._missing_since.pop(allocation._replace(pod="", container=""), None)
+            self._missing_since[allocation] = math.inf
+        for allocation, since in self._missing_since.items():
+            if since == math.inf and allocation not in checkpoint.allocations:
+                self._missing_since[allocation] = now
+        return True
+
+    def reread(self) -> None:
+        """Have the next refresh read the checkpoint in any case."""
+        self._identity = None
+
+    def look(self, now: float) -> None:
+        """Look at cgroups, and forget what has ended."""
+        self.cgroups.look({allocation.pod for allocation in self._missing_since}, now)
+        for allocation in [*self._missing_since]:
+            if not self._counts(allocation, now) and not self.is_filed(allocation):
+                del self._missing_since[allocation]
+        self.names = {
+            each.pod: self.names[each.pod] for each in self._missing_since if each.pod in self.names
+        }
+
+    def grant(self, allocation: Allocation, now: float) -> None:
+        """Record an answer that is about to be given."""
+        self._missing_since[allocation] = now
+
+    def allocations(self, now: float) -> list[Allocation]:
+        """Return those that count."""
+        return [each for each in self._missing_since if self._counts(each, now)]
+
+    def is_filed(self, allocation: Allocation) -> bool:
+        """Whether the checkpoint contains an allocation, so that the kubelet knows of it."""
+        return self._missing_since.get(allocation) == math.inf
+
+    def has_doubts(self) -> bool:
+        """Whether an allocation counts that the kubelet does not know of, or no longer."""
+        return any(since < math.inf for since in self._missing_since.values())
+
+    def expect_writing(self, now: float) -> None:
+        """Take the next change of the file for a writing that was begun after now."""
+        self._asked = (now, file_identity(self._path))
+
+    def _counts(self, allocation: Allocation, now: float) -> bool:
+        since = self._missing_since[allocation]
+        if self.cgroups.exists(allocation.pod):
+            return True
+        seconds_gone = self.cgroups.seconds_gone(allocation.pod, now)
+        if since == math.inf:  # kubelets before 1.34 keep the entry of the pod admitted last
+            return seconds_gone is None or seconds_gone < LINGERING
+        return seconds_gone is None and self._proven_at < since + SETTLING
+
+    def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
+        """Take over the names of pods, by resource, ID and container."""
+        for allocation in self._missing_since:
+            for identifier in allocation.ids if self.is_filed(allocation) else ():
+                name = listed.get((allocation.resource, identifier, allocation.container))
+                if name:
+                    self.names[allocation.pod] = name
+
+    def describe(self, allocation: Allocation) -> str:
+        """Return who has an allocation, in words."""
+        if not allocation.pod:
+            return "a pod that is being admitted"
+        return self.names.get(allocation.pod, f"pod {allocation.pod}")
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a restart of the daemon must not forget."""
+        allocations = [
+            [each.resource, sorted(each.ids), sorted(each.chips), each.pod, each.container]
+            for each in self._missing_since
+        ]
+        return {"allocations": allocations, "cgroups": self.cgroups.seen}
+
+
+# ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last one =========
 
 BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
-HYSTERESIS = 5.0  # °C below the limit at which a hot chip counts as cool again
+HYSTERESIS = 5.0  # °C below a limit at which a chip that reached it counts as cool again
 READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
+FIRMWARE_PATIENCE = 10.0  # seconds that firmware which has spoken may be silent when bound anew
 
-# The kinds of reasons for which a chip is unhealthy; a change from one to another is worth a log line.
-Fault = enum.Enum("Fault", "GONE NODE BLOCKED RESETTING READ_ERROR NO_RESPONSE STALLED HOT TRIPPED")
+
+class Fault(enum.Enum):
+    """The kinds of reasons for which a chip is unhealthy; another kind is worth a log line."""
+
+    GONE = enum.auto()
+    NODE = enum.auto()
+    BLOCKED = enum.auto()
+    RESETTING = enum.auto()
+    READ_ERROR = enum.auto()
+    NO_RESPONSE = enum.auto()
+    STALLED = enum.auto()
+    SILENT = enum.auto()
+    HOT = enum.auto()
+    TRIPPED = enum.auto()
 
 
 class Health(NamedTuple):
-    """A chip's state and, from `heartbeat` on, what the rules have to remember from one look to the next."""
+    """A chip's state and, from `heartbeat` on, what the rules remember until the next look."""
 
     fault: Fault | None = None
     reason: str | None = None  # in words, with the remedy where there is one; None while healthy
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
-    hot: bool = False
+    hot: bool = False  # at the operator's limit
+    throttles: bool = False  # at the card's own
     trips: int | None = None  # the last count seen
     tripped_at: float | None = None  # when it rose last, in seconds of the caller's clock
+    silent_since: float | None = None
+
+
+class Look(NamedTuple):
+    """What one look at a chip found, and under which circumstances."""
+
+    function: PciFunction
+    telemetry: Telemetry
+    now: float  # seconds of any clock that only goes forward
+    periodic: bool = True  # a poll, which can prove that a heartbeat has stopped; an event cannot
+    has_spoken: bool = False  # whether its firmware has, since boot
+    mates: Collection[str] = ()  # addresses of the other chips of its board
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
     return health._replace(fault=fault, reason=reason)
 
 
-def gone(health: Health, bdf: str, *, function_exists: bool) -> Health:
-    """The class device is no longer there."""
-    if function_exists:
-        return unhealthy(health, Fault.GONE, f"driver is not bound; echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind")
+def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
+    """Return the verdict on a chip whose class device is no longer there."""
+    if on_bus:
+        bind = f"echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
+        return unhealthy(health, Fault.GONE, f"driver is not bound; {bind}")
     return unhealthy(health, Fault.GONE, "PCI device is gone; it counts again when it comes back")
 
 
-def judge(
-    health: Health, function: PciFunction, telemetry: Telemetry, settings: HealthSettings, now: float, *, periodic: bool
-) -> Health:
-    """The verdict after one look. periodic: a poll, which can prove that a heartbeat has stopped; an event's cannot."""
-    if function.node_fault:
-        return unhealthy(health, Fault.NODE, f"device node is wrong: {function.node_fault}")
-    if telemetry.error:
-        attribute, number = telemetry.error
-        if number == errno.ENODATA:
-            # Seen on Blackhole when the firmware was not ready at POST_RESET: it stays so for good, though it runs.
-            advice = "; if it stays so, unbind and bind the driver" if function.arch == "blackhole" else ""
-            return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
-        if number == errno.ENODEV:
-            return unhealthy(health, Fault.GONE, "PCI device is going away")
-        return unhealthy(health, Fault.READ_ERROR, f"telemetry cannot be read: {attribute}: {os.strerror(number)}")
-    if telemetry.all_ones:
-        what = "its PCI configuration space reads" if telemetry.off_bus else "all registers read"
-        return unhealthy(health, Fault.NO_RESPONSE, f"chip does not respond ({what} as ones); reset it: tt-smi -r")
+def reset_command(bdf: str, mates: Collection[str]) -> str:
+    """Return the remedy for one chip; without an address, tt-smi resets every card of the node."""
+    others = f" (that resets {', '.join(sorted(mates))} of its board, too)" if mates else ""
+    return f"tt-smi -r {bdf}{others}"
 
-    # Any change is life: the count starts again from below after a reset. What an event's look finds is life too, but
-    # not what the next poll compares with: that may follow sooner than a heartbeat.
+
+def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
+    """Return the verdict after a look."""
+    if look.function.node_fault:
+        return unhealthy(health, Fault.NODE, f"device node is wrong: {look.function.node_fault}")
+    if look.telemetry.error:
+        return _judge_error(health, look.function, *look.telemetry.error)
+    if look.telemetry.all_ones:
+        what = (
+            "its PCI configuration space reads" if look.telemetry.off_bus else "all registers read"
+        )
+        remedy = reset_command(look.function.bdf, look.mates)
+        reason = f"chip does not respond ({what} as ones); reset it: {remedy}"
+        return unhealthy(health, Fault.NO_RESPONSE, reason)
+    if look.telemetry.is_silent and look.has_spoken:
+        return _judge_silence(health, look)
+    health = _remember(health, look, settings)
+    return _judge_figures(health, look, settings)
+
+
+def _judge_error(health: Health, function: PciFunction, attribute: str, number: int) -> Health:
+    if number == errno.ENODATA:
+        # Seen on Blackhole whose firmware was not ready at POST_RESET: for good, though it runs.
+        stays = function.arch == "blackhole"
+        advice = "; if it stays so, unbind and bind the driver" if stays else ""
+        return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
+    if number == errno.ENODEV:
+        return unhealthy(health, Fault.GONE, "PCI device is going away")
+    reason = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
+    return unhealthy(health, Fault.READ_ERROR, reason)
+
+
+def _judge_silence(health: Health, look: Look) -> Health:
+    """Attributes go with the driver only: it was bound anew, and the firmware has yet to speak."""
+    since = look.now if health.silent_since is None else health.silent_since
+    health = health._replace(silent_since=since)
+    if look.now - since >= FIRMWARE_PATIENCE:
+        remedy = reset_command(look.function.bdf, look.mates)
+        reason = f"firmware is silent since the driver was bound anew; reset it: {remedy}"
+        return unhealthy(health, Fault.SILENT, reason)
+    if health.fault:
+        return health._replace(reason="the driver is bound; the firmware has not spoken yet")
+    return health
+
+
+def _remember(health: Health, look: Look, settings: HealthSettings) -> Health:
+    """Return a healthy verdict, with what the rules have to remember of the figures.
+
+    Any change of the heartbeat is life: after a reset it starts again from below. What an event
+    finds is life, too, but not what the next poll compares with: that can come before a beat.
+    """
+    telemetry = look.telemetry
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
-    misses = 0 if beats else health.misses + periodic
-    heartbeat = telemetry.heartbeat if periodic or health.heartbeat is None else health.heartbeat
-    limit = settings.temperature_limit or telemetry.temperature_limit or math.inf
-    degrees = telemetry.temperature or -math.inf
-    hot = degrees >= limit or (health.hot and degrees > limit - HYSTERESIS)
+    is_first = look.periodic or health.heartbeat is None
     trips = health.trips if telemetry.trips is None else telemetry.trips
     rose = trips is not None and health.trips is not None and trips > health.trips
-    tripped_at = now if rose else health.tripped_at
-    health = Health(None, None, heartbeat, misses, hot, trips, tripped_at)
-    if misses >= settings.heartbeat_misses:
-        reason = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped, reset it: tt-smi -r"
-        return unhealthy(health, Fault.STALLED, reason)
-    if hot:
-        return unhealthy(health, Fault.HOT, f"too hot: {degrees:.1f} °C, limit {limit:g} °C; check its cooling")
-    if tripped_at is not None and now - tripped_at < settings.trip_holdoff:
-        reason = f"thermal trip ({trips} so far); it counts again after {settings.trip_holdoff:g} s without one"
+    card_limit = telemetry.throttles_at
+    limit = card_limit if settings.temperature_limit == "card" else settings.temperature_limit
+    return Health(
+        heartbeat=telemetry.heartbeat if is_first else health.heartbeat,
+        misses=0 if beats else health.misses + look.periodic,
+        hot=_reaches(telemetry.temperature, limit, health.hot),
+        throttles=_reaches(telemetry.temperature, card_limit, health.throttles),
+        trips=trips,
+        tripped_at=look.now if rose else health.tripped_at,
+    )
+
+
+def _reaches(degrees: float | None, limit: Any, before: bool) -> bool:
+    if degrees is None or limit is None:
+        return False
+    return degrees >= limit or (before and degrees > limit - HYSTERESIS)
+
+
+def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Health:
+    telemetry = look.telemetry
+    if health.misses >= settings.heartbeat_misses:
+        remedy = reset_command(look.function.bdf, look.mates)
+        what = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped"
+        return unhealthy(health, Fault.STALLED, f"{what}, reset it: {remedy}")
+    if health.hot:
+        limit = settings.temperature_limit
+        limit = telemetry.throttles_at if limit == "card" else limit
+        reason = f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C; check its cooling"
+        return unhealthy(health, Fault.HOT, reason)
+    tripped_at = health.tripped_at
+    if tripped_at is not None and look.now - tripped_at < settings.trip_holdoff:
+        again = f"it counts again after {settings.trip_holdoff:g} s without one"
+        reason = f"thermal trip ({health.trips} so far); {again}"
         return unhealthy(health, Fault.TRIPPED, reason)
     return health
 
 
-# ==== RESOURCES: which devices there are, what they are called, and where they sit. Pure ==============================
-
-IDENTITY = ("card", "serial", "asic_id", "firmware")  # what the firmware says of itself
-ASKING = "the kubelet is being asked who holds it"
-Holders = Mapping[str, Sequence["Holder"]]  # of chips, by PCI address
+# ==== RESOURCES: which devices there are, what they are called, where they sit. Pure ==============
 
 
 class Chip(NamedTuple):
@@ -772,18 +1567,19 @@ class Chip(NamedTuple):
 
     function: PciFunction  # as last seen
     present: bool = True
-    card: str | None = None  # what the firmware has said of itself, once: never unlearnt for silence or garbage
-    serial: str | None = None
-    asic_id: str | None = None
-    firmware: str | None = None
+    identity: Identity = Identity()  # what its firmware has said: not unlearnt for silence
+    has_spoken: bool = False  # since boot
+    left_bus: bool = False  # what comes back to its address may be another card
     listed: bool = False  # a new one is announced when it has spoken, or has had the time to
     health: Health = Health()
-    telemetry: Telemetry | None = None  # the last; None: everything has to be asked for
+    telemetry: Telemetry | None = None  # the last; None: everything has to be read
+    figures: Figures = NO_FIGURES  # the last, of SENSORS
 
     @property
     def shown(self) -> tuple[object, ...]:
         """What others learn of it: no figures, and nothing that only the rules remember."""
-        return (*self[: self._fields.index("health")], self.health.fault, self.health.reason)
+        health = self.health
+        return self.function, self.present, self.identity, self.listed, health.fault, health.reason
 
     @property
     def bdf(self) -> str:
@@ -792,11 +1588,11 @@ class Chip(NamedTuple):
     @property
     def card_type(self) -> str | None:
         """The exact card type, "p150a"; by PCI until the firmware tells; None if neither does."""
-        return self.card or self.function.pci_card
+        return self.identity.card or self.function.pci_card
 
     @property
     def board_type(self) -> str:
-        """The card type without its trailing letter, "p150"; the architecture if the card type is not known."""
+        """The card type without its trailing letter, "p150"; else the architecture."""
         return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", self.card_type or self.function.arch)
 
     @property
@@ -806,8 +1602,8 @@ class Chip(NamedTuple):
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Key of the board: its chips share a serial, one without it is a board of its own; none exceeds a tray."""
-        return (*self._galaxy_tray, self.serial or self.bdf)
+        """Key of the board: its chips share a serial; none is larger than a tray."""
+        return (*self._galaxy_tray, self.identity.serial or self.bdf)
 
     @property
     def tray(self) -> tuple[object, ...]:
@@ -818,233 +1614,389 @@ class Chip(NamedTuple):
     def _galaxy_tray(self) -> tuple[object, ...]:
         """Tray = high nibble of the bus number, in every Galaxy."""
         domain, bus, *_ = address(self.bdf)
-        return (self.card_type, domain, bus >> 4) if (self.card_type or "").startswith("galaxy") else ()
+        card = self.card_type or ""
+        return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
+    @property
+    def asic_name(self) -> str | None:
+        """The name that udev's by-id links have, such as wormhole-0123456789ABCDEF."""
+        asic_id = self.identity.asic_id
+        return f"{self.function.arch}-{asic_id}" if asic_id else None
 
-def with_identity(chip: Chip, telemetry: Telemetry, **more: Any) -> Chip:
-    """The chip after it was read: what the firmware says now counts, what it leaves out stays known. more: as well."""
-    known = {key: getattr(telemetry, key) or getattr(chip, key) for key in IDENTITY}
-    return chip._replace(telemetry=telemetry, **known, **more)
+    @property
+    def board_name(self) -> str | None:
+        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: unknown yet."""
+        if self.board_chips == 8:
+            return self.bdf[: self.bdf.rindex(":") - 1] + "0"
+        return self.identity.serial
 
-
-class Holder(NamedTuple):
-    """A container that was given a device, under the name and ID that it had then."""
-
-    resource: str
-    identifier: str
-    pod: str  # "namespace/name"
-    container: str = ""
-
-    def place(self) -> dict[str, str]:
-        namespace, _, pod = self.pod.rpartition("/")
-        return {"namespace": namespace, "pod": pod, "container": self.container}
+    @property
+    def aliases(self) -> set[str]:
+        """Everything that the configuration can call it."""
+        names = {self.bdf, self.asic_name or self.bdf}
+        return names | {str(self.function.ordinal)} if self.present else names
 
 
 class Device(NamedTuple):
-    """What the kubelet knows under one ID or, where it is shared, under several: a chip, or a board with its chips."""
+    """What the kubelet knows under an ID, or several if it is shared: a chip, or a board."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
     whole: int = 1  # how many chips it has when all are there
-    held: str | None = None  # by whom under another name or ID, in words: two pods would have it
+    absent: tuple[str, ...] = ()  # addresses of further chips, which are not on this node
+    withheld: str | None = None  # why it is not offered, in words
+    is_former: bool = False  # a pod's ID that the configuration does not give for these chips
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        return frozenset((*(chip.bdf for chip in self.chips), *self.absent))
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with its chips, in words; None if nothing is."""
+        for chip in self.chips:
+            if chip.health.fault:
+                several = len(self.addresses) > 1
+                return f"{chip.bdf}: {chip.health.reason}" if several else chip.health.reason
+        if self.absent:
+            return f"{self.absent[0]}: PCI device is gone; it counts again when it comes back"
+        if len(self.chips) != self.whole:
+            return f"{len(self.chips)} of {self.whole} chips"
+        return None
 
     @property
     def reason(self) -> str | None:
         """Why it is not healthy, in words; None if it is."""
-        if ill := next((chip for chip in self.chips if chip.health.fault), None):
-            return f"{ill.bdf}: {ill.health.reason}" if self.whole > 1 else ill.health.reason
-        if len(self.chips) != self.whole:
-            return f"{len(self.chips)} of {self.whole} chips"
-        return self.held
+        return self.fault or self.withheld
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
         """Every NUMA node that it touches, as far as they are known."""
-        return tuple(sorted({node for chip in self.chips if (node := chip.function.numa_node) is not None}))
+        nodes = {chip.function.numa_node for chip in self.chips}
+        return tuple(sorted(node for node in nodes if node is not None))
 
 
 class Resource(NamedTuple):
     """What the kubelet knows as one extended resource."""
 
     name: str  # "tenstorrent.com/n300"
-    devices: Mapping[str, Device]  # by ID, in the order of PCI addresses; a shared one by each ID that it has
+    devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
     replicas: int = 0  # how many containers a device is for; 0: it is not shared
     one_each: bool = False  # a container gets one replica at most
     unshared: str = ""  # its name without the domain, as it would be if it were not shared
 
     @property
-    def distinct(self) -> list[Device]:
-        """Each of the devices once."""
-        return list({device.identifier: device for device in self.devices.values()}.values())
+    def short_name(self) -> str:
+        """The name without its domain."""
+        return self.name.partition("/")[2]
 
     @property
-    def healthy(self) -> int:
-        return sum(device.reason is None for device in self.distinct)
+    def distinct(self) -> list[Device]:
+        """Each of the devices once."""
+        found = {(each.identifier, each.addresses): each for each in self.devices.values()}
+        return list(found.values())
+
+
+class Offered(NamedTuple):
+    """What the kubelet has been offered under an ID."""
+
+    resource: str
+    identifier: str
+    chips: frozenset[str]
+
+
+class Claims(NamedTuple):
+    """Who has what, as custody knows it."""
+
+    allocations: Sequence[Allocation] = ()
+    filed: Collection[Allocation] = ()  # those that the kubelet knows of
+    describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
+    fault: str | None = None  # why it cannot be known
+    offered: Collection[Offered] = ()  # what was offered when it was known
+
+
+NO_CLAIMS = Claims()
 
 
 def replica_ids(identifier: str, replicas: int) -> list[str]:
-    """The IDs under which the kubelet has a device."""
+    """Return the IDs under which the kubelet has a device."""
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
 
-def device_ids(chips: Collection[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
-    """Chips by ID, each once. Present ones win: a freed ordinal is reused at once, a card can move to another slot."""
-    wanted = {
-        chip.bdf: {"bdf": chip.bdf, "asic": asic_name(chip) or chip.bdf, "index": str(chip.function.ordinal)}[strategy]
-        for chip in chips
-    }
-    present = collections.Counter(wanted[chip.bdf] for chip in chips if chip.present)
+def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
+    """Return chips by ID, each once. Present ones win: a freed ordinal is reused at once."""
+
+    def wanted(chip: Chip) -> str:
+        names = {"asic": chip.asic_name or chip.bdf, "index": str(chip.function.ordinal)}
+        return names.get(strategy, chip.bdf)
+
+    chips = sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf)))
+    present = collections.Counter(wanted(chip) for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
-    for chip in sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf))):
-        contested = chip.present and present[wanted[chip.bdf]] > 1  # two of one ASIC ID: both get their address
-        ids.setdefault(chip.bdf if contested else wanted[chip.bdf], chip)
+    for chip in chips:
+        contested = chip.present and present[wanted(chip)] > 1  # two of one ASIC ID
+        ids.setdefault(chip.bdf if contested else wanted(chip), chip)
     return ids
 
 
-def asic_name(chip: Chip) -> str | None:
-    """As udev's by-id links have it."""
-    return f"{chip.function.arch}-{chip.asic_id}" if chip.asic_id else None
+def short_name(chip: Chip, settings: Settings) -> str:
+    """Return the name, without the domain, of the resource that a chip belongs to unshared."""
+    names = {"card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
+    several = settings.unit == "board" and chip.board_chips > 1
+    return names.get(settings.resource_naming, chip.board_type) + ("-board" if several else "")
 
 
-def board_name(chip: Chip) -> str | None:
-    """ID of a board, which no chip changes: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: not known yet."""
-    return chip.bdf[: chip.bdf.rindex(":") - 1] + "0" if chip.board_chips == 8 else chip.serial
+def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list[Device]]:
+    """Return devices, unshared, by their resource's name, in the order of addresses.
 
-
-def resource_name(chip: Chip, settings: Settings) -> str:
-    """Without the domain."""
-    names = {"board": chip.board_type, "card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
-    return names[settings.resource_naming] + ("-board" if settings.unit == "board" and chip.board_chips > 1 else "")
-
-
-def devices_by_name(chips: Collection[Chip], settings: Settings) -> dict[str, list[Device]]:
-    """Devices by their resource's name, unshared, in the order of addresses. A p300's chip without a serial waits."""
-    alone, boards = list[Chip](), collections.defaultdict[tuple[str, str], list[Chip]](list)
+    A p300's chip without a serial belongs to no board yet, and waits.
+    """
+    alone: list[Chip] = []
+    boards = collections.defaultdict[tuple[str, str], list[Chip]](list)
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
         if settings.unit == "chip" or chip.board_chips == 1:
             alone.append(chip)
-        elif board := board_name(chip):
-            boards[resource_name(chip, settings), board].append(chip)
+        elif chip.board_name:
+            boards[short_name(chip, settings), chip.board_name].append(chip)
     devices = collections.defaultdict[str, list[Device]](list)
     for identifier, chip in device_ids(alone, settings.device_id_strategy).items():
-        devices[resource_name(chip, settings)].append(Device(identifier, (chip,)))
+        devices[short_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
-        # A card that was put into another slot has left its chips at the old addresses, too.
-        here = [chip for chip in members if chip.present] if len(members) > members[0].board_chips else members
-        devices[name].append(Device(board, tuple(here), members[0].board_chips))
-    return {name: sorted(devices[name], key=lambda device: address(device.chips[0].bdf)) for name in sorted(devices)}
+        whole = members[0].board_chips
+        if len(members) > whole:  # put into another slot, a card has left its chips here, too
+            members = [chip for chip in members if chip.present]
+        devices[name].append(Device(board, tuple(members), whole))
+    for found in devices.values():
+        found.sort(key=lambda device: address(device.chips[0].bdf))
+    return dict(sorted(devices.items()))
 
 
-def resources(
-    chips: Collection[Chip], settings: Settings, holders: Holders, asking: Collection[str] = ()
-) -> dict[str, Resource]:
-    """Every resource that has a device, by name. asking: PCI addresses of which nobody knows yet who holds them."""
+def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
+    """Return every resource that the configuration gives, by name, as if nobody had anything."""
+    sharing = settings.sharing
     found: dict[str, Resource] = {}
 
-    def offer(short: str, unshared: str, devices: Sequence[Device], replicas: int) -> None:
-        name, listed = f"{settings.resource_domain}/{short}", dict[str, Device]()
+    def add(short: str, unshared: str, devices: Iterable[Device], replicas: int) -> None:
+        listed = {}
         for device in devices:
-            ids = replica_ids(device.identifier, replicas)
-            holding = itertools.chain.from_iterable(holders.get(chip.bdf, ()) for chip in device.chips)
-            if other := next((h for h in holding if h.resource != name or h.identifier not in ids), None):
-                place = f"{other.resource} {other.identifier}"
-                device = device._replace(held=f"held by {other.pod} as {place}, until that ends")
-            elif any(chip.bdf in asking for chip in device.chips):
-                device = device._replace(held=ASKING)
-            listed |= dict.fromkeys(ids, device)
-        one_each = replicas > 0 and settings.sharing.fail_requests_greater_than_one
+            listed.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
+        name = f"{settings.resource_domain}/{short}"
+        one_each = replicas > 0 and sharing.fail_requests_greater_than_one
         found[name] = Resource(name, listed, replicas, one_each, unshared)
 
     for unshared, rest in devices_by_name(chips, settings).items():
-        for entry in settings.sharing.resources:
-            if entry.name == unshared and (selected := selection(entry, rest)):
+        for entry in sharing.resources:
+            selected = selection(entry, rest) if entry.name == unshared else ()
+            if selected:
                 rest = [device for device in rest if device not in selected]
-                offer(settings.sharing.shared_name(entry), unshared, selected, entry.replicas)
+                add(sharing.shared_name(entry), unshared, selected, entry.replicas)
         if rest:
-            offer(unshared, unshared, rest, 0)
+            add(unshared, unshared, rest, 0)
     return found
 
 
+def resources(
+    given: Mapping[str, Resource], chips: Iterable[Chip], claims: Claims = NO_CLAIMS
+) -> dict[str, Resource]:
+    """Return every resource as it is listed, by name. given: by the configuration.
+
+    First every ID that a pod has: it stands for the chips of that pod's answer, whatever the
+    configuration says by now. (Kubelets 1.35 to 1.37 crash at their start when an ID that a pod has
+    is not listed: topology_hints.go.) Then every other ID that the configuration gives, withheld
+    while a pod has one of its chips.
+    """
+    listed = dict(given)
+    chips_by_address = {chip.bdf: chip for chip in chips}
+    claimed: dict[str, dict[str, Device]] = {}
+    for allocation in claims.allocations:
+        resource = listed.get(allocation.resource, Resource(allocation.resource, {}))
+        for identifier, addresses in chips_by_id(allocation, resource).items():
+            device = resource.devices.get(identifier)
+            if not device or device.addresses != addresses:
+                device = _former_device(identifier, addresses, chips_by_address)
+                if allocation not in claims.filed:  # the kubelet would give it to somebody
+                    device = device._replace(withheld=_held_by(allocation, claims))
+            claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
+    for name, resource in listed.items():
+        theirs = claimed.pop(name, {})
+        devices = {}
+        for identifier, device in resource.devices.items():
+            why = _why_withheld(resource, identifier, claims)
+            devices[identifier] = device._replace(withheld=why)
+        listed[name] = resource._replace(devices=devices | theirs)
+    ended = {name: Resource(name, theirs) for name, theirs in claimed.items()}
+    return listed | ended
+
+
+def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
+    """Return the chips that each ID of an allocation stands for; if unclear, all that are left."""
+    found: dict[str, frozenset[str]] = {}
+    for identifier in allocation.ids:
+        given = resource.devices.get(identifier)
+        named = frozenset([identifier.partition("::")[0]])
+        if given and given.addresses <= allocation.chips:
+            found[identifier] = given.addresses
+        elif named <= allocation.chips:
+            found[identifier] = named
+    rest = allocation.chips.difference(*found.values()) or allocation.chips
+    return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
+
+
+def _former_device(
+    identifier: str, addresses: Collection[str], known: Mapping[str, Chip]
+) -> Device:
+    chips = tuple(known[bdf] for bdf in sorted(addresses) if bdf in known)
+    absent = tuple(bdf for bdf in sorted(addresses) if bdf not in known)
+    base = identifier.partition("::")[0]
+    return Device(base, chips, len(chips), absent, is_former=True)
+
+
+def _held_by(allocation: Allocation, claims: Claims) -> str:
+    ids = ", ".join(sorted(allocation.ids))
+    return f"held by {claims.describe(allocation)} as {allocation.resource} {ids}, until that ends"
+
+
+def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | None:
+    """Return why an ID that no pod has is not offered; None if it is."""
+    device = resource.devices[identifier]
+    replicas = replica_ids(device.identifier, resource.replicas)
+    for allocation in claims.allocations:
+        fellow = allocation.resource == resource.name and not allocation.ids.isdisjoint(replicas)
+        if allocation.overlaps(device.addresses) and not fellow:
+            return _held_by(allocation, claims)
+    if claims.fault and Offered(resource.name, identifier, device.addresses) not in claims.offered:
+        return claims.fault
+    return None
+
+
 def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
-    """Those of the devices that the entry selects."""
+    """Return those of the devices that an entry selects."""
     if isinstance(entry.devices, int):
         return devices[: entry.devices]
-    return [device for device in devices if entry.devices == "all" or called(device) & set(entry.devices)]
+    if entry.devices == "all":
+        return devices
+    return [device for device in devices if not aliases(device).isdisjoint(entry.devices)]
 
 
-def called(device: Device) -> set[str]:
-    """Everything that the configuration can call a device: its ID, and its chips' PCI addresses, ASICs and ordinals."""
-    names = {device.identifier}
-    for chip in device.chips:
-        names |= {chip.bdf, asic_name(chip) or chip.bdf, str(chip.function.ordinal) if chip.present else chip.bdf}
-    return names
+def aliases(device: Device) -> set[str]:
+    """Return everything that the configuration can call a device."""
+    return {device.identifier}.union(*(chip.aliases for chip in device.chips))
 
 
-# ==== PREFERRED ALLOCATION: neighbours, and whole boards left for those who need them. Pure ===========================
+def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
+    """Yield what the configuration wants shared and is not there, in words."""
+    devices = devices_by_name(chips, settings)
+    for entry in settings.sharing.resources:
+        found = devices.get(entry.name, [])
+        wanted = set(entry.devices) if isinstance(entry.devices, tuple) else set()
+        missing = sorted(wanted.difference(*map(aliases, found)))
+        if missing:
+            yield f"{entry.name}: no device is called {few(missing)}"
+        elif not found:
+            yield f"no device is a {entry.name}; those that there are: {', '.join(devices) or 'none'}"
 
-Code = grpc.StatusCode
+
+# ==== PREFERRED ALLOCATION: neighbours, whole boards left for those who need them. Pure ===========
+
+Status = grpc.StatusCode
 
 
 class Refusal(Exception):
     """A request of the kubelet's that has no answer, for gRPC and in words."""
 
-    def __init__(self, code: Code, reason: str) -> None:
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
 
-# What choices are compared by, the weightiest first. Each is a digit of one number, the cost; so costs of disjoint sets
-# add up, and the cheapest set of each size follows from the cheapest ones of its parts.
-COUNTS = (
-    "musts",  # minus those that have to be chosen
-    "again",  # how often a shared device was chosen before
-    "users",  # that the devices have already
-    "boards", "trays", "numa_nodes",
-    "whole_boards", "whole_trays", "whole_numa_nodes",  # of these, those whose listed devices are all available
-)  # fmt: skip
-_SHIFTS = {name: 32 * number for number, name in enumerate(reversed(COUNTS))}
-BySize = list[int]  # the least cost of choosing no device of a group, one, two, and so on
+class Cost(NamedTuple):
+    """What choices are compared by, the weightiest first. Costs of disjoint sets add up."""
+
+    musts: int = 0  # minus those that have to be chosen
+    again: int = 0  # how often a shared device was chosen before
+    users: int = 0  # that the devices have already
+    boards: int = 0
+    trays: int = 0
+    numa_nodes: int = 0
+    whole_boards: int = 0  # of these, those whose listed devices are all available
+    whole_trays: int = 0
+    whole_numa_nodes: int = 0
+    addresses: int = 0  # minus a bit for each ID, the highest for the lowest address
+
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        return tuple.__new__(Cost, map(operator.add, self, other))
 
 
-def cost(**counts: int) -> int:
-    return sum(count << _SHIFTS[name] for name, count in counts.items())
+NO_COST = Cost()
+
+# The least costs of choosing no device of a group, one, two, and so on.
+BySize = list[Cost]
 
 
-class Place(NamedTuple):
-    """An ID in the search."""
+class Candidate(NamedTuple):
+    """An available ID, and where it is."""
 
-    cost: int  # of its own; least of all counts the address: below the digits, minus a bit, of the lowest the highest
+    cost: Cost  # of its own
     board: object
     tray: object
     numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
 
 
-def preferred_allocation(resource: Resource, available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
-    """The `size` best of the available IDs: distinct devices first, then unused ones, then neighbours; or Refusal."""
-    free, musts = frozenset(available), frozenset(must)
-    if unknown := sorted((free | musts) - resource.devices.keys()):
-        raise Refusal(Code.INVALID_ARGUMENT, f"{resource.name} has no device {_few(unknown)}")
-    if size < 0:
-        raise Refusal(Code.INVALID_ARGUMENT, f"allocation size {size} is negative")
-    if missing := sorted(musts - free):
-        raise Refusal(Code.INVALID_ARGUMENT, f"must-include device {_few(missing)} is not available")
-    if not len(musts) <= size <= len(free):
-        reason = f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
-        raise Refusal(Code.INVALID_ARGUMENT, reason)
+def preferred_allocation(
+    resource: Resource, available: Sequence[str], must: Sequence[str], size: int
+) -> list[str]:
+    """Return the `size` best of the available IDs; raises Refusal.
 
-    bits = {identifier: 1 << number for number, identifier in enumerate(reversed([*resource.devices]))}
-    places, broken = list[Place](), set[object]()
+    Distinct devices first, then the least used, then neighbours; least of all counts the address.
+    """
+    free = frozenset(available)
+    musts = frozenset(must)
+    _check_question(resource, free, musts, size)
+    ids = [*resource.devices]
+    bits = {identifier: 1 << number for number, identifier in enumerate(reversed(ids))}
+    candidates: list[Candidate] = []
+    broken: set[object] = set()
     for device in resource.distinct:
-        chip, nodes = device.chips[0], frozenset(device.numa_nodes or (None,))
-        ids = replica_ids(device.identifier, resource.replicas)
-        left = sorted((i for i in ids if i in free), key=lambda identifier: identifier not in musts)
+        if not device.chips:
+            continue
+        chip = device.chips[0]
+        nodes = frozenset(device.numa_nodes or (None,))
+        replicas = replica_ids(device.identifier, resource.replicas)
+        left = sorted(
+            free.intersection(replicas), key=lambda each: (each not in musts, -bits[each])
+        )
         if not left:
             broken |= {chip.board, chip.tray, *nodes}
-        for again, identifier in enumerate(left[:size]):  # of a hundred replicas no more than that can matter
-            own = cost(musts=-(identifier in musts), again=again, users=len(ids) - len(left)) << len(bits)
-            places.append(Place(own - bits[identifier], chip.board, chip.tray, nodes))
-    least = _Search(broken, size, len(bits)).host(places)[size]
-    return [identifier for identifier in resource.devices if bits[identifier] & -least]
+        for again, identifier in enumerate(left[:size]):  # more replicas of one cannot matter
+            own = Cost(
+                musts=-(identifier in musts),
+                again=again,
+                users=len(replicas) - len(left),
+                addresses=-bits[identifier],
+            )
+            candidates.append(Candidate(own, chip.board, chip.tray, nodes))
+    best = _Search(broken, size).host(candidates)[size]
+    return [identifier for identifier in ids if bits[identifier] & -best.addresses]
+
+
+def _check_question(
+    resource: Resource, free: frozenset[str], musts: frozenset[str], size: int
+) -> None:
+    unknown = sorted((free | musts) - resource.devices.keys())
+    missing = sorted(musts - free)
+    reason = ""
+    if unknown:
+        reason = f"{resource.name} has no device {few(unknown)}"
+    elif size < 0:
+        reason = f"allocation size {size} is negative"
+    elif missing:
+        reason = f"must-include device {few(missing)} is not available"
+    elif not len(musts) <= size <= len(free):
+        reason = (
+            f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
+        )
+    if reason:
+        raise Refusal(Status.INVALID_ARGUMENT, reason)
 
 
 class _Search(NamedTuple):
@@ -1052,619 +2004,545 @@ class _Search(NamedTuple):
 
     broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
     size: int
-    bits: int  # below the digits of a cost
 
-    def host(self, places: Collection[Place]) -> BySize:
-        """NUMA nodes stand for themselves where nothing connects them: neither a tray nor a device."""
+    def host(self, candidates: Sequence[Candidate]) -> BySize:
+        """Search NUMA nodes one by one where nothing connects them: no tray and no device."""
         parts: list[frozenset[int | None]] = []
-        for tray in _grouped(places, "tray"):
-            nodes = frozenset[int | None]().union(*(place.numa_nodes for place in tray))
+        for tray in _grouped(candidates, "tray"):
+            nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
             connected = nodes.union(*(part for part in parts if part & nodes))
             parts = [part for part in parts if not part & nodes] + [connected]
-        return self._joined(self._numa_nodes(part, [p for p in places if p.numa_nodes & part]) for part in parts)
+        return self._joined(
+            self._numa_nodes(part, [each for each in candidates if each.numa_nodes & part])
+            for part in parts
+        )
 
-    def _numa_nodes(self, touched: Collection[int | None], places: Sequence[Place]) -> BySize:
-        """Every choice of nodes is tried, of one in most machines: leaving one out is the only way not to touch it."""
+    def _numa_nodes(
+        self, touched: Collection[int | None], candidates: Sequence[Candidate]
+    ) -> BySize:
+        """Try every choice of nodes: leaving one out is the only way not to touch it."""
         best: BySize = []
-        choices = (itertools.combinations(touched, count) for count in range(len(touched), -1, -1))
-        for chosen in itertools.chain.from_iterable(choices):
-            inside = [place for place in places if place.numa_nodes.issubset(chosen)]
-            fee = cost(numa_nodes=len(chosen), whole_numa_nodes=sum(node not in self.broken for node in chosen))
+        counts = range(len(touched), -1, -1)
+        for chosen in itertools.chain(*(itertools.combinations(touched, n) for n in counts)):
+            inside = [each for each in candidates if each.numa_nodes.issubset(chosen)]
+            whole = sum(node not in self.broken for node in chosen)
+            fee = Cost(numa_nodes=len(chosen), whole_numa_nodes=whole)
             costs = self._joined(map(self._tray, _grouped(inside, "tray")), fee)
-            best = [*map(min, best, costs), *best[len(costs) :]] if best else costs  # all of them come first
+            best = [*map(min, best, costs), *best[len(costs) :]] if best else costs
         return best
 
-    def _tray(self, places: Sequence[Place]) -> BySize:
-        fee = cost(trays=1, whole_trays=places[0].tray not in self.broken)
-        return self._joined(map(self._board, _grouped(places, "board")), fee)
+    def _tray(self, candidates: Sequence[Candidate]) -> BySize:
+        fee = Cost(trays=1, whole_trays=candidates[0].tray not in self.broken)
+        return self._joined(map(self._board, _grouped(candidates, "board")), fee)
 
-    def _board(self, places: Sequence[Place]) -> BySize:
-        """Within a board devices differ by what each costs of its own."""
-        costs = itertools.accumulate(sorted(place.cost for place in places), initial=0)
-        return self._joined([[*costs]], cost(boards=1, whole_boards=places[0].board not in self.broken))
+    def _board(self, candidates: Sequence[Candidate]) -> BySize:
+        """Take the cheapest: within a board devices differ by what each costs of its own."""
+        own = sorted(each.cost for each in candidates)
+        fee = Cost(boards=1, whole_boards=candidates[0].board not in self.broken)
+        return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], fee)
 
-    def _joined(self, parts: Iterable[BySize], fee: int = 0) -> BySize:
-        """The least cost of every size, spread over the parts in the best way. fee: for any device at all."""
-        total, *others = [*parts] or [[0]]
+    def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
+        """Return the least costs when devices are spread over the parts in the best way.
+
+        fee: what it costs to take any device at all.
+        """
+        total, *others = [*parts] or [[NO_COST]]
         for part in others:
-            sizes = range(min(len(total) + len(part) - 1, self.size + 1))
-            splits = (range(max(0, size - len(total) + 1), min(size + 1, len(part))) for size in sizes)
-            total = [min(part[n] + total[size - n] for n in split) for size, split in zip(sizes, splits, strict=True)]
-        return total[:1] + [each + (fee << self.bits) for each in total[1 : self.size + 1]]
+            joined: BySize = []
+            for size in range(min(len(total) + len(part) - 1, self.size + 1)):
+                counts = range(max(0, size - len(total) + 1), min(size + 1, len(part)))
+                joined.append(min(part[n] + total[size - n] for n in counts))
+            total = joined
+        return total[:1] + [each + fee for each in total[1 : self.size + 1]]
 
 
-def _grouped(places: Iterable[Place], key: Literal["board", "tray"]) -> list[list[Place]]:
-    groups = collections.defaultdict[object, list[Place]](list)
-    for place in places:
-        groups[getattr(place, key)].append(place)
+def _grouped(
+    candidates: Iterable[Candidate], key: Literal["board", "tray"]
+) -> list[list[Candidate]]:
+    groups = collections.defaultdict[object, list[Candidate]](list)
+    for candidate in candidates:
+        groups[candidate.board if key == "board" else candidate.tray].append(candidate)
     return list(groups.values())
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _few(names: Sequence[str]) -> str:
-    """Names for one line of an error: a request can hold ten thousand, and longer ones than Kubernetes takes."""
+def few(names: Sequence[str]) -> str:
+    """Return names for one line: a request can hold ten thousand, longer than Kubernetes takes."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-# ==== CONTAINER EDITS: exactly what a container needs to use its devices. Pure ========================================
-
-
-def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
-    """What containers on shared devices get as their /dev/shm: tt-umd's locks are there, by which users take turns."""
-    if not resource.replicas or not sharing.lock_dir:
-        return None
-    joined = sharing.lock_dir == "/dev/shm"  # with the host's own processes
-    return sharing.lock_dir if joined else f"{sharing.lock_dir}/{resource.name.partition('/')[2]}"
-
-
-def container_edits(
-    devices: Iterable[Device], settings: Settings, mounts: tuple[Mount, ...], locks: str | None,
-    host_path: Callable[[PciFunction], str],
-) -> pb.ContainerAllocateResponse:  # fmt: skip
-    """What a runtime adds to a container. mounts: which exist; locks: its /dev/shm; host_path: where to find a node."""
-    by_address = {address(chip.bdf): chip for device in devices for chip in device.chips}
-    chips, by_cdi = [by_address[key] for key in sorted(by_address)], settings.device_list_strategy == "cdi"
-    addresses, style = [chip.bdf for chip in chips], settings.visible_devices
-    edits = pb.ContainerAllocateResponse(envs={"TT_DEVICE_PLUGIN_DEVICES": ",".join(addresses)})
-    if style != "none":
-        # tt-umd reads it inside the container. An integer there is an index into the devices which *the container*
-        # sees, so a host's ordinal would be wrong; a token with a colon is a PCI address.
-        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(addresses if style == "bdf" else map(str, range(len(chips))))
-    for chip in chips:
-        if by_cdi:
-            edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
-        else:  # under the host's number: tt-umd names its files and locks after it
-            node = f"/dev/tenstorrent/{chip.function.ordinal}"
-            edits.devices.add(container_path=node, host_path=host_path(chip.function), permissions="rw")
-    for mount in (*(() if by_cdi else mounts), *([Mount(locks, "/dev/shm")] if locks else ())):
-        edits.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.read_only)
-    return edits
-
-
-# ==== WHAT OTHERS READ: CDI for runtimes, labels for node-feature-discovery, metrics for Prometheus. Pure =============
-
-CDI_FILE = "tenstorrent.com-device.json"
-LABELS_FILE = "tt-device-plugin"
-Labels = Mapping[str, object]
-Family = tuple[str, str, str, Iterable[tuple[Labels, float]]]  # name, type, help text; labels and value of each sample
-
-
-def cdi_spec(functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]) -> str | None:
-    """A CDI file with each of these chips by its PCI address, and `all`; None without any: CDI knows no empty file."""
-    nodes = {  # by their own paths: a runtime refuses a link there
-        f.bdf: [{"path": f"/dev/tenstorrent/{f.ordinal}", "hostPath": f.path, "permissions": "rw"}] for f in functions
-    }
-    if not nodes:
-        return None
-    nodes["all"] = list(itertools.chain.from_iterable(nodes.values()))
-    devices = [{"name": name, "containerEdits": {"deviceNodes": some}} for name, some in nodes.items()]
-    options = {False: ["rbind", "rw"], True: ["rbind", "ro"]}
-    shared = [{"hostPath": m.host, "containerPath": m.container, "options": options[m.read_only]} for m in mounts]
-    spec = {"cdiVersion": "0.5.0", "kind": f"{settings.resource_domain}/device", "devices": devices}
-    return json.dumps(spec | ({"containerEdits": {"mounts": shared}} if shared else {}), indent=1)
-
-
-def feature_file(resources: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None) -> str:
-    """Labels for node-feature-discovery's local source. Counts are of devices that exist, healthy or not."""
-    labels = {f"arch.{chip.function.arch}": "true" for chip in chips if chip.present}
-    for resource in resources:
-        there = [device for device in resource.distinct if any(chip.present for chip in device.chips)]
-        boards = {chip.board_type for device in there for chip in device.chips}
-        name = resource.name.partition("/")[2]
-        product = boards.pop() if len(boards) == 1 else "mixed"
-        labels |= {
-            f"{name}.count": str(len(there)),
-            f"{name}.product": f"{product}-SHARED" if resource.replicas and name == resource.unshared else product,
-            f"{name}.replicas": str(resource.replicas or 1),
-            f"{name}.sharing": str(resource.replicas > 0).lower(),
-        }
-    labels |= zip(("driver.major", "driver.minor"), re.findall(r"\d+", driver or ""), strict=False)
-    firmware = {chip.firmware for chip in chips if chip.present and chip.firmware}
-    labels["firmware.version"] = "mixed" if len(firmware) > 1 else "".join(firmware)
-    labels |= {"driver.version": driver or "", "plugin.version": __version__}
-    # Kubernetes takes 63 characters for a label's name, and as many for its value, which is alphanumeric at both ends.
-    values = {key: re.sub(r"[^A-Za-z0-9._-]+", "_", labels[key])[:63].strip("._-") for key in sorted(labels)}
-    domain = settings.resource_domain
-    return "".join(f"{domain}/{key}={value}\n" for key, value in values.items() if value and len(key) <= 63)
-
-
-def exposition(families: Iterable[Family]) -> str:
-    """Prometheus' text format; what has no sample is left out, a label that is None is empty."""
-    lines: list[str] = []
-    for name, kind, text, samples in families:
-        told = [(",".join([_label(*label) for label in labels.items()]), value) for labels, value in samples]
-        if shown := [f"{name}{{{label}}} {value:.15g}" if label else f"{name} {value:.15g}" for label, value in told]:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *shown]
-    return "".join(f"{line}\n" for line in lines)
-
-
-@functools.lru_cache(maxsize=2048, typed=True)  # the same ones every few seconds
-def _label(key: str, value: object) -> str:
-    text = ("" if value is None else str(value)).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    return f'{key}="{text}"'
-
-
-def chip_metrics(chips: Iterable[Chip], resource_of: Mapping[str, Resource], holders: Holders) -> list[Family]:
-    """What is known of each chip; `device` is its PCI address."""
-    told = [({"device": chip.bdf}, chip, chip.telemetry or Telemetry()) for chip in chips]
-    return [
-        ("tt_device_info", "gauge", "A chip, and what it is.",
-         [({**labels, "board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch,
-            "serial": chip.serial, "firmware": chip.firmware, "numa_node": chip.function.numa_node,
-            "resource": r.name if (r := resource_of.get(chip.bdf)) else None}, 1) for labels, chip, _ in told]),
-        ("tt_device_healthy", "gauge", "Whether nothing is wrong with a chip.",
-         [(labels, chip.health.fault is None) for labels, chip, _ in told]),
-        ("tt_device_fault", "gauge", "What is wrong with a chip, while it is.",
-         [({**labels, "kind": chip.health.fault.name.lower()}, 1) for labels, chip, _ in told if chip.health.fault]),
-        ("tt_device_temperature_celsius", "gauge", "The chip's temperature at the last poll.",
-         [(labels, t.temperature) for labels, chip, t in told if chip.present and t.temperature is not None]),
-        ("tt_device_temperature_limit_celsius", "gauge", "The limit that the card itself names.",
-         [(labels, t.temperature_limit) for labels, _, t in told if t.temperature_limit is not None]),
-        ("tt_device_thermal_trips_total", "counter", "Thermal trips that the firmware has counted.",
-         [(labels, t.trips) for labels, _, t in told if t.trips is not None]),
-        ("tt_device_allocated", "gauge", "A container that was given the chip.",
-         [({**labels, **one.place()}, 1) for labels, chip, _ in told for one in holders.get(chip.bdf, ())]),
-    ]  # fmt: skip
-
-
-def plugin_metrics(
-    listed: Sequence[tuple[Resource, bool, int]], allocations: Mapping[tuple[str, str], int], started: float
-) -> list[Family]:
-    """Of the resources, with whether they are registered and how often they were; of the daemon. started: Unix time."""
-    counts = {r.name: {"healthy": r.healthy, "unhealthy": len(r.distinct) - r.healthy} for r, *_ in listed}
-    return [
-        ("tt_resource_devices", "gauge", "Devices of a resource, as the kubelet knows them.",
-         [({"resource": name, "health": health}, counts[name][health]) for name in counts for health in counts[name]]),
-        ("tt_kubelet_registered", "gauge", "Whether the kubelet has a resource.",
-         [({"resource": resource.name}, registered) for resource, registered, _ in listed]),
-        ("tt_kubelet_registrations_total", "counter", "Registrations with the kubelet that succeeded.",
-         [({"resource": resource.name}, count) for resource, _, count in listed]),
-        ("tt_allocations_total", "counter", "The kubelet's requests for devices, by what came of them.",
-         [({"resource": name, "result": result}, count) for (name, result), count in allocations.items()]),
-        ("tt_plugin_info", "gauge", "The version that runs.", [({"version": __version__}, 1)]),
-        ("tt_plugin_start_time_seconds", "gauge", "When it was started, in Unix time.", [({}, started)]),
-    ]  # fmt: skip
-
-
-# ==== DEVICE PLUGIN SERVICE: what the kubelet calls ===================================================================
-
-PLUGIN_OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True)
-Context = grpc.aio.ServicerContext[Any, Any]
-ContainerResponses = list[pb.ContainerAllocateResponse]
-# Answers for a resource's IDs, per container, or raises Refusal.
-Allocator = Callable[["DevicePlugin", Sequence[Sequence[str]]], Coroutine[Any, Any, ContainerResponses]]
-
-
-def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """The resource's devices by ID, as the kubelet wants them: no topology at all where no NUMA node is known."""
-    response = pb.ListAndWatchResponse()
-    for identifier, device in sorted(resource.devices.items()):  # in an order that is no news when numbers are swapped
-        listed = response.devices.add(ID=identifier, health="Unhealthy" if device.reason else "Healthy")
-        if device.numa_nodes:
-            listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)
-    return response
-
-
-def check_allocation(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
-    """Raises Refusal if these IDs, per container, cannot be allocated as things stand."""
-    wanted = list(itertools.chain.from_iterable(containers))
-    if not containers or not all(containers):
-        raise Refusal(Code.INVALID_ARGUMENT, "a container without devices" if containers else "no container")
-    if unknown := [identifier for identifier in wanted if identifier not in resource.devices]:
-        raise Refusal(Code.NOT_FOUND, f"{resource.name} has no device {_few(unknown)}")
-    if len(wanted) != len({*wanted}):
-        twice = [identifier for identifier, count in collections.Counter(wanted).items() if count > 1]
-        raise Refusal(Code.INVALID_ARGUMENT, f"device {_few(twice)} is asked for more than once")
-    if resource.one_each and (most := max(map(len, containers))) > 1:
-        reason = f"{most} of {resource.name} for one container: each is a share of a device, two are no more of it"
-        raise Refusal(Code.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
-    for identifier in wanted:
-        if fault := resource.devices[identifier].reason:
-            raise Refusal(Code.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
-
-
-class Watch:
-    """A ListAndWatch stream that is awaited; its futures are to be awaited by wait() only, which cancels nothing."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.opened, self.ended = loop.create_future(), loop.create_future()
-
-
-class DevicePlugin(rpc.DevicePluginServicer):
-    """One resource, as the kubelet sees it. The daemon publishes, the kubelet watches and allocates."""
-
-    def __init__(self, resource: Resource, allocate: Allocator) -> None:
-        self.resource = resource
-        self._allocate = allocate
-        self._list = device_list(resource)
-        self._stirred = asyncio.Event()  # the streams have something to do; then they wait for the next such event
-        self._awaited: Watch | None = None
-        self._ending = False
-
-    def publish(self, resource: Resource) -> None:
-        """Take over a new state; open streams hear of it if the list is another one."""
-        self.resource = resource
-        devices = device_list(resource)
-        if devices != self._list:
-            self._list = devices
-            self._stirred.set()
-            self._stirred = asyncio.Event()
-
-    def await_watch(self) -> Watch:
-        """The next stream to be opened: after a Register it is the kubelet's. Others, whoever opens them, are not."""
-        self._awaited = Watch()
-        return self._awaited
-
-    def end_streams(self) -> None:
-        """For good: a server without calls stops at once."""
-        self._ending = True
-        self._stirred.set()
-
-    async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> pb.DevicePluginOptions:
-        return PLUGIN_OPTIONS
-
-    async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ListAndWatchResponse]:
-        watch, self._awaited, sent = self._awaited or Watch(), None, None
-        watch.opened.set_result(None)
-        try:
-            while not self._ending:
-                if self._list != sent:
-                    sent = self._list
-                    yield sent
-                else:
-                    await self._stirred.wait()
-        finally:
-            watch.ended.set_result(None)
-
-    async def GetPreferredAllocation(
-        self, request: pb.PreferredAllocationRequest, context: Context
-    ) -> pb.PreferredAllocationResponse:
-        response = pb.PreferredAllocationResponse()
-        for asked in request.container_requests:
-            available, must = asked.available_deviceIDs, asked.must_include_deviceIDs
-            try:
-                chosen = preferred_allocation(self.resource, available, must, asked.allocation_size)
-            except Refusal as refusal:
-                await context.abort(refusal.code, str(refusal))
-            response.container_responses.add(deviceIDs=chosen)
-        return response
-
-    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
-        containers = [list(container.devices_ids) for container in request.container_requests]
-        try:
-            response = pb.AllocateResponse(container_responses=await self._allocate(self, containers))
-        except Refusal as refusal:
-            log.warning("%s: refused an allocation: %s", self.resource.name, refusal)
-            await context.abort(refusal.code, str(refusal))
-        log.debug("%s: allocated %s", self.resource.name, containers)
-        return response
-
-    async def PreStartContainer(
-        self, request: pb.PreStartContainerRequest, context: Context
-    ) -> pb.PreStartContainerResponse:
-        return pb.PreStartContainerResponse()  # nothing to do, and the options do not ask for the call
-
-
-# ==== KUBELET SESSION: a socket for each resource, and its registration, for as long as both of us live ===============
-
-KUBELET_SOCKET = "kubelet.sock"
-SOCKET_PREFIX = "tt-"
-DROP_IN = "/usr/share/doc/tt-device-plugin/examples/kubelet-dir.conf"  # lets the unit write to another directory
-REGISTERED = "registered with kubelet"
-REGISTER_TIMEOUT = 10.0  # seconds
-BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-CHANNEL_OPTIONS = (
-    # Subchannels are shared between channels by default, and with them the back-off from a dead kubelet's socket.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
-)
-SocketIdentity = tuple[int, int, int]
-_bindings = itertools.count(1)
-
-
-class RegistrationError(Exception):
-    """The kubelet cannot be reached, refuses, or has dropped us; in words."""
-
-
-class KubeletSession:
-    """Serves one resource on a socket in the device plugin directory and keeps it registered.
-
-    An attempt (bind, register, stay until the kubelet is lost) runs as a task. What happens in the directory ends the
-    attempt and starts the next at once; without any event, attempts that fail come again after a growing pause.
-    """
-
-    def __init__(self, plugin: DevicePlugin, directory: str, changed: Callable[[], None]) -> None:
-        """changed: called when `state` has become another."""
-        self.plugin = plugin
-        self.name = plugin.resource.name
-        self.state = "starting"
-        self.registrations = 0  # that succeeded
-        self.tried_to_serve = asyncio.Event()  # or was closed before it could
-        self._directory = directory
-        self._changed = changed
-        self._server: grpc.aio.Server | None = None
-        self._socket = ""  # its path
-        self._bound: SocketIdentity | None = None  # its file
-        self._watch: Watch | None = None  # the kubelet's stream; None as long as it has not been told of the socket
-        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
-        self._kubelet: SocketIdentity | None = None  # as it was when the attempt began
-        self._pausing = False
-        self._disturbed = False  # something foreign happened in the directory during the attempt
-        self._ending: set[asyncio.Task[None]] = set()  # former attempts and servers, for the moment that it takes them
-        self._task = asyncio.create_task(self._attempts())  # the present one, and what comes after it without events
-
-    def check_sockets(self, *, kubelet_is_new: bool, disturbed: bool) -> None:
-        """Start anew if what may have happened in the directory concerns us.
-
-        kubelet_is_new: even if it looks like the last one. disturbed: by something that ends a pause, but no attempt.
-        """
-        moved = socket_identity(self._kubelet_socket) != self._kubelet
-        removed = self._bound is not None and socket_identity(self._socket) != self._bound
-        if kubelet_is_new or moved or removed or (disturbed and self._pausing):
-            self._task.cancel()
-            self._end(self._task)
-            self._task = asyncio.create_task(self._attempts())
-        self._disturbed |= disturbed
-
-    async def close(self) -> None:
-        """End the session: no task, server or socket is left."""
-        self.plugin.end_streams()
-        self._task.cancel()
-        await asyncio.wait({self._task, *self._ending})
-        if stop := self._unbind(0.1):  # seconds that calls under way have
-            await stop
-        self.tried_to_serve.set()
-
-    def _end(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Have the next attempt wait for this."""
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
-
-    async def _attempts(self) -> None:
-        while self._ending:
-            await asyncio.wait(self._ending)
-        pause, longest = BACKOFF
-        while True:
-            self._pausing, self._disturbed, started = False, False, time.monotonic()
-            with surviving(f"the session of {self.name}"):
-                try:
-                    await self._bind()
-                    self.tried_to_serve.set()
-                    watch = await self._register()
-                    while self._ending:  # the former server: the streams that are left are the new one's
-                        await asyncio.wait(self._ending)
-                    await asyncio.wait({watch.opened}, timeout=REGISTER_TIMEOUT)
-                    if not watch.opened.done():
-                        raise RegistrationError("kubelet took the registration but does not watch the devices")
-                    await asyncio.wait({watch.ended})
-                    self._tell("kubelet no longer watches the devices")
-                except RegistrationError as error:
-                    self._tell(str(error))
-            self.tried_to_serve.set()
-            if self._disturbed or time.monotonic() - started > 30:  # seconds: a registration that held
-                pause = BACKOFF[0]
-            self._pausing = True
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
-
-    async def _bind(self) -> None:
-        """Serve on a socket that the kubelet has not been told of yet, unless we do.
-
-        Its name, such as "tt-n300.4711-1.sock", is a new one: kubelet 1.37 refuses one that it still has a connection
-        to, and then loses sight of that connection; and gRPC, too, unlinks the path of a server that stops late.
-        """
-        former_kubelet, self._kubelet = self._kubelet, socket_identity(self._kubelet_socket)
-        if self._bound and not self._watch and socket_identity(self._socket) == self._bound:
-            return
-        stop = self._unbind(None)
-        watched = self._watch and self._watch.opened.done() and not self._watch.ended.done()
-        if stop and watched and self._kubelet == former_kubelet:
-            # Before 1.37 the end of any stream of a resource makes the kubelet forget the newest registration of it, so
-            # it has to have noticed the end of the old stream before it hears of the new one.
-            await asyncio.shield(stop)
-            await asyncio.sleep(0.05)
-        if not os.path.isdir(self._directory):
-            raise RegistrationError(f"waiting for {self._directory}")
-        # A connection that says nothing is closed; the default is two minutes.
-        server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
-        rpc.add_DevicePluginServicer_to_server(self.plugin, server)  # type: ignore[no-untyped-call]
-        name = self.name.partition("/")[2][:18]  # the path of a socket has 107 bytes at most
-        self._socket = f"{self._directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{next(_bindings) % 100_000}.sock"
-        try:
-            server.add_insecure_port(f"unix:{self._socket}")
-        except RuntimeError:  # gRPC does not pass on what bind() said
-            reason = f"cannot serve in {self._directory}; if the unit's sandbox forbids it: {DROP_IN}"
-            raise RegistrationError(reason) from None
-        self._server, self._watch, self._bound = server, None, socket_identity(self._socket)
-        # An attempt can be dropped here, too; half a start would leave a server that never serves.
-        await asyncio.shield(self._end(asyncio.create_task(server.start())))
-        if self._bound is None:
-            raise RegistrationError(f"{self._socket} has gone while it was made")
-
-    def _unbind(self, grace: float | None) -> asyncio.Task[None] | None:
-        """Begin to stop the server, which takes some milliseconds; the next attempt comes after that in any case."""
-        server, self._server, self._bound = self._server, None, None
-        return self._end(asyncio.create_task(server.stop(grace))) if server else None
-
-    async def _register(self) -> Watch:
-        if self._kubelet is None:
-            raise RegistrationError(f"waiting for kubelet ({self._kubelet_socket} is not there)")
-        for pause in (0.001, 0.002, 0.004, 0.008):  # seconds: bind() makes the file, listen() comes microseconds later
-            if listens(self._kubelet_socket):
-                break
-            await asyncio.sleep(pause)
-        else:
-            raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
-        request = pb.RegisterRequest(version="v1beta1", resource_name=self.name, options=PLUGIN_OPTIONS)
-        request.endpoint = os.path.basename(self._socket)
-        self._watch = watch = self.plugin.await_watch()
-        async with grpc.aio.insecure_channel(f"unix:{self._kubelet_socket}", options=CHANNEL_OPTIONS) as channel:
-            try:
-                kubelet = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
-                await kubelet.Register(request, timeout=REGISTER_TIMEOUT)
-            except grpc.aio.AioRpcError as error:
-                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise RegistrationError(f"kubelet has not answered within {REGISTER_TIMEOUT:g} s") from None
-                reason = " ".join((error.details() or error.code().name).split())
-                raise RegistrationError(f"kubelet refuses: {reason}") from None
-        log.info("%s: registered with kubelet, %s", self.name, _counted(len(self.plugin.resource.distinct), "device"))
-        self.registrations += 1
-        self._tell(REGISTERED)
-        return watch
-
-    def _tell(self, state: str) -> None:
-        if state != self.state:
-            self.state = state
-            if state != REGISTERED:  # which has had a line of its own
-                log.log(logging.INFO if state.startswith("waiting") else logging.WARNING, "%s: %s", self.name, state)
-            self._changed()
-
-
-def socket_identity(path: str) -> SocketIdentity | None:
-    """Device, inode and time of making of a socket's file: inode numbers are reused, so two of them do not suffice."""
-    with contextlib.suppress(OSError):
-        status = os.stat(path)
-        return status.st_dev, status.st_ino, status.st_mtime_ns
-    return None
-
-
-def remove_dead_sockets(directory: str) -> None:
-    """Remove what a daemon left that was killed: sockets of ours on which nobody listens."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            path = f"{directory}/{name}"
-            if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name) and not listens(path):
-                os.unlink(path)
-
-
-def listens(path: str) -> bool:
-    """Whether somebody accepts connections on a unix socket. Does not block."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
-        return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many have connected that the queue is full
+# ==== THREADS: what can block for seconds. They get plain data and hand back plain data ===========
+
+READ_PATIENCE = 0.1  # seconds after which the others no longer wait for a job
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
-def surviving(what: str) -> Iterator[None]:
-    """The boundary at which the daemon outlives an error of its own: it is logged with its traceback."""
+def log_and_continue(what: str) -> Iterator[None]:
+    """The boundary at which the daemon outlives an error of its own: it is logged."""
     try:
         yield
     except Exception:
         log.exception("internal error in %s; going on", what)
 
 
-# ==== OWNERS: who holds which chip, which the kubelet knows ===========================================================
+class ThreadPool(Generic[Job, Result]):
+    """Does one job after another on a thread; one that blocks keeps it, and another thread goes on.
 
-ASK_TIMEOUT = 1.0  # seconds
-ADMISSION = 10.0  # seconds after an allocation by which the kubelet lists the pod, or never will
+    Two queues, of jobs and of results, are all that loop and threads share. Of a key there is one
+    job under way, so there is at most one thread more than jobs that block. Threads end with their
+    work, and the daemon's end does not wait for them.
+    """
 
+    def __init__(
+        self,
+        work: Callable[[Job], Result],
+        deliver: Callable[[list[tuple[Job, Result | None]]], None],
+    ) -> None:
+        """deliver: gets, on the loop, what was done, possibly nothing, when there is news.
 
-class Owners:
-    """The holders of chips: those that the kubelet lists, and those that it was answered about since."""
+        A result is None if the work raised an exception.
+        """
+        self._work = work
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[str, Job, Result | None]] = queue.SimpleQueue()
+        self._pending: dict[str, None] = {}  # keys without result, in the order of the queue
+        self._next: dict[str, Job] = {}  # what comes after a key's present job
+        self._since: dict[str, float] = {}  # when a job was first seen to have left the queue
+        self._timer: asyncio.TimerHandle | None = None
+        self._lacks_threads = False  # the system gives us none, which was said
 
-    def __init__(self, stood_for: dict[str, dict[str, list[str]]]) -> None:
-        """stood_for: the PCI addresses of what was handed out last under an ID, by resource and ID."""
-        self.stood_for = stood_for
-        self._listed: list[Holder] = []
-        self._of_before: list[Holder] = []  # whom this kubelet has not named yet, since it has just started
-        self._told = -math.inf  # when the kubelet answered
-        self._asked: SocketIdentity | None = None  # the kubelet's socket for this, as it was then
-        self._granted: dict[Holder, float] = {}  # and when
-        self._complained = False  # that the kubelet does not tell
+    def submit(self, key: str, job: Job) -> None:
+        """Have a job done, after the key's present one if there is one."""
+        if key in self._pending:
+            self._next[key] = job
+            return
+        self._pending[key] = None
+        self._jobs.put((key, job))
+        self._loop.call_soon(self._attend)  # later, when all that comes now is in the queue
 
-    def granted(self, resource: str, ids: Mapping[str, Device], now: float) -> bool:
-        """These devices are being given to a pod, under these IDs; returns whether `stood_for` has changed."""
-        changed, known = False, self.stood_for.setdefault(resource, {})
-        for identifier, device in ids.items():
-            chips = [chip.bdf for chip in device.chips]
-            if chips not in ([device.identifier], known.get(device.identifier)):  # an address stands for itself
-                known[device.identifier], changed = chips, True  # an ordinal can be another chip's by then
-            self._granted[Holder(resource, identifier, "a pod that is being admitted")] = now
-        return changed
+    def is_pending(self, key: str) -> bool:
+        return key in self._pending
 
-    def holders(self, chips: Mapping[str, Chip], now: float) -> dict[str, list[Holder]]:
-        """By PCI address; `now` by the same clock as that of `granted`."""
-        held: dict[str, list[Holder]] = {}
-        fresh = [holder for holder, at in self._granted.items() if now - at < ADMISSION]
-        for holder in [*self._listed, *self._of_before, *fresh]:
-            for bdf in self._chips_of(holder, chips):
-                held.setdefault(bdf, []).append(holder)
-        return held
+    def seconds_under_way(self, key: str) -> float:
+        """Return for how long a key's job has been under way; 0 if it is not."""
+        now = time.monotonic()
+        return now - self._since.get(key, now)
 
-    def _chips_of(self, holder: Holder, chips: Mapping[str, Chip]) -> Collection[str]:
-        identifier = holder.identifier.partition("::")[0]  # of the device, not of its replica
-        if known := self.stood_for.get(holder.resource, {}).get(identifier):
-            return known
-        board = [bdf for bdf, chip in chips.items() if chip.board_chips > 1 and board_name(chip) == identifier]
-        return board or [bdf for bdf, chip in chips.items() if identifier in (bdf, asic_name(chip))]
+    def is_settled(self) -> bool:
+        """Whether every job is done, or takes longer than READ_PATIENCE."""
+        if self._lacks_threads:
+            return True
+        return all(self.seconds_under_way(key) >= READ_PATIENCE for key in self._pending)
 
-    def are_stale(self, seconds: float) -> bool:
-        """Whether the kubelet told so long ago, and can tell something else: where nobody is, nobody can have left."""
-        somebody = self._listed or self._of_before or self._granted or self._told < 0
-        return bool(somebody) and time.monotonic() - self._told >= seconds
+    def _attend(self) -> None:
+        """Hand on results; let a thread go on with what waits, unless one is at work."""
+        done = []
+        while not self._results.empty():
+            key, job, result = self._results.get()
+            done.append((job, result))
+            del self._pending[key]
+            self._since.pop(key, None)
+            if key in self._next:
+                self.submit(key, self._next.pop(key))
+        now = time.monotonic()
+        waiting = self._jobs.qsize()
+        begun = itertools.islice(self._pending, len(self._pending) - waiting)
+        ages = [now - self._since.setdefault(key, now) for key in begun]
+        if waiting and all(age >= READ_PATIENCE for age in ages):
+            self._start_thread()
+        self._look_again(ages, waiting)
+        self._deliver(done)
 
-    def kubelet_is_young(self, kubelet: str) -> bool:
-        """Whether it may not have admitted all pods of before its start yet, which its list leaves out until then."""
-        identity = socket_identity(kubelet)
-        return identity is not None and time.time() - identity[2] / 1e9 < ADMISSION
+    def _look_again(self, ages: Iterable[float], waiting: int) -> None:
+        """Wake up when a job under way has used up its patience, or its deadline."""
+        pauses = [READ_PATIENCE] if waiting else []
+        for age in ages:
+            if age < READ_DEADLINE:
+                pauses.append((READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age)
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if pauses:
+            self._timer = self._loop.call_later(min(pauses) + 0.002, self._attend)
 
-    async def ask(self, kubelet: str) -> str | None:
-        """Have the kubelet tell; returns why it does not, in words, "" if there is none, None if it does."""
-        if not listens(kubelet):
-            return ""
-        if self._asked != (identity := socket_identity(kubelet)):
-            # It names a pod only once it has admitted it anew: that it does not is no proof that the pod has ended.
-            self._asked, self._of_before, self._listed = identity, [*self._of_before, *self._listed], []
+    def _start_thread(self) -> None:
         try:
-            async with grpc.aio.insecure_channel(f"unix:{kubelet}", options=CHANNEL_OPTIONS) as channel:
-                call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
-                answer = pods.ListPodResourcesResponse.FromString(await call(b"", timeout=ASK_TIMEOUT))
-        except (grpc.aio.AioRpcError, DecodeError) as error:
-            said = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            reason = " ".join(said.split())
-            if not self._complained:
-                log.warning("kubelet does not tell which pod holds which device (%s): %s", kubelet, reason)
-            self._complained = True
-            return reason
-        self._complained, self._told = False, time.monotonic()
-        self._listed = [
-            Holder(devices.resource_name, identifier, f"{pod.namespace}/{pod.name}", container.name)
-            for pod in answer.pod_resources for container in pod.containers
-            for devices in container.devices for identifier in devices.device_ids
-        ]  # fmt: skip
-        self._of_before = [h for h in self._of_before if h not in self._listed and self.kubelet_is_young(kubelet)]
-        named = {(holder.resource, holder.identifier) for holder in self._listed}
-        fresh = ((h, at) for h, at in self._granted.items() if self._told - at < ADMISSION)
-        self._granted = {h: at for h, at in fresh if (h.resource, h.identifier) not in named}
+            _thread.start_new_thread(self._run, ())
+            self._lacks_threads = False
+        except RuntimeError as error:
+            if not self._lacks_threads:
+                log.error("no thread can be started, nothing is read for now: %s", error)
+            self._lacks_threads = True
+
+    def _run(self) -> None:
+        """Work until nothing waits; runs on a thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                key, job = self._jobs.get_nowait()
+                result = None
+                with log_and_continue(f"the work on {key}"):
+                    result = self._work(job)
+                self._results.put((key, job, result))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
+            self._loop.call_soon_threadsafe(self._attend)
+
+
+class ReadJob(NamedTuple):
+    """A chip to be read."""
+
+    function: PciFunction
+    former: Telemetry | None = None  # what it said last; None: read everything
+    periodic: bool = False  # for a poll, not for an event
+    wants_figures: bool = False  # of SENSORS, too
+    files: AttributeFiles | None = None
+
+
+class Reading(NamedTuple):
+    """What a chip said."""
+
+    function: PciFunction
+    telemetry: Telemetry
+    periodic: bool
+    figures: Figures | None
+
+
+class TelemetryReaders:
+    """Reads chips off the loop, never two at a time of one chip."""
+
+    def __init__(
+        self,
+        deliver: Callable[[list[Reading]], None],
+        read: Callable[..., Telemetry] = read_telemetry,
+    ) -> None:
+        """deliver: as ThreadPool has it. read: in read_telemetry's place."""
+        self._deliver = deliver
+        self._read = read
+        self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
+        self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
+
+    def submit(self, jobs: Iterable[ReadJob]) -> None:
+        """Read these chips; one that is being read is read again, if that can show something new."""
+        for job in jobs:
+            bdf = job.function.bdf
+            if self.pool.is_pending(bdf) and not job.periodic:
+                # So soon after the other reading its heartbeat proves nothing.
+                self.pool.submit(bdf, job._replace(former=None))
+            elif not self.pool.is_pending(bdf):
+                files = self._files.pop(bdf, None) or AttributeFiles()
+                self.pool.submit(bdf, job._replace(files=files))
+
+    def release(self, present: Collection[str]) -> None:
+        """Return the descriptors of chips that are away."""
+        for bdf in self._files.keys() - present:
+            self._files.pop(bdf).close()
+
+    def _work(self, job: ReadJob) -> tuple[Telemetry, Figures | None]:
+        """Runs on a thread."""
+        telemetry = self._read(job.function, job.former, job.files)
+        is_dead = telemetry.all_ones or telemetry.error
+        return telemetry, read_sensors(job.function) if job.wants_figures and not is_dead else None
+
+    def _done(self, done: list[tuple[ReadJob, tuple[Telemetry, Figures | None] | None]]) -> None:
+        readings = []
+        for job, result in done:
+            telemetry, figures = result or (Telemetry(error=("telemetry", errno.EIO)), None)
+            readings.append(Reading(job.function, telemetry, job.periodic, figures))
+            if job.files:
+                self._files[job.function.bdf] = job.files
+        self._deliver(readings)
+
+
+class HostPaths:
+    """Whether paths of the host exist: on a dead network file system nobody ever learns that."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPool[str, bool](os.path.exists, self._done)
+        self._answers: dict[str, asyncio.Future[bool]] = {}
+
+    async def exists(self, path: str, seconds: float) -> bool | None:
+        """Return None if there is no answer within these seconds."""
+        if path not in self._answers:
+            self._answers[path] = asyncio.get_running_loop().create_future()
+            self._pool.submit(path, path)
+        answer = self._answers[path]
+        await asyncio.wait({answer}, timeout=seconds)
+        return answer.result() if answer.done() else None
+
+    def _done(self, done: list[tuple[str, bool | None]]) -> None:
+        for path, exists in done:
+            self._answers.pop(path).set_result(bool(exists))
+
+
+# ==== FILES: what we write, for others and for ourselves ==========================================
+
+
+class OutputFile:
+    """A file that is written as a whole, when its text has become another.
+
+    What could not be written is tried again at each poll, and removed meanwhile if it has become
+    false: that works on a full disk, too.
+    """
+
+    def __init__(self, path: str, *, is_state: bool = False) -> None:
+        """is_state: it is for ourselves, and an old one is better than none."""
+        self.path = path
+        self._is_state = is_state
+        self._text: str | None = None
+        self._written: tuple[str, FileIdentity | None] | None = None
+        self._failure = ""  # which was said
+
+    def want(self, text: str | None) -> None:
+        """Have the file hold this from now on; None: there is to be no file."""
+        self._text = text
+
+    def keep(self) -> None:
+        """Write or remove the file, unless it is as it is wanted."""
+        if self._text is None:
+            self.remove()
+        elif self._written != (self._text, file_identity(self.path)):
+            self.write()
+
+    def write(self) -> None:
+        """Write it in any case."""
+        text = self._text or ""
+        new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
+        try:
+            self._write_new(new, text)
+            os.replace(new, self.path)
+            self._written = (text, file_identity(self.path))
+            self._failure = ""
+        except FileNotFoundError:  # where its directory is not there nobody wants it
+            self._written = None
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            self._say(f"cannot be written: {error.strerror}")
+            if not self._is_state:
+                self.remove()
+
+    def _write_new(self, new: str, text: str) -> None:
+        """Make the file that is renamed then; who may write there cannot make us follow a link."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)  # left by a daemon that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o600 if self._is_state else 0o644)
+
+    def remove(self) -> None:
+        self._written = None
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._say(f"is false and cannot be removed: {error.strerror}")
+
+    def _say(self, reason: str) -> None:
+        if reason != self._failure:
+            log.warning("%s %s", self.path, reason)
+        self._failure = reason
+
+
+class Memory:
+    """What outlives the daemon, in a file of this boot: who the chips are, and who has them.
+
+    Everything that is read is checked: a file can hold anything.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._boot = _read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._file = None
+        content: Any = None
+        if settings.state_dir:
+            path = f"{settings.state_dir}/state.json"
+            self._file = OutputFile(path, is_state=True)
+            errors = (OSError, ValueError, RecursionError)  # none, or garbage
+            with contextlib.suppress(*errors), open(path, encoding="utf-8") as file:
+                content = json.load(file)
+        if not isinstance(content, dict) or content.get("boot") != self._boot:
+            content = {}
+        self.chips: dict[str, Any] = _table_of(content.get("chips"), dict)
+        custody = _table_of(content.get("custody"), (dict, list))
+        self.custody = {
+            "cgroups": _table_of(custody.get("cgroups"), str),
+            "allocations": [
+                each for each in custody.get("allocations", ()) if _is_allocation(each)
+            ],
+        }
+
+    def save(self, chips: Mapping[str, Any], custody: Mapping[str, Any]) -> None:
+        if self._file:
+            content = {"boot": self._boot, "chips": chips, "custody": custody}
+            self._file.want(json.dumps(content))
+            self._file.keep()
+
+
+def _table_of(value: object, kinds: Any) -> dict[str, Any]:
+    """Return the entries of a JSON object whose values are of these types."""
+    if not isinstance(value, dict):
+        return {}
+    return {key: item for key, item in value.items() if isinstance(item, kinds)}
+
+
+def _is_allocation(value: object) -> bool:
+    """Whether a JSON value is what Custody.memory makes of an allocation."""
+    if not isinstance(value, list) or len(value) != 5:
+        return False
+    resource, ids, chips, pod, container = value
+    texts = [resource, pod, container]
+    for several in (ids, chips):
+        texts += several if isinstance(several, list) and several else [None]
+    return all(isinstance(text, str) for text in texts)
+
+
+def make_lock_directory(path: str) -> None:
+    """Make a directory in which everybody may make locks, and nobody remove another's.
+
+    What is there and in order is left alone; one that a runtime made anew is mended. Raises OSError.
+    """
+    if path == "/dev/shm":
+        return
+    for directory in (os.path.dirname(path), path):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o755)
+        status = os.lstat(directory)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is somebody else's", directory)
+    if stat.S_IMODE(os.lstat(path).st_mode) != 0o1777:
+        os.chmod(path, 0o1777)
+
+
+class DirectoryLock:
+    """Keeps a second daemon out of the device plugin directory, by flock() on it."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._descriptor = -1
+        self._is_writable = False
+
+    def holder(self) -> str | None:
+        """Take the lock, unless we have it; return who else has it, in words, or None.
+
+        The directory can be another one each time; while there is none, nobody can be in it.
+        """
+        with contextlib.suppress(OSError):
+            if self._descriptor >= 0:
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
+                    return None
+                os.close(self._descriptor)
+                self._descriptor = -1
+            self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                inode = os.fstat(self._descriptor).st_ino
+                os.close(self._descriptor)
+                self._descriptor = -1
+                return _owner_of_lock(inode)
         return None
 
+    def has_lost_write_access(self) -> bool:
+        """Whether a directory that could be written to was replaced by one that cannot.
 
-# ==== KERNEL EVENTS: what changes among devices (netlink) and in the kubelet's directory (inotify) ====================
+        A mount of the sandbox is lost when its directory is removed on the host.
+        """
+        could, self._is_writable = self._is_writable, os.access(self._directory, os.W_OK)
+        return could and not self._is_writable and os.path.isdir(self._directory)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _owner_of_lock(inode: int) -> str:
+    """Return who has a flock() on the file with this inode, by the kernel's /proc/locks."""
+    for line in (_read_quick("/proc/locks") or "").splitlines():
+        match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
+        if match:
+            return f"process {match[1]}"
+    return "another process"
+
+
+# ==== SYSTEMD: readiness, status, watchdog, and log lines with a priority =========================
+
+
+class ServiceManager:
+    """What systemd wants to know of a Type=notify service (sd_notify(3)); silent without one."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._notifier = sdnotify.SystemdNotifier()
+        if self._notifier.socket:
+            self._notifier.socket.setblocking(False)  # a manager that hangs must not hang us
+        self._status = ""
+        self.watchdog_pause = math.inf  # seconds until the next sign of life is due; inf: never
+        pid = environ.get("WATCHDOG_PID") or str(os.getpid())
+        microseconds = _decimal(environ.get("WATCHDOG_USEC")) or 0
+        if microseconds > 0 and pid == str(os.getpid()):
+            self.watchdog_pause = microseconds / 2e6
+
+    def notify(self, *states: str) -> None:
+        """Send these, such as "READY=1"."""
+        # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the
+        # bytes of that.
+        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
+
+    def sockets(self, name: str) -> list[socket.socket]:
+        """Return the listening sockets of this name that it has handed in (sd_listen_fds(3))."""
+        if self._environ.get("LISTEN_PID") != str(os.getpid()):
+            return []
+        count = _decimal(self._environ.get("LISTEN_FDS")) or 0
+        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
+        return [
+            socket.socket(fileno=3 + number) for number, each in enumerate(names) if each == name
+        ]
+
+    def status(self, text: str) -> None:
+        if text != self._status:
+            self._status = text
+            self.notify(f"STATUS={text}")
+
+
+class _JournalFormatter(logging.Formatter):
+    """Lines with the priority prefix of sd-daemon(3), every line of a traceback, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priorities = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}
+        priority = priorities.get(record.levelno, 3)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
+    """Shorten what gRPC logs of a request that is no protobuf, like an error of ours."""
+    if record.exc_info and isinstance(record.exc_info[1], DecodeError):
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
+    """Log one event a line on stderr; the journal has a time of its own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_without_traceback_of_garbage)
+    form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
+    handler.setFormatter(logging.Formatter(form))
+    with contextlib.suppress(OSError):
+        status = os.fstat(2)  # the journal's own stream, unless it was redirected (systemd.exec(5))
+        if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
+            handler.setFormatter(_JournalFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+# ==== KERNEL EVENTS: among devices (netlink) and in the kubelet's directory (inotify) =============
 
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
@@ -1672,36 +2550,43 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Uevent(NamedTuple):
+    """A kernel event that is about a device of ours."""
+
     action: str  # "add", "remove", "change", "bind", "unbind"
-    ordinal: int | None  # of the node that it is about; None if it is about a PCI function
+    ordinal: int | None  # of the node; None if it is about a PCI function
 
 
 def open_uevent_socket() -> socket.socket:
-    """A socket that gets the kernel's uevents; raises OSError where that is not allowed."""
-    kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, NETLINK_KOBJECT_UEVENT)
-    kernel.bind((0, 1))  # to the kernel's group; udevd's own messages go to group 2
+    """Return a socket that gets the kernel's uevents; raises OSError where that is not allowed."""
+    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+    kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
+    kernel.bind((0, 1))  # the kernel's group; udevd's own messages go to group 2
     return kernel
 
 
 def sent_by_kernel(sender: object) -> bool:
-    """Whether a netlink message came from the kernel itself, which has port id 0 and which nobody can take."""
+    """Whether a netlink message is the kernel's, which has port id 0: nobody else can have it."""
     return isinstance(sender, tuple) and sender[0] == 0
 
 
 def parse_uevent(message: bytes) -> Uevent | None:
-    """The event if it is about one of our devices, else None: a machine has many others, of each container's start."""
+    """Return the event if it is about a device of ours: a machine has many others."""
     if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
-    variables = dict(part.split("=", 1) for part in message.decode("utf-8", "replace").split("\0") if "=" in part)
-    action, subsystem = variables.get("ACTION", ""), variables.get("SUBSYSTEM")
+    parts = message.decode("utf-8", "replace").split("\0")
+    variables = dict(part.split("=", 1) for part in parts if "=" in part)
+    action = variables.get("ACTION", "")
+    subsystem = variables.get("SUBSYSTEM")
     if subsystem == "tenstorrent":
         name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
         return Uevent(action, int(name[1]) if name else None)
     return Uevent(action, None) if subsystem == "pci" and OUR_PCI_ID in message else None
 
 
-def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) -> Iterator[Uevent | None]:
-    """Everything about our devices that waits in the socket; None stands for messages that were lost."""
+def receive_uevents(
+    kernel: socket.socket, trusted: Callable[[object], bool]
+) -> Iterator[Uevent | None]:
+    """Yield what waits in the socket and is about our devices; None: messages were lost."""
     while True:
         try:
             message, sender = kernel.recvfrom(8192)
@@ -1719,20 +2604,22 @@ def receive_uevents(kernel: socket.socket, trusted: Callable[[object], bool]) ->
 class DirectoryWatch:
     """Tells what happens in a directory, from before it exists until after it is gone, and again.
 
-    While it is missing, its nearest ancestor is watched. `check()` finds what no event tells of: that the path leads
-    elsewhere now (a mount, a renamed ancestor). Without inotify (a user's 128 instances are soon used up) it is silent.
+    While it is missing, its nearest ancestor is watched. `check()` finds what no event tells of:
+    the path leads elsewhere now (a mount, a renamed ancestor). Without inotify it is silent.
     """
 
-    MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF = 0x40, 0x80, 0x100, 0x200, 0x400, 0x800
-    OVERFLOW, ONLYDIR = 0x4000, 0x0100_0000
+    MOVED_FROM, MOVED_TO, CREATE, DELETE = 0x40, 0x80, 0x100, 0x200
+    DELETE_SELF, MOVE_SELF, OVERFLOW, ONLYDIR = 0x400, 0x800, 0x4000, 0x0100_0000
     MASK = MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | ONLYDIR
 
-    def __init__(self, path: str, happened: Callable[[Collection[str], Collection[str]], None]) -> None:
-        """happened: gets the names that something happened to, "" for itself or lost events, and which are new."""
+    def __init__(self, path: str, changed: Callable[[Collection[str]], None]) -> None:
+        """changed: gets names that something happened to; "": the directory, or lost events."""
         self._path = path
-        self._happened = happened
-        self._descriptor = self._watch = -1
-        self._watched: tuple[str, tuple[int, int] | None] = ("", None)  # the path, and device and inode of what it was
+        self._changed = changed
+        self._descriptor = -1
+        self._watch = -1
+        # The path that is watched, with device and inode of what it was.
+        self._watched: tuple[str, tuple[int, ...]] = ("", ())
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -1741,7 +2628,7 @@ class DirectoryWatch:
             log.warning("no inotify instance (%s): a kubelet is seen at the next poll only", reason)
             return
         self._arm()
-        loop.add_reader(self._descriptor, self._readable)
+        loop.add_reader(self._descriptor, self._read)
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._descriptor >= 0:
@@ -1749,406 +2636,1109 @@ class DirectoryWatch:
             os.close(self._descriptor)
 
     def check(self) -> None:
+        """Find what no event tells of."""
         if self._descriptor >= 0 and self._nearest() != self._watched:
             self._arm()
-            self._happened({""}, ())
+            self._changed({""})
 
-    def _nearest(self) -> tuple[str, tuple[int, int] | None]:
-        """The directory or, while there is none, its nearest ancestor; with device and inode."""
+    def _nearest(self) -> tuple[str, tuple[int, ...]]:
+        """Return the directory or, while there is none, its nearest ancestor."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
-        identity = socket_identity(path)
-        return path, identity and identity[:2]
+        return path, (file_identity(path) or ())[:2]
 
     def _arm(self) -> None:
         """Watch what is the nearest now."""
-        self._watched = ("", None)
-        while self._watched != (nearest := self._nearest()):  # something can come into being before it is watched
-            self._watched, path = nearest, nearest[0]
+        self._watched = ("", ())
+        nearest = self._nearest()
+        while self._watched != nearest:  # something can come into being before it is watched
+            self._watched = nearest
+            path = os.fsencode(nearest[0])
             _libc.inotify_rm_watch(self._descriptor, self._watch)  # refused if there is none
-            self._watch = _libc.inotify_add_watch(self._descriptor, os.fsencode(path), ctypes.c_uint32(self.MASK))
+            mask = ctypes.c_uint32(self.MASK)
+            self._watch = _libc.inotify_add_watch(self._descriptor, path, mask)
+            nearest = self._nearest()
         if self._watch < 0:
             reason = os.strerror(ctypes.get_errno())
-            log.warning("cannot watch %s (%s): a kubelet is seen at the next poll only", self._watched[0], reason)
+            log.warning("cannot watch %s (%s); the next poll sees a kubelet", nearest[0], reason)
 
-    def _readable(self) -> None:
+    def _read(self) -> None:
         buffer = os.read(self._descriptor, 65536)
-        offset, names, new = 0, set(), set()
+        offset = 0
+        names: set[str] = set()
         while offset < len(buffer):
-            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)
+            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)  # inotify(7)
             name = os.fsdecode(buffer[offset + 16 : offset + 16 + length].rstrip(b"\0"))
             offset += 16 + length
-            if watch == self._watch or mask & self.OVERFLOW:  # else from a watch that was given up
+            if watch == self._watch or mask & self.OVERFLOW:  # else one that was given up
                 names.add(name)
-                if mask & (self.CREATE | self.MOVED_TO):
-                    new.add(name)
         if names and (self._watched[0] != self._path or "" in names):
             self._arm()
-            names, new = {""}, set()
+            names = {""}
         if names:
-            self._happened(names, new)
+            self._changed(names)
 
 
-# ==== OFF THE LOOP: what can block for seconds. Threads get plain data and give back plain data =======================
+# ==== ALLOCATION: a request for devices, from the kubelet's question to the answer ================
 
-READ_PATIENCE = 0.1  # seconds after which the other chips no longer wait for the one that is being read
-Read = Callable[[PciFunction, "Telemetry | None"], Telemetry]
-
-
-class Request(NamedTuple):
-    function: PciFunction  # of a chip to be read
-    last: Telemetry | None  # what it said last; None to have everything read
-    periodic: bool  # it belongs to a poll, not to an event
+MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
+LINK_PATIENCE = 1.0  # seconds that udev has to make a link
+GATE_PATIENCE = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
+PAUSE = 0.02  # seconds between two looks at what tells nobody that it has changed
 
 
-class Reading(NamedTuple):
-    function: PciFunction
-    telemetry: Telemetry
-    periodic: bool
+def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
+    """Return what containers on shared devices get as /dev/shm: there they find their locks."""
+    if not resource.replicas or not sharing.lock_dir:
+        return None
+    is_host = sharing.lock_dir == "/dev/shm"  # with the host's own processes
+    return sharing.lock_dir if is_host else f"{sharing.lock_dir}/{resource.short_name}"
 
 
-class TelemetryReaders:
-    """Reads chips one after another on a thread; a chip that blocks keeps its thread, and another one goes on.
+def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
+    """Raise Refusal if these IDs, per container, cannot be allocated as things stand."""
+    if not containers or not all(containers):
+        reason = "a container without devices" if containers else "no container"
+        raise Refusal(Status.INVALID_ARGUMENT, reason)
+    wanted = collections.Counter(itertools.chain(*containers))
+    unknown = [identifier for identifier in wanted if identifier not in resource.devices]
+    if unknown:
+        raise Refusal(Status.NOT_FOUND, f"{resource.name} has no device {few(unknown)}")
+    twice = [identifier for identifier, count in wanted.items() if count > 1]
+    if twice:
+        reason = f"device {few(twice)} is asked for more than once"
+        raise Refusal(Status.INVALID_ARGUMENT, reason)
+    most = max(map(len, containers))
+    if resource.one_each and most > 1:
+        reason = (
+            f"{most} of {resource.name} for one container: shares of a device are no more of it"
+        )
+        raise Refusal(Status.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
+    for identifier in wanted:
+        device = resource.devices[identifier]
+        fault = device.reason
+        if not fault and device.is_former:
+            fault = (
+                f"the configuration no longer gives it for {', '.join(sorted(device.addresses))}"
+            )
+        if fault:
+            reason = f"device {identifier} is unhealthy: {fault}"
+            raise Refusal(Status.FAILED_PRECONDITION, reason)
 
-    Two queues, of requests and of readings, are all that loop and threads share. A chip has at most one read under way,
-    so there is at most one thread more than there are chips that block. Threads end with their work.
+
+def container_edits(
+    chips: Iterable[Chip], settings: Settings, mounts: Iterable[Mount], locks: str | None
+) -> pb.ContainerAllocateResponse:
+    """Return what a runtime adds to a container. mounts: which exist; locks: its /dev/shm."""
+    chips = sorted(chips, key=lambda chip: address(chip.bdf))
+    by_cdi = settings.device_list_strategy == "cdi"
+    addresses = [chip.bdf for chip in chips]
+    edits = pb.ContainerAllocateResponse(envs={ADDRESSES: ",".join(addresses)})
+    if settings.visible_devices != "none":
+        # tt-umd reads it inside the container. An integer there is an index into the devices that
+        # *the container* sees, so a host's ordinal would be wrong; a colon makes it an address.
+        positions = map(str, range(len(chips)))
+        tokens = addresses if settings.visible_devices == "bdf" else positions
+        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(tokens)
+    for chip in chips:
+        if by_cdi:
+            edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
+        else:  # under the host's number: tt-umd names its files and locks after it
+            node = f"/dev/tenstorrent/{chip.function.ordinal}"
+            host_path = link_path(settings, chip.function) or chip.function.path
+            edits.devices.add(container_path=node, host_path=host_path, permissions="rw")
+    wanted = [] if by_cdi else [*mounts]
+    if locks:
+        wanted.append(Mount(locks, "/dev/shm"))
+    for mount in wanted:
+        edits.mounts.add(
+            container_path=mount.container, host_path=mount.host, read_only=mount.read_only
+        )
+    return edits
+
+
+class Allocator:
+    """Answers the kubelet's requests for devices, and guards each start of a container."""
+
+    def __init__(
+        self, settings: Settings, custody: Custody, refresh: Callable[[], None],
+        save: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """refresh: brings the lists in line with the checkpoint; save: keeps custody's memory."""
+        self.settings = settings
+        self.counts = collections.Counter[tuple[str, str]]()  # by resource and result
+        self._custody = custody
+        self._refresh = refresh
+        self._save = save
+        self._host_paths = HostPaths()
+
+    async def allocate(
+        self, listed: Callable[[], Resource], containers: Sequence[Sequence[str]]
+    ) -> list[pb.ContainerAllocateResponse]:
+        """Return what containers with these IDs get, as things stand now; raises Refusal.
+
+        listed: the resource, as the kubelet has it at each moment.
+        """
+        result = "refused"
+        try:
+            mounts = await self.existing_mounts()
+            await self._wait_for_links(listed(), containers)
+            self._refresh()
+            resource = listed()  # nothing is awaited from here on
+            check_request(resource, containers)
+            chips = [_chips(resource, ids) for ids in containers]
+            self._check_nodes(itertools.chain(*chips))
+            locks = self._make_locks(resource)
+            for ids, theirs in zip(containers, chips, strict=True):
+                addresses = frozenset(chip.bdf for chip in theirs)
+                grant = Allocation(resource.name, frozenset(ids), addresses)
+                self._custody.grant(grant, time.monotonic())
+            self._save()
+            result = "granted"
+            return [container_edits(theirs, self.settings, mounts, locks) for theirs in chips]
+        finally:
+            self.counts[listed().name, result] += 1
+
+    async def existing_mounts(self) -> list[Mount]:
+        """Return the mounts whose host paths exist; raises Refusal if one does not answer."""
+        if self.settings.mounts is None:
+            dev = self.settings.dev_root
+            names = ("hugepages-1G", "hugepages")
+            return [Mount(f"{dev}/{n}", f"/dev/{n}") for n in names if os.path.exists(f"{dev}/{n}")]
+        found = []
+        for mount in self.settings.mounts:
+            exists = await self._host_paths.exists(mount.host, MOUNT_PATIENCE)
+            if exists is None:
+                reason = f"the host's {mount.host}, a mount, does not answer"
+                raise Refusal(Status.UNAVAILABLE, reason)
+            if exists:
+                found.append(mount)
+        return found
+
+    async def _wait_for_links(
+        self, resource: Resource, containers: Iterable[Iterable[str]]
+    ) -> None:
+        """Give udev the time to make links: a kubelet keeps the bare node for a pod's life."""
+        chips = _chips(resource, itertools.chain(*containers))
+        await wait_for_links(self.settings, [chip.function for chip in chips])
+
+    def _check_nodes(self, chips: Iterable[Chip]) -> None:
+        """Raise Refusal if a node is not what sysfs says now; the kernel's event is under way."""
+        for chip in chips:
+            if fault := node_fault_now(chip.function):
+                reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
+                raise Refusal(Status.FAILED_PRECONDITION, reason)
+
+    def _make_locks(self, resource: Resource) -> str | None:
+        locks = lock_directory(self.settings.sharing, resource)
+        try:
+            if locks:
+                make_lock_directory(locks)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}"
+            reason = f"no directory for the locks of {resource.name}: {reason}"
+            raise Refusal(Status.UNAVAILABLE, reason) from None
+        return locks
+
+    async def wait_until_free(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
+        """Wait until no pod that was given these chips before has them open; raises Refusal.
+
+        A kubelet gives the device of a pod that was deleted by force to the next one while the
+        containers of the first run on. It calls PreStartContainer before each start, and tries
+        again after an error (manager.go, PreStartContainer).
+        """
+        deadline = time.monotonic() + GATE_PATIENCE
+        self._refresh()
+        user = self._other_user(listed(), frozenset(ids))
+        if user:
+            log.info("%s: a container waits for the end of %s", listed().name, user)
+        while user:
+            if time.monotonic() > deadline:
+                raise Refusal(
+                    Status.UNAVAILABLE, f"{user} has the device open and has to end first"
+                )
+            await asyncio.sleep(5 * PAUSE)
+            self._refresh()
+            user = self._other_user(listed(), frozenset(ids))
+
+    def _other_user(self, resource: Resource, ids: frozenset[str]) -> str | None:
+        """Return the pod, in words, that uses these chips by another answer; None if none does.
+
+        Other processes do not count, nor do fellow users of a shared device.
+        """
+        custody = self._custody
+        allocations = custody.allocations(time.monotonic())
+        own = {
+            each.pod
+            for each in allocations
+            if each.resource == resource.name and each.ids == ids and custody.is_filed(each)
+        }
+        for chip in _chips(resource, ids):
+            for each in allocations:
+                is_fellow = resource.replicas > 0 and each.resource == resource.name
+                is_other = each.pod not in own and each.pod != "" and not is_fellow
+                if is_other and chip.bdf in each.chips and self._has_open(each.pod, chip):
+                    return custody.describe(each)
+        return None
+
+    def _has_open(self, pod: str, chip: Chip) -> bool:
+        """Whether a process of a pod has a chip's node open; if unknown, whether it has processes."""
+        if not chip.present:
+            return False
+        processes = processes_on(self.settings, chip.function.ordinal)
+        if processes is None:
+            return self._custody.cgroups.exists(pod)
+        names = (pod, pod.replace("-", "_"))
+        return any(name in process.cgroup for process in processes for name in names)
+
+
+def _chips(resource: Resource, ids: Iterable[str]) -> list[Chip]:
+    """Return the chips behind IDs, each once."""
+    devices = (resource.devices[each] for each in ids if each in resource.devices)
+    found = {chip.bdf: chip for device in devices for chip in device.chips}
+    return list(found.values())
+
+
+async def wait_for_links(settings: Settings, functions: Sequence[PciFunction]) -> None:
+    """Wait until udev has made the links of these nodes, or has had the time to."""
+    deadline = time.monotonic() + LINK_PATIENCE
+    while expects_links(settings) and time.monotonic() < deadline:
+        if all(link_path(settings, function) for function in functions):
+            return
+        await asyncio.sleep(PAUSE)
+
+
+# ==== DEVICE PLUGIN SERVICE: what the kubelet calls (device plugin API v1beta1) ===================
+
+PLUGIN_OPTIONS = pb.DevicePluginOptions(
+    pre_start_required=True, get_preferred_allocation_available=True
+)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def device_list(resource: Resource) -> pb.ListAndWatchResponse:
+    """Return the devices as the kubelet wants them: no topology where no NUMA node is known.
+
+    Sorted by ID: chips that swap ordinals leave the list unchanged.
+    """
+    response = pb.ListAndWatchResponse()
+    for identifier, device in sorted(resource.devices.items()):
+        health = "Unhealthy" if device.reason else "Healthy"
+        listed = response.devices.add(ID=identifier, health=health)
+        if device.numa_nodes:
+            listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)
+    return response
+
+
+class Listing:
+    """One resource, as the kubelet's streams are told of it."""
+
+    def __init__(self, resource: Resource) -> None:
+        self.resource = resource
+        self.message = device_list(resource)
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    @property
+    def healthy(self) -> frozenset[str]:
+        """The IDs that are on offer."""
+        return frozenset(each.ID for each in self.message.devices if each.health == "Healthy")
+
+    def publish(self, resource: Resource) -> None:
+        """Take over a new state; open streams get the list if it is another one."""
+        self.resource = resource
+        message = device_list(resource)
+        if message != self.message:
+            self.message = message
+            self.repeat()
+
+    def repeat(self) -> None:
+        """Send the list on open streams, also unchanged: the kubelet writes its checkpoint then."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """End all streams."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def messages(self) -> AsyncIterator[pb.ListAndWatchResponse]:
+        while not self._is_closed:
+            changed = self._changed
+            yield self.message
+            await changed.wait()
+
+
+# ==== KUBELET SESSION: a resource's socket and registration, for as long as both of us live =======
+
+KUBELET_SOCKET = "kubelet.sock"
+SOCKET_PREFIX = "tt-"
+REGISTERED = "registered with kubelet"
+REGISTER_TIMEOUT = 10.0  # seconds
+STREAM_PAUSE = 0.05  # seconds in which a kubelet notices that a stream has ended
+RIVAL_PATIENCE = 1.0  # seconds in which a kubelet has written what it was told
+BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
+CHANNEL_OPTIONS = (
+    # Subchannels are shared between channels by default, and so is the back-off from a dead socket.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
+)
+_numbers = itertools.count(1)
+
+
+class RegistrationError(Exception):
+    """The kubelet cannot be reached, refuses, or has dropped us; in words."""
+
+
+class Disturbance(RegistrationError):
+    """Something happened in the directory that the attempt under way does not survive."""
+
+
+class Endpoint(rpc.DevicePluginServicer):
+    """One server on one socket, registered once.
+
+    Each has a name of its own, such as "tt-n300.4711-1.sock": kubelet 1.37 refuses one to which it
+    still has a connection, and loses sight of that (plugin/v1beta1/server.go); and gRPC, too,
+    unlinks the path of a server that stops late.
     """
 
-    def __init__(self, deliver: Callable[[list[Reading]], None], read: Read = read_telemetry) -> None:
-        """deliver: called on the loop with what was read, possibly nothing, whenever there is something to see."""
-        self._deliver = deliver
-        self._read = read
-        self._loop = asyncio.get_running_loop()
-        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
-        self._asked: dict[str, Request] = {}  # those that have not answered, by PCI address, in the order of the queue
-        self._again: dict[str, Request] = {}  # what was asked of a chip while it was being read
-        self._since: dict[str, float] = {}  # when a chip was first seen to be no longer in the queue
-        self._timer: asyncio.TimerHandle | None = None
-        self._no_thread = False  # the system gives us none, which was said
+    def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.opened = loop.create_future()  # the kubelet's stream
+        self.ended = loop.create_future()  # … and why, in words
+        self.is_announced = False  # the kubelet has been told of it
+        self.kubelet: FileIdentity | None = None  # its socket when the attempt began
+        self._listing = listing
+        self._allocator = allocator
+        self._file: FileIdentity | None = None
+        name = listing.resource.short_name[:18]  # SOCKET_NAME_MAX
+        number = next(_numbers) % 100_000
+        self._path = f"{directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{number}.sock"
+        # A connection that says nothing is closed; the default is two minutes.
+        self._server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
+        rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
-    def request(self, requests: Iterable[Request]) -> None:
-        """Read these chips, never two at once of one: what an event wants of one that is asked already comes after."""
-        for request in requests:
-            bdf = request.function.bdf
-            if bdf not in self._asked:
-                self._ask(request)
-            elif not request.periodic or self._asked[bdf].function != request.function:
-                # So soon after the other reading its heartbeat proves nothing.
-                self._again[bdf] = request._replace(last=None, periodic=False)
-        self._loop.call_soon(self._attend)  # later: a thread that reads meanwhile would only wait for the interpreter
-
-    def seconds_under_way(self, bdf: str) -> float:
-        """How long the read of a chip has been under way; 0 if there is none."""
-        now = time.monotonic()
-        return now - self._since.get(bdf, now)
-
-    def is_settled(self) -> bool:
-        """Whether every chip that was asked for has answered, or has taken longer than READ_PATIENCE."""
-        return self._no_thread or all(self.seconds_under_way(bdf) >= READ_PATIENCE for bdf in self._asked)
-
-    def _ask(self, request: Request) -> None:
-        self._asked[request.function.bdf] = request
-        self._waiting.put(request)
-
-    def _attend(self) -> None:
-        """Hand on what was read; let a thread go on with what waits, unless one is at work that gets on."""
-        readings = []
-        while not self._done.empty():
-            readings.append(reading := self._done.get())
-            bdf = reading.function.bdf
-            del self._asked[bdf]
-            self._since.pop(bdf, None)
-            if again := self._again.pop(bdf, None):
-                self._ask(again)
-        now, waiting = time.monotonic(), self._waiting.qsize()
-        ages = [now - self._since.setdefault(bdf, now) for bdf in list(self._asked)[: len(self._asked) - waiting]]
-        if waiting and all(age >= READ_PATIENCE for age in ages):
-            self._start_thread()
-        # Look again when a read under way has used up its patience, or its deadline.
-        waits = [(READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age for age in ages if age < READ_DEADLINE]
-        wait = min([*waits, READ_PATIENCE] if waiting else waits, default=math.inf)
-        if self._timer:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(wait + 0.002, self._attend) if wait < math.inf else None
-        self._deliver(readings)
-
-    def _start_thread(self) -> None:
+    async def serve(self) -> None:
+        """Bind the socket and answer on it; raises RegistrationError."""
         try:
-            _thread.start_new_thread(self._work, ())
-            self._no_thread = False
-        except RuntimeError as error:
-            if not self._no_thread:
-                log.error("telemetry is not read for now: %s", error)
-            self._no_thread = True
+            self._server.add_insecure_port(f"unix:{self._path}")
+        except RuntimeError:  # gRPC does not pass on what bind() said
+            raise RegistrationError(f"cannot serve in {os.path.dirname(self._path)}") from None
+        self._file = file_identity(self._path)
+        await self._server.start()
+        if self._file is None:
+            raise RegistrationError(f"{self._path} has gone while it was made")
 
-    def _work(self) -> None:
-        """Runs on a thread."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                function, last, periodic = self._waiting.get_nowait()
-                telemetry = Telemetry(error=("telemetry", 0))
-                with surviving(f"the reading of {function.bdf}"):
-                    telemetry = self._read(function, last)
-                self._done.put(Reading(function, telemetry, periodic))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
-            self._loop.call_soon_threadsafe(self._attend)
+    def is_lost(self) -> bool:
+        """Whether the socket is no longer where it was made."""
+        return self._file is not None and file_identity(self._path) != self._file
 
+    def is_fresh(self) -> bool:
+        """Whether it serves, and the kubelet has not been told of it."""
+        return self._file is not None and not self.is_lost() and not self.is_announced
 
-class HostPaths:
-    """Whether paths of the host are there. On a dead network file system nobody ever learns that."""
+    def is_watched(self) -> bool:
+        """Whether the kubelet has its stream open."""
+        return self.opened.done() and not self.ended.done()
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._asked: dict[str, asyncio.Future[bool]] = {}  # whose threads have not answered: one for each path at most
+    async def register(self, kubelet_socket: str) -> None:
+        """Register the resource and wait for the answer; raises RegistrationError.
 
-    async def is_there(self, path: str, seconds: float) -> bool | None:
-        """None: there is no answer within these seconds."""
-        if path not in self._asked:
+        The kubelet calls back before it answers. The next stream is its own; others, whoever opens
+        them, are not.
+        """
+        for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
+            if listens(kubelet_socket):
+                break
+            await asyncio.sleep(pause)
+        else:
+            raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
+        request = pb.RegisterRequest(
+            version="v1beta1",
+            endpoint=os.path.basename(self._path),
+            resource_name=self._listing.resource.name,
+            options=PLUGIN_OPTIONS,
+        )
+        self.is_announced = True
+        async with grpc.aio.insecure_channel(f"unix:{kubelet_socket}", CHANNEL_OPTIONS) as channel:
+            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
-                _thread.start_new_thread(self._look, (path,))
-            except RuntimeError:
-                return None
-            self._asked[path] = self._loop.create_future()
-        answer = self._asked[path]
-        await asyncio.wait({answer}, timeout=seconds)
-        return answer.result() if answer.done() else None
+                await stub.Register(request, timeout=REGISTER_TIMEOUT)
+            except grpc.aio.AioRpcError as error:
+                if error.code() == Status.DEADLINE_EXCEEDED:
+                    reason = f"kubelet has not answered within {REGISTER_TIMEOUT:g} s"
+                    raise RegistrationError(reason) from None
+                raise RegistrationError(f"kubelet refuses: {words_of(error)}") from None
 
-    def _look(self, path: str) -> None:
-        """Runs on a thread."""
-        there = os.path.exists(path)
-        with contextlib.suppress(RuntimeError):  # as above
-            self._loop.call_soon_threadsafe(lambda: self._asked.pop(path).set_result(there))
+    def lose(self, reason: str) -> None:
+        """Give the registration up."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Stop the server; calls have so many seconds. It takes some milliseconds."""
+        self._file = None
+        await self._server.stop(grace)
+
+    async def GetDevicePluginOptions(
+        self, request: pb.Empty, context: Context
+    ) -> pb.DevicePluginOptions:
+        return PLUGIN_OPTIONS
+
+    async def ListAndWatch(
+        self, request: pb.Empty, context: Context
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        is_kubelet = self.is_announced and not self.opened.done()
+        if is_kubelet:
+            self.opened.set_result(None)
+        try:
+            async for message in self._listing.messages():
+                yield message
+        finally:
+            if is_kubelet:
+                self.lose("kubelet no longer watches the devices")
+
+    async def GetPreferredAllocation(
+        self, request: pb.PreferredAllocationRequest, context: Context
+    ) -> pb.PreferredAllocationResponse:
+        response = pb.PreferredAllocationResponse()
+        for each in request.container_requests:
+            must = each.must_include_deviceIDs
+            resource = self._listing.resource
+            try:
+                chosen = preferred_allocation(
+                    resource, each.available_deviceIDs, must, each.allocation_size
+                )
+            except Refusal as refusal:
+                await context.abort(refusal.code, str(refusal))
+            response.container_responses.add(deviceIDs=chosen)
+        return response
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
+        containers = [list(each.devices_ids) for each in request.container_requests]
+        try:
+            answers = await self._allocator.allocate(self._resource, containers)
+        except Refusal as refusal:
+            log.warning("%s: refused an allocation: %s", self._resource().name, refusal)
+            await context.abort(refusal.code, str(refusal))
+        log.debug("%s: allocated %s", self._resource().name, containers)
+        return pb.AllocateResponse(container_responses=answers)
+
+    async def PreStartContainer(
+        self, request: pb.PreStartContainerRequest, context: Context
+    ) -> pb.PreStartContainerResponse:
+        try:
+            await self._allocator.wait_until_free(self._resource, request.devices_ids)
+        except Refusal as refusal:
+            log.warning("%s: a container cannot start yet: %s", self._resource().name, refusal)
+            await context.abort(refusal.code, str(refusal))
+        return pb.PreStartContainerResponse()
+
+    def _resource(self) -> Resource:
+        return self._listing.resource
 
 
-# ==== SYSTEMD: readiness, status and watchdog, and log lines with a priority ==========================================
+class KubeletSession:
+    """Keeps one resource served and registered, attempt after attempt.
+
+    An attempt binds, registers and stays until the kubelet is lost. What happens in the directory
+    ends it and starts the next at once; attempts that fail come again after a growing pause.
+    """
+
+    def __init__(
+        self, listing: Listing, allocator: Allocator, directory: str, changed: Callable[[], None]
+    ) -> None:
+        """changed: called when `state` has become another."""
+        self.listing = listing
+        self.state = "starting"
+        self.registrations = 0  # that succeeded
+        self.tried_to_serve = asyncio.Event()  # or was closed before it could
+        self._allocator = allocator
+        self._directory = directory
+        self._changed = changed
+        self._endpoint: Endpoint | None = None
+        self._closing: set[asyncio.Task[None]] = set()  # former endpoints, for some milliseconds
+        self._disturbance = asyncio.get_running_loop().create_future()
+        self._pause = BACKOFF[0]
+        self._is_pausing = False
+        self._differs_since: float | None = None  # the kubelet's file from our list
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def name(self) -> str:
+        return self.listing.resource.name
+
+    async def close(self) -> None:
+        """End the session: no task, server or socket is left."""
+        self.listing.close()
+        self._task.cancel()
+        await asyncio.wait({self._task, *self._closing})
+        if self._endpoint:
+            await self._endpoint.close(0.1)
+        self.tried_to_serve.set()
+
+    def check_sockets(self, *, is_disturbed: bool) -> None:
+        """Start anew if what may have happened in the directory concerns us.
+
+        is_disturbed: by somebody else's file, which ends a pause.
+        """
+        concerns_us = is_disturbed and self._is_pausing
+        if self._endpoint:
+            kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
+            concerns_us |= self._endpoint.is_lost() or kubelet != self._endpoint.kubelet
+        if is_disturbed:
+            self._pause = BACKOFF[0]
+        if concerns_us and not self._disturbance.done():
+            self._disturbance.set_result(None)
+
+    def check_registered(self, healthy: frozenset[str] | None, now: float) -> None:
+        """Compare our list with the IDs that the kubelet's file has; another plugin can have come.
+
+        Our stream stays open then, and silent (devicemanager/manager.go, addEndpoint).
+        """
+        if self.state != REGISTERED or healthy in (None, self.listing.healthy):
+            self._differs_since = None
+        elif self._differs_since is None:
+            self._differs_since = now
+            self.listing.repeat()
+        elif now - self._differs_since > RIVAL_PATIENCE and self._endpoint:
+            self._differs_since = None
+            self._endpoint.lose("another plugin has registered this name; stop it")
+
+    async def _run(self) -> None:
+        while True:
+            self._disturbance = asyncio.get_running_loop().create_future()
+            started = time.monotonic()
+            with log_and_continue(f"the session of {self.name}"):
+                try:
+                    await self._attempt()
+                except Disturbance:
+                    self._pause = BACKOFF[0]
+                except RegistrationError as error:
+                    self._tell(str(error))
+            self.tried_to_serve.set()
+            if time.monotonic() - started > 30:  # seconds: a registration that held
+                self._pause = BACKOFF[0]
+            self._is_pausing = True
+            await asyncio.wait({self._disturbance}, timeout=self._pause)
+            self._is_pausing = False
+            self._pause = min(2 * self._pause, BACKOFF[1])
+
+    async def _attempt(self) -> None:
+        """Bind, register, stay; raises RegistrationError in the end."""
+        kubelet_socket = f"{self._directory}/{KUBELET_SOCKET}"
+        endpoint = await self._bind(file_identity(kubelet_socket))
+        self.tried_to_serve.set()
+        if endpoint.kubelet is None:
+            raise RegistrationError(f"waiting for kubelet ({kubelet_socket} is not there)")
+        registering = asyncio.create_task(endpoint.register(kubelet_socket))
+        try:
+            await self._until(registering)
+        finally:
+            registering.cancel()
+        registering.result()
+        self.registrations += 1
+        count = counted(len(self.listing.resource.distinct), "device")
+        log.info("%s: registered with kubelet, %s", self.name, count)
+        self._tell(REGISTERED)
+        await self._until(endpoint.opened, REGISTER_TIMEOUT)
+        if not endpoint.opened.done():
+            raise RegistrationError("kubelet took the registration but does not watch the devices")
+        await self._until(endpoint.ended)
+        raise RegistrationError(endpoint.ended.result())
+
+    async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
+        """Return an endpoint that serves and that the kubelet has not been told of."""
+        former = self._endpoint
+        if former and former.is_fresh():
+            former.kubelet = kubelet
+            return former
+        if former:
+            closing = asyncio.create_task(former.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            if former.is_watched() and former.kubelet == kubelet:
+                # Before 1.37 the end of any stream of a resource makes the kubelet forget its
+                # newest registration (manager.go, PluginDisconnected): so the end comes first.
+                await asyncio.wait({closing})
+                await asyncio.sleep(STREAM_PAUSE)
+        if not os.path.isdir(self._directory):
+            raise RegistrationError(f"waiting for {self._directory}")
+        self._endpoint = Endpoint(self.listing, self._allocator, self._directory)
+        self._endpoint.kubelet = kubelet
+        await self._endpoint.serve()
+        return self._endpoint
+
+    async def _until(self, awaited: asyncio.Future[Any], seconds: float | None = None) -> None:
+        """Wait for something, so long at most; raises Disturbance as soon as there is one."""
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({awaited, self._disturbance}, timeout=seconds, return_when=first)
+        if self._disturbance.done():
+            raise Disturbance
+
+    def _tell(self, state: str) -> None:
+        if state == self.state:
+            return
+        self.state = state
+        if state != REGISTERED:  # which has had a line of its own
+            level = logging.INFO if state.startswith("waiting") else logging.WARNING
+            log.log(level, "%s: %s", self.name, state)
+        self._changed()
 
 
-class ServiceManager:
-    """What systemd wants to know of a Type=notify service; does nothing where nobody listens."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._notifier = sdnotify.SystemdNotifier()
-        if self._notifier.socket:
-            self._notifier.socket.setblocking(False)  # a manager that hangs must not make us hang
-        self._status = ""
-        self.watchdog_pause = math.inf  # seconds after which the next sign of life is due, inf if none is wanted
-        pid, microseconds = environ.get("WATCHDOG_PID"), _decimal(environ.get("WATCHDOG_USEC"))
-        if microseconds and microseconds > 0 and (not pid or pid == str(os.getpid())):
-            self.watchdog_pause = microseconds / 2e6
-
-    def notify(self, *states: str) -> None:
-        """Tell it these, such as "READY=1"."""
-        # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the bytes of that.
-        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
-
-    def sockets(self, name: str) -> list[socket.socket]:
-        """The listening sockets of this name that it has handed in (sd_listen_fds(3))."""
-        if self._environ.get("LISTEN_PID") != str(os.getpid()):
-            return []
-        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[: _decimal(self._environ.get("LISTEN_FDS")) or 0]
-        return [socket.socket(fileno=3 + number) for number, given in enumerate(names) if given == name]
-
-    def status(self, text: str) -> None:
-        if text != self._status:
-            self._status = text
-            self.notify(f"STATUS={text}")
+def words_of(error: grpc.aio.AioRpcError) -> str:
+    """Return what a call failed with, on one line."""
+    return " ".join((error.details() or error.code().name).split())
 
 
-class _JournalFormatter(logging.Formatter):
-    """Lines with the priority prefix of sd-daemon(3), every line of a traceback too."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        priority = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}.get(record.levelno, 3)
-        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
-
-
-def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
-    """gRPC logs a request that is no protobuf like an error of ours."""
-    if record.exc_info and isinstance(record.exc_info[1], DecodeError):
-        record.exc_info = record.exc_text = None
-    return True
+def listens(path: str) -> bool:
+    """Whether somebody accepts connections on a unix socket. Does not block."""
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: the queue is full
 
 
-def set_up_logging(environ: Mapping[str, str], *, timestamps: bool) -> None:
-    """One event a line on stderr; the journal has a time of its own."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_without_traceback_of_garbage)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s" if timestamps else None))
+def remove_dead_sockets(directory: str) -> None:
+    """Remove what a daemon left that was killed: sockets of ours on which nobody listens."""
     with contextlib.suppress(OSError):
-        status = os.fstat(2)  # the journal's own stream, unless it was redirected since (systemd.exec(5))?
-        if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
-            handler.setFormatter(_JournalFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+        for name in os.listdir(directory):
+            path = f"{directory}/{name}"
+            if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name) and not listens(path):
+                os.unlink(path)
 
 
-# ==== FILES AND METRICS: the ways out for what others read ============================================================
+# ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
 
 
-class OwnFile:
-    """A file that we write for others: as a whole or not at all, and only when its text has become another."""
+class PodResources:
+    """Asks the kubelet which pods have devices, by the pod resources API (v1), one question at once.
+
+    Asked, a kubelet also forgets the devices of pods that have ended (manager.go, GetDevices).
+    """
+
+    TIMEOUT = 1.0  # seconds
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._text: str | None = None  # as written last
-        self._failed = False  # which was said
+        self._asking: asyncio.Task[dict[tuple[str, str, str], str]] | None = None
+        self._has_complained = False
 
-    def is_there(self) -> bool:
-        """Whether it is where it was put; always, if it was not put anywhere."""
-        return self._text is None or os.path.exists(self.path)
+    async def names(self) -> dict[tuple[str, str, str], str]:
+        """Return "namespace/name" by resource, ID and container; nothing if it does not tell."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
 
-    def write(self, text: str | None, *, again: bool = False) -> None:
-        """All of it at once, readable for everybody; None: no file. What fails is logged once, and tried again."""
-        if text == self._text and text is not None and not again and self.is_there():
-            return
-        new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
+    async def _ask(self) -> dict[tuple[str, str, str], str]:
         try:
-            if text is None:
-                os.unlink(self.path)
-            else:
-                with open(new, "w", encoding="utf-8") as file:
-                    file.write(text)
-                    os.fchmod(file.fileno(), 0o644)
-                os.replace(new, self.path)
-            self._text, self._failed = text, False
-        except FileNotFoundError:  # where its directory is not there nobody wants it
-            self._text = None
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(new)
-            if not self._failed:
-                log.warning("%s cannot be written: %s", self.path, error.strerror)
-            self._failed = True
+            async with grpc.aio.insecure_channel(f"unix:{self.path}", CHANNEL_OPTIONS) as channel:
+                call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
+                answer = await call(b"", timeout=self.TIMEOUT)
+            pods = podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            if not self._has_complained:
+                reason = words_of(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                log.warning("kubelet does not tell the names of pods (%s): %s", self.path, reason)
+            self._has_complained = True
+            return {}
+        self._has_complained = False
+        names = {}
+        for pod in pods:
+            for container in pod.containers:
+                for devices in container.devices:
+                    for identifier in devices.device_ids:
+                        key = (devices.resource_name, identifier, container.name)
+                        names[key] = f"{pod.namespace}/{pod.name}"
+        return names
 
 
-class MetricsServer:
-    """`GET /metrics` by HTTP. Whatever a client does costs its own connection and nothing else."""
+# ==== WHAT OTHERS READ: CDI for runtimes, labels for NFD, metrics for Prometheus. Pure ============
 
-    MOST, HEAD_MAX, SECONDS = 32, 8192, 5.0  # connections at a time; bytes of a request; for all of it
+CDI_FILE = "tenstorrent.com-device.json"
+LABELS_FILE = "tt-device-plugin"
 
-    def __init__(self, text: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        self._text = text
-        self.open = 0  # connections
-
-    async def start(self, listening: socket.socket) -> None:
-        await asyncio.start_server(self._connected, sock=listening, limit=self.HEAD_MAX)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.open += 1
-        try:
-            if self.open <= self.MOST:
-                await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
-        except (asyncio.TimeoutError, asyncio.CancelledError, OSError, ValueError):  # ValueError: a line is too long
-            pass  # as the daemon's end is, which asyncio would log
-        finally:
-            self.open -= 1
-            writer.transport.abort()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        lines: list[bytes] = []
-        while not lines or lines[-1].strip():
-            lines.append(await reader.readline())
-            if not lines[-1] or sum(map(len, lines)) > self.HEAD_MAX:
-                return
-        method, path, *_ = [*lines[0].decode("latin-1").split(), "", ""]
-        status, text = "404 Not Found", "there is /metrics\n"
-        if method not in ("GET", "HEAD"):
-            status, text = "405 Method Not Allowed", "GET /metrics\n"
-        elif path.partition("?")[0] == "/metrics":
-            status, text = "200 OK", await self._text()
-        head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-        head += f"Content-Length: {len(text.encode())}\r\nConnection: close\r\n\r\n"
-        writer.write((head if method == "HEAD" else head + text).encode())
-        writer.close()
-        await writer.wait_closed()
+# MiB of one device, by board: GDDR6 behind one node.
+MEMORY = {
+    "n150": 12288,
+    "n300": 24576,
+    "p100": 28672,
+    "p150": 32768,
+    "p300": 32768,
+    "galaxy-wormhole": 12288,
+    "galaxy-blackhole": 32768,
+}
 
 
-# ==== DAEMON: follows the chips, judges them, publishes them ==========================================================
+def cdi_spec(
+    functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
+) -> str | None:
+    """Return a CDI file (spec 0.5.0) with each chip by its address, and `all`; None without any.
+
+    A hostPath is the node itself: runtimes refuse a link. CDI has no file without devices.
+    """
+    nodes = {}
+    for function in functions:
+        path = f"/dev/tenstorrent/{function.ordinal}"
+        nodes[function.bdf] = [{"path": path, "hostPath": function.path, "permissions": "rw"}]
+    if not nodes:
+        return None
+    nodes["all"] = [*itertools.chain(*nodes.values())]
+    devices = [
+        {"name": name, "containerEdits": {"deviceNodes": theirs}} for name, theirs in nodes.items()
+    ]
+    kind = f"{settings.resource_domain}/device"
+    spec: dict[str, Any] = {"cdiVersion": "0.5.0", "kind": kind, "devices": devices}
+    binds = []
+    for mount in mounts:
+        options = ["rbind", "ro" if mount.read_only else "rw"]
+        paths = {"hostPath": mount.host, "containerPath": mount.container}
+        binds.append({**paths, "options": options})
+    if binds:
+        spec["containerEdits"] = {"mounts": binds}
+    return json.dumps(spec, indent=1)
+
+
+def cdi_nodes(spec: str) -> dict[str, str]:
+    """Return the host's nodes by the device's name in a CDI file; raises ValueError."""
+    try:
+        devices = json.loads(spec)["devices"]
+        nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
+        return {name: theirs[0]["hostPath"] for name, theirs in nodes.items() if name != "all"}
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def feature_file(
+    listed: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None
+) -> str:
+    """Return labels for NFD's local source. Counts are of devices that exist, healthy or not."""
+    present = [chip for chip in chips if chip.present]
+    labels = {f"arch.{chip.function.arch}": "true" for chip in present}
+    for resource in listed:
+        labels.update(_resource_labels(resource))
+    version = re.findall(r"\d+", driver or "")
+    labels.update(zip(("driver.major", "driver.minor"), version, strict=False))
+    labels["driver.version"] = driver or ""
+    labels["firmware.version"] = _common(chip.identity.firmware for chip in present)
+    labels["plugin.version"] = __version__
+    lines = []
+    for key, value in sorted(labels.items()):
+        # Kubernetes takes 63 characters for name and value, alphanumeric at both ends.
+        value = re.sub(r"[^A-Za-z0-9._-]+", "_", value)[:63].strip("._-")
+        if value and len(key) <= 63:
+            lines.append(f"{settings.resource_domain}/{key}={value}\n")
+    return "".join(lines)
+
+
+def _resource_labels(resource: Resource) -> dict[str, str]:
+    devices = [each for each in resource.distinct if any(chip.present for chip in each.chips)]
+    chips = [chip for device in devices for chip in device.chips if chip.present]
+    boards = collections.Counter(chip.board for chip in chips)
+    whole = [chip.board for chip in chips if boards[chip.board] == chip.board_chips]
+    product = _common(chip.board_type for chip in chips)
+    if resource.replicas and resource.short_name == resource.unshared:
+        product += "-SHARED"
+    memory = {sum(MEMORY.get(chip.board_type, 0) for chip in each.chips) for each in devices}
+    firmware = _common(chip.identity.firmware for chip in chips)
+    labels = {
+        "count": str(len(devices)),
+        "product": product,
+        "replicas": str(resource.replicas or 1),
+        "sharing": str(resource.replicas > 0).lower(),
+        "memory": str(*memory) if len(memory) == 1 and 0 not in memory else "",
+        "boards": str(len(set(whole))),
+        "numa-nodes": str(len({chip.function.numa_node for chip in chips} - {None}) or ""),
+        "firmware.version": firmware,
+    }
+    if re.match(r"\d+\.\d+", firmware):
+        labels["firmware.major"], labels["firmware.minor"] = firmware.split(".")[:2]
+    return {f"{resource.short_name}.{key}": value for key, value in labels.items()}
+
+
+def _common(values: Iterable[str | None]) -> str:
+    """Return what all have that have anything; "mixed" where they differ."""
+    found = {value for value in values if value}
+    return "mixed" if len(found) > 1 else "".join(found)
+
+
+class Family(NamedTuple):
+    """A metric with its samples: a value for each set of labels."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    samples: Iterable[tuple[Mapping[str, object], float]]
+
+
+def exposition(families: Iterable[Family]) -> str:
+    """Return Prometheus' text format; what has no sample is left out, no series stands twice."""
+    lines: list[str] = []
+    for family in families:
+        series = {}
+        for labels, value in family.samples:
+            text = ",".join(_label(key, each) for key, each in labels.items())
+            series[f"{family.name}{{{text}}}" if text else family.name] = value
+        if series:
+            lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
+            lines += [f"{each} {value:.15g}" for each, value in series.items()]
+    return "".join(f"{line}\n" for line in lines)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # the same ones every few seconds
+def _label(key: str, value: object) -> str:
+    text = "" if value is None else str(value)
+    escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return f'{key}="{escaped}"'
+
+
+def chip_metrics(
+    chips: Collection[Chip], resource_of: Mapping[str, Resource], users: Iterable[ChipUser]
+) -> list[Family]:
+    """Return what is known of each chip; `device` is its PCI address."""
+    info, healthy, fault, temperature, limit, trips = [], [], [], [], [], []
+    for chip in chips:
+        device = {"device": chip.bdf}
+        info.append(({**device, **_facts(chip, resource_of.get(chip.bdf))}, 1))
+        healthy.append((device, chip.health.fault is None))
+        if chip.health.fault:
+            fault.append(({**device, "kind": chip.health.fault.name.lower()}, 1))
+        telemetry = chip.telemetry if is_readable(chip) and chip.telemetry else Telemetry()
+        if telemetry.temperature is not None:
+            temperature.append((device, telemetry.temperature))
+        if telemetry.throttles_at is not None:
+            limit.append((device, telemetry.throttles_at))
+        if telemetry.trips is not None:
+            trips.append((device, telemetry.trips))
+    known = {chip.bdf for chip in chips}
+    keys = ("device", "namespace", "pod", "container")
+    allocated = [(dict(zip(keys, user, strict=True)), 1) for user in users if user.bdf in known]
+    prefix = "tt_device_"
+    return [
+        Family(f"{prefix}info", "gauge", "A chip, and what it is.", info),
+        Family(f"{prefix}healthy", "gauge", "Whether nothing is wrong with a chip.", healthy),
+        Family(f"{prefix}fault", "gauge", "What is wrong with a chip, while it is.", fault),
+        Family(f"{prefix}temperature_celsius", "gauge", "At the last poll.", temperature),
+        Family(f"{prefix}temperature_limit_celsius", "gauge", "Where it throttles.", limit),
+        Family(f"{prefix}thermal_trips_total", "counter", "As the firmware counts.", trips),
+        *_sensor_metrics(chips),
+        Family(f"{prefix}allocated", "gauge", "A container that has it.", allocated),
+    ]
+
+
+def is_readable(chip: Chip) -> bool:
+    """Whether what a chip said last is what it says now."""
+    dead = (Fault.GONE, Fault.BLOCKED, Fault.NO_RESPONSE, Fault.RESETTING, Fault.READ_ERROR)
+    return chip.present and chip.health.fault not in dead
+
+
+def _facts(chip: Chip, resource: Resource | None) -> dict[str, object]:
+    return {
+        "board": chip.board_type,
+        "card": chip.card_type,
+        "arch": chip.function.arch,
+        "serial": chip.identity.serial,
+        "firmware": chip.identity.firmware,
+        "numa_node": chip.function.numa_node,
+        "resource": resource.name if resource else None,
+    }
+
+
+def _sensor_metrics(chips: Iterable[Chip]) -> Iterator[Family]:
+    readable = [chip for chip in chips if is_readable(chip)]
+    for metric, sensors in itertools.groupby(SENSORS, key=lambda sensor: sensor.metric):
+        samples: list[tuple[Mapping[str, object], float]] = []
+        for sensor in sensors:
+            for chip in readable:
+                if sensor.attribute in chip.figures:
+                    labels = {"device": chip.bdf, **dict(sensor.labels)}
+                    samples.append((labels, chip.figures[sensor.attribute]))
+        kind: Any = "counter" if metric.endswith("_total") else "gauge"
+        yield Family(f"tt_device_{metric}", kind, sensor.help, samples)
+
+
+class ChipUser(NamedTuple):
+    """A container that was given a chip."""
+
+    bdf: str
+    namespace: str
+    pod: str  # its UID if the kubelet has not told its name
+    container: str
+
+
+def chip_users(custody: Custody, now: float) -> list[ChipUser]:
+    """Return who has which chip, by allocations that a pod is known of."""
+    users = []
+    for allocation in custody.allocations(now):
+        if allocation.pod:
+            name = custody.names.get(allocation.pod, allocation.pod)
+            namespace, _, pod = name.rpartition("/")
+            for bdf in sorted(allocation.chips):
+                users.append(ChipUser(bdf, namespace, pod, allocation.container))
+    return users
+
+
+class ListedResource(NamedTuple):
+    """A resource, and how it stands with the kubelet."""
+
+    resource: Resource
+    state: str
+    registrations: int
+
+
+def plugin_metrics(
+    listed: Sequence[ListedResource], counts: Mapping[tuple[str, str], int], started: float
+) -> list[Family]:
+    """Return what is known of resources and daemon. started: Unix time."""
+    devices, registered, registrations, allocations = [], [], [], []
+    for resource, state, count in listed:
+        name = {"resource": resource.name}
+        healthy = sum(device.reason is None for device in resource.devices.values())
+        ill = len(resource.devices) - healthy
+        devices += [
+            ({**name, "health": "healthy"}, healthy),
+            ({**name, "health": "unhealthy"}, ill),
+        ]
+        registered.append((name, state == REGISTERED))
+        registrations.append((name, count))
+        for result in ("granted", "refused"):
+            allocations.append(({**name, "result": result}, counts.get((resource.name, result), 0)))
+    return [
+        Family("tt_resource_devices", "gauge", "IDs, as the kubelet has them.", devices),
+        Family("tt_kubelet_registered", "gauge", "Whether it has a resource.", registered),
+        Family("tt_kubelet_registrations_total", "counter", "That succeeded.", registrations),
+        Family("tt_allocations_total", "counter", "Requests for devices.", allocations),
+        Family("tt_plugin_info", "gauge", "What runs.", [({"version": __version__}, 1)]),
+        Family("tt_plugin_start_time_seconds", "gauge", "Unix time.", [({}, started)]),
+    ]
+
+
+# ==== FLEET: the chips of the node, followed over time ============================================
 
 
 class Fleet:
-    """The chips of the node as they are followed over time. What changes is logged, once."""
+    """The chips that were seen. What changes is logged, once."""
 
-    def __init__(self, remembered: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """remembered: what `memory` said before a restart."""
+    def __init__(self, remembered: Mapping[str, Any], on_bus: Collection[str]) -> None:
+        """remembered: what `memory` said before; on_bus: addresses of functions that are there."""
         self.chips: dict[str, Chip] = {}  # by PCI address; none is ever taken out
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
         self.version = 0  # another one after every change, but for what only the rules remember
-        self._remembered = remembered or {}
+        self._former: dict[str, Chip] = {}  # of this boot, and not seen by this process
+        for bdf, content in remembered.items():
+            chip = _recall_chip(bdf, content)
+            if chip:
+                self._former[bdf] = chip._replace(left_bus=chip.left_bus or bdf not in on_bus)
 
-    def observe(self, settings: Settings, *, thorough: bool = True) -> list[PciFunction]:
-        """Look at sysfs; returns what is new, back or elsewhere, to be asked. thorough: also at what seldom changes."""
-        known = [] if thorough else [chip.function for chip in self.chips.values() if chip.present]
-        seen = scan(settings, known)
-        nodes = [f.node_fault for f in seen.functions.values() if f.node_fault and f.bdf not in self.chips]
-        before, self.oddities = self.oddities, (*seen.oddities, *nodes)
-        for oddity in [oddity for oddity in self.oddities if oddity not in before]:
-            log.warning("not listed: %s", oddity)
-        wanted = []
-        for bdf, function in seen.functions.items():
-            chip = self.chips.get(bdf)
-            if chip is None:
-                if function.node_fault:
-                    continue
-                self.chips[bdf] = self._recalled(function, settings.health)
-            elif chip.present and chip.function == function:
-                continue
-            elif (chip.function.arch, chip.function.pci_card) != (function.arch, function.pci_card):
-                self._update(Chip(function))  # another card at the same address
-            else:
-                # What was away stays so until it speaks.
-                self._update(chip._replace(function=function, present=True, telemetry=None))
-            wanted.append(function)
-        for bdf in self.chips.keys() - seen.functions.keys():
+    def observe(self, settings: Settings, *, is_thorough: bool = True) -> list[PciFunction]:
+        """Look at sysfs; returns what is new, back or elsewhere, to be read.
+
+        is_thorough: look also at what seldom changes.
+        """
+        known = [chip.function for chip in self.chips.values() if chip.present and not is_thorough]
+        found = scan(settings, known)
+        faults = [
+            each.node_fault
+            for each in found.functions.values()
+            if each.node_fault and each.bdf not in self.chips
+        ]
+        before, self.oddities = self.oddities, (*found.oddities, *faults)
+        for oddity in self.oddities:
+            if oddity not in before:
+                log.warning("not listed: %s", oddity)
+        new = [function for function in found.functions.values() if self._appears(function)]
+        for bdf in self.chips.keys() - found.functions.keys():
             chip = self.chips[bdf]
-            exists = os.path.exists(f"{settings.sysfs_root}/bus/pci/devices/{bdf}")
-            self._update(chip._replace(present=False, health=gone(chip.health, bdf, function_exists=exists)))
-        return wanted
+            on_bus = os.path.exists(pci_directory(settings, bdf))
+            health = gone(chip.health, bdf, on_bus=on_bus)
+            left_bus = chip.left_bus or not on_bus
+            self._update(chip._replace(present=False, left_bus=left_bus, health=health))
+        return new
+
+    def _appears(self, function: PciFunction) -> bool:
+        """Take over a function as it is now; returns whether it is new, back or elsewhere."""
+        bdf = function.bdf
+        chip = self.chips.get(bdf) or self._former.get(bdf)
+        kind = (function.arch, function.pci_card)
+        if bdf not in self.chips and function.node_fault:
+            return False
+        if bdf in self.chips and self.chips[bdf].present and self.chips[bdf].function == function:
+            return False
+        if chip is None or (chip.function.arch, chip.function.pci_card) != kind:
+            chip = Chip(function)  # another card at the same address
+        elif chip.left_bus:  # and perhaps this one, too
+            chip = chip._replace(identity=Identity(), left_bus=False)
+        self.chips.setdefault(bdf, chip)
+        self._former.pop(bdf, None)
+        self._update(chip._replace(function=function, present=True, telemetry=None))
+        return True
 
     def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
-        """Take over what the chips said; `now` in seconds of any clock that only goes forward."""
-        for function, telemetry, periodic in readings:
+        """Take over what chips said; `now` in seconds of any clock that only goes forward."""
+        for function, telemetry, is_periodic, figures in readings:
             chip = self.chips[function.bdf]
-            if chip.present and chip.function == function:  # else it was asked before it went or was renumbered
-                health = judge(chip.health, function, telemetry, settings, now, periodic=periodic)
-                self._update(with_identity(chip, telemetry, health=health, listed=True))
+            if not chip.present or chip.function != function:
+                continue  # it was read before it went or was renumbered
+            speaks = not (telemetry.is_silent or telemetry.error or telemetry.all_ones)
+            mates = self.mates(chip)
+            look = Look(function, telemetry, now, is_periodic, chip.has_spoken, mates)
+            self._update(
+                chip._replace(
+                    identity=telemetry.identity.or_else(chip.identity),
+                    has_spoken=chip.has_spoken or speaks,
+                    listed=True,
+                    health=judge(chip.health, look, settings),
+                    telemetry=telemetry,
+                    figures=chip.figures if figures is None else figures,
+                )
+            )
 
-    def wait_no_longer(self, seconds_under_way: Callable[[str], float]) -> None:
-        """Go on without the chips that do not answer: list those that are new, and call it a fault at the deadline."""
-        for chip in list(self.chips.values()):
-            if (seconds := seconds_under_way(chip.bdf)) > READ_PATIENCE:
-                late = chip.present and seconds > READ_DEADLINE
-                health = unhealthy(chip.health, Fault.BLOCKED, BLOCKED) if late else chip.health
-                self._update(chip._replace(listed=True, health=health))
+    def mates(self, chip: Chip) -> list[str]:
+        """Return the addresses of the other chips of a p300, which a reset concerns, too."""
+        if chip.board_chips != 2 or not chip.identity.serial:
+            return []
+        board = [each.bdf for each in self.chips.values() if each.board == chip.board]
+        return [bdf for bdf in board if bdf != chip.bdf]
 
-    def memory(self) -> dict[str, dict[str, Any]]:
-        """What a restart of the daemon must not forget: who the chips are, and which of them are known to be dead."""
-        memory: dict[str, dict[str, Any]] = {}
-        for bdf, chip in self.chips.items():
-            stalled_at = chip.health.heartbeat if chip.health.fault is Fault.STALLED else None
-            memory[bdf] = {"arch": chip.function.arch, "pci_card": chip.function.pci_card, "stalled_at": stalled_at}
-            memory[bdf] |= {key: getattr(chip, key) for key in IDENTITY}
-        return memory
+    def give_up_waiting(self, seconds_under_way: Callable[[str], float]) -> None:
+        """Go on without chips that do not answer; at the deadline that is a fault."""
+        for chip in [*self.chips.values()]:
+            seconds = seconds_under_way(chip.bdf)
+            if seconds > READ_PATIENCE:
+                is_late = chip.present and seconds > READ_DEADLINE
+                late = unhealthy(chip.health, Fault.BLOCKED, BLOCKED)
+                self._update(chip._replace(listed=True, health=late if is_late else chip.health))
 
-    def _recalled(self, function: PciFunction, settings: HealthSettings) -> Chip:
-        """A new chip, with what is remembered of it."""
-        known = self._remembered.get(function.bdf, {})
-        if (known.get("arch"), known.get("pci_card")) != (function.arch, function.pci_card):
-            return Chip(function)
-        identity: dict[str, Any] = {key: known.get(key) for key in IDENTITY}
-        misses = settings.heartbeat_misses if known.get("stalled_at") is not None else 0
-        return Chip(function, **identity, health=Health(heartbeat=known.get("stalled_at"), misses=misses))
+    def chip_at(self, path: str) -> str | None:
+        """Return the address of the chip with this node, by its path or a link of udev's."""
+        name = os.path.basename(path)
+        for chip in self.chips.values():
+            if chip.present and (path == chip.function.path or name in (chip.bdf, chip.asic_name)):
+                return chip.bdf
+        return None
+
+    def show_former(self) -> None:
+        """Count chips that another process has seen since boot, and that are gone, as seen."""
+        for bdf, chip in self._former.items():
+            health = gone(chip.health, bdf, on_bus=not chip.left_bus)
+            self.chips[bdf] = chip._replace(present=False, listed=True, health=health)
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a restart of the daemon must not forget."""
+        return {bdf: _chip_memory(chip) for bdf, chip in (self._former | self.chips).items()}
 
     def _update(self, chip: Chip) -> None:
         before, self.chips[chip.bdf] = self.chips[chip.bdf], chip
+        old, new = before.health, chip.health
+        what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
+        if old.throttles != new.throttles and not new.fault:
+            limit = chip.telemetry.throttles_at if chip.telemetry else None
+            news = f"has reached {limit:g} °C and throttles" if new.throttles else "is cool again"
+            log.info("%s: %s", what, news)
         if before.shown == chip.shown:
             return
-        old, new = before.health, chip.health
         self.version += 1
-        what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
-        if chip.listed and _introduction(chip) != (_introduction(before) if before.listed else ""):
+        if chip.listed and not (before.listed and _introduction(before) == _introduction(chip)):
             log.info("%s: %s", what, _introduction(chip))
         if new.fault and old.fault != new.fault:
             log.warning("%s: unhealthy: %s", what, new.reason)
@@ -2157,517 +3747,778 @@ class Fleet:
 
 
 def _introduction(chip: Chip) -> str:
-    """A chip's node and identity, for the log."""
-    facts = {"board": chip.serial, "ASIC": chip.asic_id, "firmware": chip.firmware}
-    told = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([chip.function.path, *told] if told else [chip.function.path, "its firmware is silent"])
+    """Return a chip's node and identity, for the log."""
+    identity = chip.identity
+    facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
+    known = [f"{name} {value}" for name, value in facts.items() if value]
+    return ", ".join([chip.function.path, *(known or ["its firmware is silent"])])
 
 
-class Memory:
-    """What outlives the daemon, in a file: JSON; who the chips are, of this boot only, and what IDs have stood for."""
+def _chip_memory(chip: Chip) -> dict[str, Any]:
+    """Return what _recall_chip() takes."""
+    function = chip.function._replace(number=None, node_fault=None)
+    stalled = chip.health.fault is Fault.STALLED
+    return {
+        "function": function._asdict(),
+        "identity": chip.identity._asdict(),
+        "has_spoken": chip.has_spoken,
+        "left_bus": chip.left_bus,
+        "stalled_at": chip.health.heartbeat if stalled else None,
+    }
+
+
+def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
+    """Return a chip of before, from a JSON value that can be anything; None if it is garbage."""
+    stored = content.get("function")
+    identity = content.get("identity")
+    if not _BDF.fullmatch(bdf) or not isinstance(stored, dict) or not isinstance(identity, dict):
+        return None
+    texts = [stored.get(key) for key in ("path", "sysfs")]
+    numa_node = stored.get("numa_node")
+    if (
+        stored.get("arch") not in ARCHES.values()
+        or stored.get("pci_card") not in (*CARDS.values(), None)
+        or type(stored.get("ordinal")) is not int
+        or not (numa_node is None or type(numa_node) is int)
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        return None
+    function = PciFunction(
+        bdf, stored["arch"], stored["pci_card"], numa_node, stored["ordinal"], *map(str, texts)
+    )
+    heartbeat = content.get("stalled_at")
+    health = Health()
+    if type(heartbeat) is int:
+        health = Health(heartbeat=heartbeat, misses=1_000_000)  # more than any setting
+    return Chip(
+        function,
+        identity=Identity.checked(identity),
+        has_spoken=content.get("has_spoken") is True,
+        left_bus=content.get("left_bus") is True,
+        health=health,
+    )
+
+
+class Monitor:
+    """Follows the chips: kernel events and what they say in, changes of the fleet out."""
+
+    GATHERING = 0.05  # seconds in which further kernel events are taken together
+
+    def __init__(
+        self,
+        settings: Settings,
+        remembered: Mapping[str, Any],
+        changed: Callable[[], None],
+        open_events: Callable[[], socket.socket] = open_uevent_socket,
+        trusted: Callable[[object], bool] = sent_by_kernel,
+    ) -> None:
+        """changed: called when something was seen, not always something new.
+
+        open_events: makes the socket of kernel events. trusted: whether a sender is the kernel.
+        """
+        self.settings = settings
+        self.fleet = Fleet(remembered, functions_on_bus(settings))
+        self.readers = TelemetryReaders(self._telemetry_arrived)
+        self._changed = changed
+        self._open_events = open_events
+        self._trusted = trusted
+        self._news = asyncio.Event()
+        self._kernel: socket.socket | None = None
+        self._handled_at = -math.inf
+        self._gathering: asyncio.TimerHandle | None = None
+        self._events: list[Uevent | None] = []
+
+    def open(self) -> None:
+        """Listen to the kernel."""
+        try:
+            self._kernel = self._open_events()
+        except OSError as error:
+            log.warning("no kernel events (%s): the next poll sees what changes", error.strerror)
+            return
+        asyncio.get_running_loop().add_reader(self._kernel, self._uevents_arrived, self._kernel)
+
+    def close(self) -> None:
+        if self._kernel:
+            asyncio.get_running_loop().remove_reader(self._kernel)
+            self._kernel.close()
+        if self._gathering:
+            self._gathering.cancel()
+
+    def look(self) -> None:
+        """Look for chips, and read those that are new."""
+        self._read(self.fleet.observe(self.settings))
+
+    def poll(self, *, is_thorough: bool, wants_figures: bool = False) -> None:
+        """Look at every chip: the net under all events, and the only way to see one die."""
+        self.fleet.observe(self.settings, is_thorough=is_thorough)
+        present = {chip.bdf: chip for chip in self.fleet.chips.values() if chip.present}
+        self.readers.release(present)
+        self.readers.submit(
+            ReadJob(chip.function, None if is_thorough else chip.telemetry, True, wants_figures)
+            for chip in present.values()
+        )
+
+    async def measure(self) -> None:
+        """Read what cards show, for who takes the metrics."""
+        present = [chip for chip in self.fleet.chips.values() if chip.present]
+        self.readers.submit(ReadJob(c.function, c.telemetry, wants_figures=True) for c in present)
+        await self.until_settled()
+
+    async def until_settled(self) -> None:
+        """Wait until every chip has answered, or has taken too long."""
+        while not self.readers.pool.is_settled():
+            await self.wait(None)
+
+    async def wait(self, seconds: float | None) -> None:
+        """Wait until something was seen, so long at most."""
+        self._news.clear()
+        await event_within(self._news, seconds)
+
+    def _read(self, functions: Iterable[PciFunction]) -> None:
+        self.readers.submit(ReadJob(function) for function in functions)
+
+    def _uevents_arrived(self, kernel: socket.socket) -> None:
+        """Act on the first event at once, on those that follow it closely together."""
+        self._events += receive_uevents(kernel, self._trusted)
+        if self._events and not self._gathering:
+            pause = self._handled_at + self.GATHERING - time.monotonic()
+            if pause <= 0:
+                self._handle_events()
+            else:
+                loop = asyncio.get_running_loop()
+                self._gathering = loop.call_later(pause, self._handle_events)
+
+    def _handle_events(self) -> None:
+        events, self._events = self._events, []
+        self._gathering = None
+        log.debug("kernel events: %s", events)
+        ordinals = {event.ordinal for event in events if event}
+        new = self.fleet.observe(self.settings)
+        chips = self.fleet.chips.values()
+        named = [c.function for c in chips if c.present and c.function.ordinal in ordinals]
+        self._read({function.bdf: function for function in [*new, *named]}.values())
+        self._handled_at = time.monotonic()
+        self._news.set()
+        self._changed()
+
+    def _telemetry_arrived(self, readings: list[Reading]) -> None:
+        self.fleet.learn(readings, self.settings.health, time.monotonic())
+        self.fleet.give_up_waiting(self.readers.pool.seconds_under_way)
+        self._news.set()
+        self._changed()
+
+
+async def event_within(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait for an event, so long at most."""
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiter}, timeout=seconds)
+    finally:
+        waiter.cancel()
+
+
+# ==== PUBLICATION: files and metrics, brought in line with what there is ==========================
+
+METRICS_PAUSE = 15.0  # seconds for which figures, names and the metrics' file count as new
+
+
+class Publication:
+    """What others read: the CDI file, the feature file and the metrics."""
 
     def __init__(self, settings: Settings) -> None:
-        self._path = f"{settings.state_dir}/state.json" if settings.state_dir else None
-        self._file = OwnFile(self._path) if self._path else None
-        self._boot = _read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self.chips: dict[str, dict[str, Any]] = {}  # by PCI address, as Fleet.memory has it
-        self.stood_for: dict[str, dict[str, list[str]]] = {}  # as Owners has it
-        with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):  # none, or garbage
-            with open(self._path or "", encoding="utf-8") as file:
-                content = json.load(file)
-            if content["boot"] == self._boot:
-                self.chips = {bdf: dict(chip) for bdf, chip in content["chips"].items()}
-            self.stood_for = {
-                resource: {identifier: [str(bdf) for bdf in bdfs] for identifier, bdfs in ids.items()}
-                for resource, ids in content["stood_for"].items()
-            }
-
-    def keep(self, chips: Mapping[str, Mapping[str, Any]], stood_for: Mapping[str, Mapping[str, list[str]]]) -> None:
-        if self._file:
-            content = {"boot": self._boot, "chips": chips, "stood_for": stood_for}
-            self._file.write(json.dumps(content, indent=1))
-
-
-def make_lock_directory(path: str) -> None:
-    """A directory in which everybody may make locks, and nobody remove another's. Raises OSError."""
-    if path == "/dev/shm":
-        return
-    for directory in (os.path.dirname(path), path):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory)
-        status = os.lstat(directory)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it is somebody else's", directory)
-    os.chmod(path, 0o1777)
-
-
-BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind to what is on the bus
-MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
-NEW_KUBELET_PAUSE = 0.05  # seconds for which a kubelet that starts is left alone with the registrations
-METRICS_PAUSE = 15.0  # seconds between two writes of the metrics' file, and for which holders count as known
-THOROUGH = 12  # every so many polls everything is read again, a minute by default
-Offer = tuple[str, str, str, int]  # a chip's PCI address, and the resource, ID and replicas under which it is offered
-
-
-@dataclass(eq=False)
-class Daemon:
-    """Ties it together: kernel events, polls and signals in; device lists, registrations and systemd's view out."""
-
-    settings: Settings
-    load: Callable[[], Settings]  # reads the configuration again, for SIGHUP
-    manager: ServiceManager
-    open_uevents: Callable[[], socket.socket]  # where kernel events come from
-    trusted: Callable[[object], bool]  # whether such an address is the kernel's
-
-    def __post_init__(self) -> None:
-        self.memory = Memory(self.settings)
-        self.fleet = Fleet(self.memory.chips)
-        self.owners = Owners(self.memory.stood_for)
-        self.sessions: dict[str, KubeletSession] = {}
-        self._refused = ""  # why the configuration on disk is not the one in force
-        self._serving = False  # the first look at every chip is done
-        self._published = -1  # the fleet's version that the kubelet knows
-        self._settled: set[Offer] | None = None  # what is offered with the kubelet asked; None: it was asked just now
-        self._unsettled: set[Offer] = set()  # what is offered, but not yet: the kubelet has to say who holds it
-        self._asking: asyncio.Task[None] | None = None
-        self._held: Mapping[str, str | None] = {}  # who holds what under another name, which was logged
-        self._kubelet: SocketIdentity | None = None  # the last one that was asked
-        self._polls = 0
-        self.stop = asyncio.Event()
-        self._told = asyncio.Event()  # telemetry has arrived, or something changed on the bus
-        self._rescheduled = asyncio.Event()  # another interval between polls
-        self._closing: set[asyncio.Task[None]] = set()
-        self._background: set[asyncio.Task[None]] = set()  # what may be dropped at the end
-        self._readers = TelemetryReaders(self._telemetry_arrived)
-        self._host_paths = HostPaths()
-        self._watch = DirectoryWatch(self.settings.device_plugin_dir, self._directory_changed)
-        self._files: dict[str, OwnFile] = {}  # for others to read, by kind
-        self._described: object = None  # what they were made of
-        self._measured = -math.inf  # when the metrics were written last
-        self._scrapes = MetricsServer(self._metrics)
         self._started = time.time()
-        self._allocations = collections.Counter[tuple[str, str]]()
+        self._cdi: OutputFile | None = None
+        self._labels: OutputFile | None = None
+        self._metrics: OutputFile | None = None
+        self._made_of: object = None  # what the first two were made of
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take over which files the configuration wants; what it no longer wants is removed."""
+        self.settings = settings
+        self._made_of = None
+        cdi = settings.cdi_dir and f"{settings.cdi_dir}/{CDI_FILE}"
+        labels = settings.labels_dir and f"{settings.labels_dir}/{LABELS_FILE}"
+        self._cdi = _moved(self._cdi, cdi)
+        self._labels = _moved(self._labels, labels)
+        self._metrics = _moved(self._metrics, settings.metrics_file)
+
+    def describe(
+        self, chips: Sequence[Chip], listed: Sequence[Resource], mounts: Sequence[Mount]
+    ) -> None:
+        """Bring the files for runtimes and for node-feature-discovery in line."""
+        driver = driver_version(self.settings)
+        made_of = ([chip.shown for chip in chips], listed, mounts, driver)
+        if made_of != self._made_of:
+            self._made_of = made_of
+            present = [chip.function for chip in chips if chip.present]
+            usable = [function for function in present if not function.node_fault]
+            if self._cdi:
+                self._cdi.want(cdi_spec(usable, self.settings, mounts))
+            if self._labels:
+                self._labels.want(feature_file(listed, chips, self.settings, driver))
+        for file in filter(None, (self._cdi, self._labels)):
+            file.keep()
+
+    def wants_metrics(self) -> bool:
+        """Whether somebody takes the metrics from the file."""
+        return self._metrics is not None and os.path.isdir(os.path.dirname(self._metrics.path))
+
+    def write_metrics(self, text: str) -> None:
+        if self._metrics:
+            self._metrics.want(text)
+            self._metrics.write()  # even the same: its age tells others that we are at work
+
+    def render_metrics(self, chips: Sequence[Chip], registrar: Registrar, now: float) -> str:
+        listed = registrar.listed()
+        resource_of = {}
+        for each in listed:
+            for device in each.resource.distinct:
+                resource_of.update({chip.bdf: each.resource for chip in device.chips})
+        users = chip_users(registrar.custody, now)
+        counts = registrar.allocator.counts
+        families = chip_metrics(chips, resource_of, users)
+        return exposition([*families, *plugin_metrics(listed, counts, self._started)])
+
+
+def _moved(file: OutputFile | None, path: str) -> OutputFile | None:
+    """Return the file at a path, which can be the former one; else that is removed."""
+    if file and file.path == path:
+        return file
+    if file:
+        file.remove()
+    return OutputFile(path) if path else None
+
+
+class MetricsServer:
+    """`GET /metrics` by HTTP. Whatever a client does costs its own connection and nothing else."""
+
+    MOST, HEAD_MAX, SECONDS = 32, 8192, 5.0  # connections; bytes of a request; for all of it
+
+    def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        self._render = render
+        self._rendering: asyncio.Task[str] | None = None  # for all who ask meanwhile
+        self._idle: dict[asyncio.StreamWriter, None] = {}  # connections, the oldest first
+
+    async def start(self, listening: socket.socket) -> None:
+        await asyncio.start_server(self._connected, sock=listening, limit=self.HEAD_MAX)
+
+    async def text(self) -> str:
+        if self._rendering is None or self._rendering.done():
+            self._rendering = asyncio.create_task(self._render())
+        return await asyncio.shield(self._rendering)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._idle) >= self.MOST:  # who says nothing keeps nobody out
+            next(iter(self._idle)).transport.abort()
+        self._idle[writer] = None
+        try:
+            await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
+        except (asyncio.TimeoutError, asyncio.CancelledError, OSError, ValueError):
+            pass  # ValueError: a line is too long; cancelled: the daemon's end, which would be logged
+        finally:
+            self._idle.pop(writer, None)
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines: list[bytes] = []
+        while not lines or lines[-1].strip():
+            lines.append(await reader.readline())
+            if not lines[-1] or sum(map(len, lines)) > self.HEAD_MAX:
+                return
+        self._idle.pop(writer, None)
+        method, path, *_ = [*lines[0].decode("latin-1").split(), "", ""]
+        status, text = "404 Not Found", "there is /metrics\n"
+        if method not in ("GET", "HEAD"):
+            status, text = "405 Method Not Allowed", "GET /metrics\n"
+        elif path.partition("?")[0] == "/metrics":
+            status, text = "200 OK", await self.text()
+        head = [
+            f"HTTP/1.1 {status}",
+            "Content-Type: text/plain; version=0.0.4; charset=utf-8",
+            f"Content-Length: {len(text.encode())}",
+            "Connection: close",
+        ]
+        body = "" if method == "HEAD" else text
+        writer.write("\r\n".join([*head, "", body]).encode())
+        writer.close()
+        await writer.wait_closed()
+
+
+# ==== DAEMON: what ties the parts together ========================================================
+
+BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind
+THOROUGH = 12  # every so many polls everything is read again, a minute by default
+EXIT_LOST = 74  # EX_IOERR: the sandbox has lost the directory; systemd starts us again
+EXIT_SECOND = 75  # EX_TEMPFAIL: another daemon serves the directory
+
+
+class Registrar:
+    """Keeps the kubelet in line: a session for each resource, with who has what in mind."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, memory: Memory, changed: Callable[[], None]
+    ) -> None:
+        """changed: called when others should learn of something."""
+        directory = settings.device_plugin_dir
+        self.settings = settings
+        self.custody = Custody(directory, settings.sysfs_root, memory.custody)
+        self.allocator = Allocator(settings, self.custody, self.refresh, self._save)
+        self.sessions: dict[str, KubeletSession] = {}  # by the resource's name
+        self._fleet = fleet
+        self._memory = memory
+        self._changed = changed
+        self._pod_resources = PodResources(settings.pod_resources_socket)
+        self._given: Mapping[str, Resource] = {}  # by the configuration
+        self._published: object = None  # what the lists were made of
+        self._offered: set[Offered] = set()
+        self._withheld: dict[str, str] = {}  # and why, which was logged
+        self._nameless: Collection[str] = ()  # pods of which the kubelet was asked last
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def configure(self, settings: Settings) -> None:
+        self.settings = settings
+        self.allocator.settings = settings
+        if self._pod_resources.path != settings.pod_resources_socket:
+            self._pod_resources = PodResources(settings.pod_resources_socket)
+        self._published = None
+        self.publish()
+
+    def refresh(self) -> None:
+        """Read the checkpoint if it has changed, and publish what follows."""
+        now = time.monotonic()
+        if self.custody.refresh(self._given, self._fleet.chip_at, now):
+            self.publish()
+
+    def publish(self) -> None:
+        """Bring resources and sessions in line with chips, configuration and custody."""
+        now = time.monotonic()
+        custody = self.custody
+        allocations = custody.allocations(now)
+        filed = frozenset(each for each in allocations if custody.is_filed(each))
+        made_of = (self._fleet.version, allocations, filed, custody.fault, dict(custody.names))
+        if made_of == self._published:
+            return
+        chips = [chip for chip in self._fleet.chips.values() if chip.listed]
+        given = configured_resources(chips, self.settings)
+        if given.keys() != self._given.keys():  # entries under new names count
+            self._given = given
+            custody.reread()
+            if custody.refresh(given, self._fleet.chip_at, now):
+                return self.publish()
+        self._published = made_of
+        claims = Claims(allocations, filed, custody.describe, custody.fault, self._offered)
+        listed = resources(given, chips, claims)
+        if not custody.fault:
+            self._offered = {
+                Offered(name, identifier, device.addresses)
+                for name, resource in listed.items()
+                for identifier, device in resource.devices.items()
+                if not device.withheld
+            }
+        self._log_withheld(listed)
+        self._bring_sessions(listed)
+        self._save()
+        self._changed()
+
+    def _bring_sessions(self, listed: Mapping[str, Resource]) -> None:
+        for name in self.sessions.keys() - listed.keys():
+            log.info("%s: no device is of this resource any longer", name)
+            self._run(self.sessions.pop(name).close())
+        for name, resource in listed.items():
+            self._make_locks(resource)
+            if name in self.sessions:
+                self.sessions[name].listing.publish(resource)
+            else:
+                directory = self.settings.device_plugin_dir
+                session = KubeletSession(
+                    Listing(resource), self.allocator, directory, self._changed
+                )
+                self.sessions[name] = session
+
+    def _make_locks(self, resource: Resource) -> None:
+        """Make what containers start with again after a reboot, by the old answer."""
+        locks = lock_directory(self.settings.sharing, resource)
+        with contextlib.suppress(OSError):  # Allocate says so, in words
+            if locks:
+                make_lock_directory(locks)
+
+    def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
+        """Log what is held under another name than it has now, when that begins and ends."""
+        before = self._withheld
+        self._withheld = {
+            f"{name} {device.identifier}": device.withheld
+            for name, resource in listed.items()
+            for device in resource.distinct
+            if device.withheld and device.withheld != self.custody.fault
+        }
+        for what, reason in sorted(self._withheld.items() - before.items()):
+            log.warning("%s: unhealthy: %s", what, reason)
+        for what in sorted(before.keys() - self._withheld.keys()):
+            log.info("%s: nobody holds it under another name any longer", what)
+
+    def poll(self) -> None:
+        """Look at what no event tells of."""
+        now = time.monotonic()
+        self.custody.look(now)
+        self.refresh()
+        self.publish()
+        for name, session in self.sessions.items():
+            self._make_locks(session.listing.resource)
+            session.check_registered(self.custody.checkpoint.registered.get(name), now)
+        pods = {each.pod for each in self.custody.allocations(now)}
+        nameless = pods - self.custody.names.keys() - {""}
+        if self._withheld or self.custody.has_doubts():
+            self._run(self._prune())
+        elif nameless and nameless != self._nameless:
+            self._run(self.learn_names())
+        self._nameless = nameless
+
+    async def learn_names(self) -> None:
+        """Ask the kubelet for the names of pods, which makes it forget those that have ended."""
+        self.custody.learn_names(await self._pod_resources.names())
+        self.publish()
+
+    async def _prune(self) -> None:
+        """Have the kubelet forget pods that have ended, and write its checkpoint."""
+        await self.learn_names()
+        for session in self.sessions.values():
+            if session.state == REGISTERED:
+                self.custody.expect_writing(time.monotonic())
+                session.listing.repeat()
+                return
+
+    def directory_changed(self, names: Collection[str]) -> None:
+        """Act on what happened to these names in the directory, "" for itself or unknown ones."""
+        foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
+        if CHECKPOINT in names or "" in names:
+            self.refresh()
+        for session in self.sessions.values():
+            session.check_sockets(is_disturbed=foreign not in ([], [CHECKPOINT]))
+
+    def listed(self) -> list[ListedResource]:
+        return [
+            ListedResource(each.listing.resource, each.state, each.registrations)
+            for each in self.sessions.values()
+        ]
+
+    async def close(self) -> None:
+        """End all sessions."""
+        closing = (session.close() for session in self.sessions.values())
+        await asyncio.gather(*closing, *self._tasks)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _save(self) -> None:
+        self._memory.save(self._fleet.memory(), self.custody.memory())
+
+
+class Daemon:
+    """The life of the service: start, polls, reload, end."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], Settings],
+        manager: ServiceManager,
+        open_events: Callable[[], socket.socket] = open_uevent_socket,
+        trusted: Callable[[object], bool] = sent_by_kernel,
+    ) -> None:
+        """load: reads the configuration again; open_events, trusted: as Monitor has them."""
+        memory = Memory(settings)
+        directory = settings.device_plugin_dir
+        changed = self._chips_changed
+        self.settings = settings
+        self.monitor = Monitor(settings, memory.chips, changed, open_events, trusted)
+        self.registrar = Registrar(settings, self.monitor.fleet, memory, self._show_status)
+        self._publication = Publication(settings)
+        self._scrapes = MetricsServer(self._take_metrics)
+        self._load = load
+        self._manager = manager
+        self._lock = DirectoryLock(directory)
+        self._watch = DirectoryWatch(directory, self.registrar.directory_changed)
+        self._refused = ""  # why the configuration on disk is not the one in force
+        self._stage: Literal["starting", "serving", "ready"] = "starting"
+        self._wake = asyncio.Event()  # from the pause between polls
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._measured_at = -math.inf
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop.set)
+            loop.add_signal_handler(number, self.end, 0)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         log.setLevel(self.settings.log_level.upper())
-        self._choose_files()
-        kernel = None
-        try:
-            kernel = self.open_uevents()
-            loop.add_reader(kernel, self._uevents_arrived, kernel)
-        except OSError as error:
-            log.warning("no kernel events (%s): what changes is seen at the next poll only", error.strerror)
+        self._check_directory()
+        if self._status.done():
+            return self._status.result()
+        self.monitor.open()
         self._watch.open(loop)
         remove_dead_sockets(self.settings.device_plugin_dir)
-        serving, stop = loop.create_task(self._serve()), loop.create_task(self.stop.wait())
+        serving = loop.create_task(self._serve())
         try:
-            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return serving.result() if serving.done() else 0
+            await asyncio.wait({serving, self._status}, return_when=asyncio.FIRST_COMPLETED)
+            return self._status.result() if self._status.done() else serving.result()
         finally:
-            self.manager.notify("STOPPING=1")
-            for task in (serving, stop, *self._background):
-                task.cancel()
-            if kernel:
-                loop.remove_reader(kernel)
-                kernel.close()
+            self._manager.notify("STOPPING=1")
+            serving.cancel()
+            self.monitor.close()
             self._watch.close(loop)
-            await asyncio.gather(*(session.close() for session in self.sessions.values()), *self._closing)
+            await self.registrar.close()
+            self._lock.release()
+
+    def end(self, status: int) -> None:
+        """Have run() return this."""
+        if not self._status.done():
+            self._status.set_result(status)
 
     async def _serve(self) -> int:
-        self._read(self.fleet.observe(self.settings))
-        while not self._readers.is_settled():
-            await self._news(None)
-        self._kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
-        await self.owners.ask(self.settings.pod_resources_socket)
-        self._serving = True
-        self.publish_changes()
-        for listening in self.manager.sockets("metrics"):
+        self.monitor.look()
+        await self.monitor.until_settled()
+        self._stage = "serving"
+        self.registrar.publish()
+        for listening in self._manager.sockets("metrics"):
             await self._scrapes.start(listening)
+        await self._until_bound()
         version = driver_version(self.settings)
-        await self._until_bound(functions_on_bus(self.settings) if version is not None else [])
-        if self.settings.fail_on_init_error and not self.fleet.chips:
-            log.error("no Tenstorrent driver is loaded" if version is None else "there is no Tenstorrent device")
+        chips = self.monitor.fleet.chips
+        driver = "no Tenstorrent driver is loaded" if version is None else f"driver {version}"
+        if self.settings.fail_on_init_error and not chips:
+            log.error("%s", driver if version is None else "there is no Tenstorrent device")
             return 1
-        driver = "no driver is loaded" if version is None else f"driver {version or 'of unknown version'}"
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, _counted(len(self.fleet.chips), "device"))
-        for session in list(self.sessions.values()):
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, counted(len(chips), "device"))
+        self._log_sharing()
+        for session in [*self.registrar.sessions.values()]:
             await session.tried_to_serve.wait()
+        present = [chip.function for chip in chips.values() if chip.present]
+        await wait_for_links(self.settings, present)
+        self._stage = "ready"
         self._show_status()
-        self.manager.notify("READY=1")
+        self._manager.notify("READY=1")
         await self._poll_for_ever()
 
-    async def _until_bound(self, on_bus: Collection[str]) -> None:
-        """Until what is on the bus is listed, or had the time to be: a kubelet refuses pods whose devices are late."""
+    async def _until_bound(self) -> None:
+        """Wait for the driver to bind to what is on the bus: a kubelet refuses pods without it."""
         deadline = time.monotonic() + BIND_PATIENCE
-        while True:
-            listed = {chip.bdf for chip in self.fleet.chips.values() if chip.listed}
-            missing = [bdf for bdf in on_bus if bdf not in listed and is_for_driver(self.settings, bdf)]
+        on_bus = functions_on_bus(self.settings)
+        while driver_version(self.settings) is not None:
+            listed = {chip.bdf for chip in self.monitor.fleet.chips.values() if chip.listed}
+            unlisted = [bdf for bdf in on_bus if bdf not in listed]
+            missing = next((bdf for bdf in unlisted if is_for_driver(self.settings, bdf)), None)
+            left = deadline - time.monotonic()
             if not missing:
                 return
-            if (left := deadline - time.monotonic()) <= 0:
-                log.warning("%s: no node of the driver's in %g s; ready without it", missing[0], BIND_PATIENCE)
+            if left <= 0:
+                what = f"no node of the driver's in {BIND_PATIENCE:g} s; ready without it"
+                log.warning("%s: %s", missing, what)
                 return
-            self.manager.status(f"waiting for the driver to make a node for {missing[0]}")
-            await self._news(min(left, 0.5))  # events can be lost, or there are none
-            self._read(self.fleet.observe(self.settings))
-
-    async def _news(self, seconds: float | None) -> None:
-        """Until telemetry has arrived or the kernel has told of something, for so long at most."""
-        self._told.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._told.wait(), seconds)
+            self._manager.status(f"waiting for the driver to make a node for {missing}")
+            await self.monitor.wait(min(left, 0.5))  # events can be lost, or there are none
+            self.monitor.look()
 
     async def _poll_for_ever(self) -> NoReturn:
-        polled, sound = time.monotonic(), True
+        polls = 0
+        polled_at = time.monotonic()
+        is_sound = True
         while True:
-            due = polled + self.settings.health.interval - time.monotonic()
-            self._rescheduled.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._rescheduled.wait(), max(0, min(due, self.manager.watchdog_pause)))
-            if time.monotonic() - polled >= self.settings.health.interval:
-                polled, sound = time.monotonic(), False
-                with surviving("a poll"):
-                    self.poll()
-                    sound = True
-            if sound and self.manager.watchdog_pause < math.inf:  # a loop whose polls fail does not do its work
-                self.manager.notify("WATCHDOG=1")
+            due = polled_at + self.settings.health.interval - time.monotonic()
+            self._wake.clear()
+            await event_within(self._wake, max(0, min(due, self._manager.watchdog_pause)))
+            if time.monotonic() - polled_at >= self.settings.health.interval:
+                polled_at = time.monotonic()
+                polls += 1
+                is_sound = False
+                with log_and_continue("a poll"):
+                    await self._poll(is_thorough=polls % THOROUGH == 0)
+                    is_sound = True
+            if is_sound and self._manager.watchdog_pause < math.inf:
+                self._manager.notify("WATCHDOG=1")  # polls that fail are no life
 
-    def poll(self) -> None:
-        """The net under all events, and the only way to see a chip die: that sends none."""
-        self._polls += 1
-        thorough = self._polls % THOROUGH == 0
-        self.fleet.observe(self.settings, thorough=thorough)
+    async def _poll(self, *, is_thorough: bool) -> None:
+        """Do what no event tells of: the net under all of them."""
+        self._check_directory()
         self._watch.check()
-        self._directory_changed((), ())
-        held = any(device.held for session in self.sessions.values() for device in session.plugin.resource.distinct)
-        if held or self.owners.kubelet_is_young(self.settings.pod_resources_socket):
-            self._ask_kubelet()
-        self.publish_changes()
-        self._in_background(self._describe())
-        if time.monotonic() - self._measured >= METRICS_PAUSE and (metrics := self._files.get("metrics")):
-            self._measured = time.monotonic()
-            self._in_background(self._write_metrics(metrics))
-        last = {c.function: None if thorough else c.telemetry for c in self.fleet.chips.values() if c.present}
-        self._readers.request(Request(function, telemetry, periodic=True) for function, telemetry in last.items())
+        self.registrar.poll()
+        is_due = time.monotonic() - self._measured_at >= METRICS_PAUSE
+        wants_figures = is_due and self._publication.wants_metrics()
+        self.monitor.poll(is_thorough=is_thorough, wants_figures=wants_figures)
+        with contextlib.suppress(Refusal):  # what a runtime would wait for is better not named
+            mounts = await self.registrar.allocator.existing_mounts()
+            listed = [each.resource for each in self.registrar.listed()]
+            self._publication.describe(self._listed_chips(), listed, mounts)
+        if wants_figures:
+            self._measured_at = time.monotonic()
+            await self.monitor.until_settled()
+            self._publication.write_metrics(await self._scrapes.text())
 
-    def _in_background(self, work: Coroutine[Any, Any, None], *, to_its_end: bool = False) -> None:
-        """to_its_end: whether the daemon's own end waits for it."""
-        tasks = self._closing if to_its_end else self._background
-        tasks.add(task := asyncio.create_task(work))
-        task.add_done_callback(tasks.discard)
+    async def _take_metrics(self) -> str:
+        """Return the metrics, with figures that are not old."""
+        if time.monotonic() - self._measured_at >= METRICS_PAUSE:
+            self._measured_at = time.monotonic()
+            await self.monitor.measure()
+            await self.registrar.learn_names()
+        chips = self._listed_chips()
+        return self._publication.render_metrics(chips, self.registrar, time.monotonic())
 
-    def _read(self, functions: Iterable[PciFunction]) -> None:
-        """Ask these chips for everything, because of an event."""
-        self._readers.request(Request(function, None, periodic=False) for function in functions)
-
-    # What the kubelet gets
-
-    def publish_changes(self) -> None:
-        """Bring resources, their sessions and systemd's status in line with the chips, if anything is new of them."""
-        if not self._serving or self._published == self.fleet.version:
-            return
-        self._published = self.fleet.version
-        self.memory.keep(self.fleet.memory(), self.owners.stood_for)
-        wanted = self._settled_resources()
-        self._log_holders(wanted.values())
-        for name in self.sessions.keys() - wanted.keys():
-            log.info("%s: no device is of this resource any longer", name)
-            session = self.sessions.pop(name)
-            session.plugin.publish(Resource(name, {}))
-            self._in_background(session.close(), to_its_end=True)
-        for name, resource in wanted.items():
-            if locks := lock_directory(self.settings.sharing, resource):
-                # After a reboot containers start with the old answer: what it names has to be there.
-                with surviving(f"making {locks}"):
-                    make_lock_directory(locks)
-            if name in self.sessions:
-                self.sessions[name].plugin.publish(resource)
-            else:
-                plugin = DevicePlugin(resource, self._allocate)
-                self.sessions[name] = KubeletSession(plugin, self.settings.device_plugin_dir, self._show_status)
-        self._show_status()
-        self._in_background(self._describe())
-
-    def _settled_resources(self) -> dict[str, Resource]:
-        """As they can be published: no chip is offered under another name before the kubelet has said who holds it."""
-        chips = [chip for chip in self.fleet.chips.values() if chip.listed]
-        holders = self.owners.holders(self.fleet.chips, time.monotonic())
-        wanted = resources(chips, self.settings, holders)
-        devices = ((resource, device) for resource in wanted.values() for device in resource.distinct)
-        offers = {(chip.bdf, r.name, device.identifier, r.replicas) for r, device in devices for chip in device.chips}
-        self._settled = offers if self._settled is None else self._settled & offers
-        if offers - self._settled and not listens(self.settings.pod_resources_socket):
-            self._settled = offers
-        self._unsettled = offers - self._settled
-        if self._unsettled:
-            self._ask_kubelet()
-            return resources(chips, self.settings, holders, {bdf for bdf, *_ in self._unsettled})
-        return wanted
-
-    def _ask_kubelet(self, *, after: float = 0.0) -> None:
-        """Learn who holds what, and publish what follows from it, unless that is under way already."""
-
-        async def ask() -> None:
-            await asyncio.sleep(after)
-            settling, reason = self._unsettled, "an internal error"
-            with surviving("asking the kubelet who holds what"):
-                reason = await self.owners.ask(self.settings.pod_resources_socket) or ""
-            if reason and settling:
-                log.warning("whether pods still hold what is offered anew cannot be known: %s", reason)
-            if self._settled is not None:
-                self._settled |= settling
-            self._asking, self._published = None, -1
-            self.publish_changes()  # which asks once more if more is offered anew by now
-
-        if self._asking is None:
-            self._asking = asyncio.create_task(ask())
-
-    async def _asked(self) -> None:
-        """Until a question that is under way has been answered, for as long as an answer may take."""
-        if self._asking:
-            await asyncio.wait({self._asking}, timeout=ASK_TIMEOUT)
-
-    def _log_holders(self, wanted: Iterable[Resource]) -> None:
-        """Who holds what under another name than it has now, when that begins and when it ends."""
-        held = {f"{r.name} {d.identifier}": d.held for r in wanted for d in r.distinct if d.held not in (None, ASKING)}
-        before, self._held = self._held, held
-        for what, holder in sorted(held.items() - before.items()):
-            log.warning("%s: unhealthy: %s", what, holder)
-        for what in before.keys() - held.keys():
-            log.info("%s: nobody holds it under another name any longer", what)
-
-    async def _allocate(self, plugin: DevicePlugin, containers: Sequence[Sequence[str]]) -> ContainerResponses:
-        """What containers with these IDs get, as things stand at this moment. Raises Refusal."""
-        result = "refused"
-        try:
-            await self._asked()
-            if self.owners.kubelet_is_young(self.settings.pod_resources_socket):
-                self._ask_kubelet()  # it admits the pods of before first, so by now it names them
-                await self._asked()
-            mounts, resource = await self._existing_mounts(), plugin.resource
-            check_allocation(resource, containers)
-            devices = {identifier: resource.devices[identifier] for ids in containers for identifier in ids}
-            locks = self._ready_to_start(resource, devices.values())
-            if self.owners.granted(resource.name, devices, time.monotonic()):
-                self.memory.keep(self.fleet.memory(), self.owners.stood_for)
-            path, result = functools.partial(node_path, self.settings), "granted"
-            chosen = ([devices[identifier] for identifier in ids] for ids in containers)
-            return [container_edits(some, self.settings, mounts, locks, path) for some in chosen]
-        finally:
-            self._allocations[plugin.resource.name, result] += 1
-
-    def _ready_to_start(self, resource: Resource, chosen: Iterable[Device]) -> str | None:
-        """The directory for the locks of these devices, whose nodes are as they should be. Raises Refusal."""
-        for device in chosen:
-            for function in (chip.function for chip in device.chips):  # by sysfs as it is now; the news is under way
-                if fault := _node_fault(function.path, _read_quick(f"{function.sysfs}/dev")):
-                    reason = f"device {device.identifier} is unhealthy: device node is wrong: {fault}"
-                    raise Refusal(Code.FAILED_PRECONDITION, reason)
-        if locks := lock_directory(self.settings.sharing, resource):
-            try:
-                make_lock_directory(locks)
-            except OSError as error:
-                reason = f"no directory for the locks of {resource.name}: {error.filename}: {error.strerror}"
-                raise Refusal(Code.UNAVAILABLE, reason) from None
-        return locks
-
-    async def _existing_mounts(self) -> tuple[Mount, ...]:
-        """The mounts whose host paths are there. Raises Refusal if one does not answer: no container could start."""
-        if (mounts := self.settings.mounts) is None:
-            dev, names = self.settings.dev_root, ("hugepages-1G", "hugepages")
-            return tuple([Mount(f"{dev}/{name}", f"/dev/{name}") for name in names if os.path.exists(f"{dev}/{name}")])
-        found = await asyncio.gather(*(self._host_paths.is_there(mount.host, MOUNT_PATIENCE) for mount in mounts))
-        if None in found:
-            silent = mounts[found.index(None)].host
-            raise Refusal(Code.UNAVAILABLE, f"the host's {silent}, a mount, does not answer")
-        return tuple(itertools.compress(mounts, found))
-
-    # What others get
-
-    def _choose_files(self) -> None:
-        """The files that the configuration wants; one that it no longer wants is removed."""
-        cdi, labels = self.settings.cdi_dir, self.settings.labels_dir
-        paths = {"cdi": cdi and f"{cdi}/{CDI_FILE}", "labels": labels and f"{labels}/{LABELS_FILE}"}
-        for kind, path in {**paths, "metrics": self.settings.metrics_file}.items():
-            if kind in self._files and self._files[kind].path != path:
-                self._files.pop(kind).write(None)
-            if path:
-                self._files.setdefault(kind, OwnFile(path))
-        self._described, self._measured = None, -math.inf
-
-    async def _describe(self) -> None:
-        """Bring the files for runtimes and node-feature-discovery in line with what is there."""
-        try:
-            mounts = await self._existing_mounts()
-        except Refusal:
-            return  # what a runtime would wait for is better not named
-        made_of = self.fleet.version, mounts
-        if self._described == made_of and all(file.is_there() for file in self._files.values()):
-            return
-        self._described, chips = made_of, [chip for chip in self.fleet.chips.values() if chip.listed]
-        if cdi := self._files.get("cdi"):
-            with_node = [chip.function for chip in chips if chip.present and not chip.function.node_fault]
-            cdi.write(cdi_spec(with_node, self.settings, mounts))
-        if labels := self._files.get("labels"):
-            listed = [session.plugin.resource for session in self.sessions.values()]
-            labels.write(feature_file(listed, chips, self.settings, driver_version(self.settings)))
-
-    async def _metrics(self) -> str:
-        if self.owners.are_stale(METRICS_PAUSE):
-            await self.owners.ask(self.settings.pod_resources_socket)
-        listed = [(s.plugin.resource, s.state == REGISTERED, s.registrations) for s in self.sessions.values()]
-        resource_of = {c.bdf: resource for resource, *_ in listed for d in resource.distinct for c in d.chips}
-        holders = self.owners.holders(self.fleet.chips, math.inf)  # without those that are just being admitted
-        families = chip_metrics([chip for chip in self.fleet.chips.values() if chip.listed], resource_of, holders)
-        return exposition([*families, *plugin_metrics(listed, self._allocations, self._started)])
-
-    async def _write_metrics(self, file: OwnFile) -> None:
-        if os.path.isdir(os.path.dirname(file.path)):  # else nobody wants it, and nobody need be asked
-            file.write(await self._metrics(), again=True)  # its age tells others that we are at work
-
-    # What happens
+    def _listed_chips(self) -> list[Chip]:
+        return [chip for chip in self.monitor.fleet.chips.values() if chip.listed]
 
     def reload(self) -> None:
-        """SIGHUP: take over what a running daemon can; a bad configuration changes nothing, and is told of."""
-        self.manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        """SIGHUP: take over what a running daemon can; a bad configuration changes nothing."""
+        if self._stage == "ready":
+            now = time.monotonic_ns() // 1000
+            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={now}")
         try:
-            loaded = self.load()
+            loaded = self._load()
         except ConfigError as error:
             log.error("configuration is not reloaded, the old one stays: %s", error)
             self._refused = f"the configuration on disk is refused: {error}"
         else:
-            kept = {key: getattr(self.settings, key) for key in NEEDS_RESTART}
-            for key, value in kept.items():
-                if getattr(loaded, key) != value:
-                    log.warning("%s needs a restart to change; until then it is %s", key, value)
-            if self.settings.sharing.lock_dir != loaded.sharing.lock_dir:
-                log.warning("lock_dir has changed: containers from before and after do not know of each other")
-            self.settings, self._refused = replace(loaded, **kept), ""
-            log.setLevel(self.settings.log_level.upper())
-            log.info("configuration reloaded")
-            self._choose_files()
-            self._published = -1
-            self.publish_changes()
-            self._rescheduled.set()
-        if self._serving:
-            self._show_status()
-            self.manager.notify("READY=1")
+            self._refused = ""
+            self._take_over(loaded)
+        self._show_status()
+        if self._stage == "ready":
+            self._manager.notify("READY=1")
 
-    def _uevents_arrived(self, kernel: socket.socket) -> None:
-        events = list(receive_uevents(kernel, self.trusted))
-        if not events:
-            return
-        log.debug("kernel events: %s", events)
-        new = self.fleet.observe(self.settings)
-        ordinals = {event.ordinal for event in events if event}
-        named = [c.function for c in self.fleet.chips.values() if c.present and c.function.ordinal in ordinals]
-        self._read({function.bdf: function for function in [*new, *named]}.values())
-        self._told.set()
-        self.publish_changes()
+    def _take_over(self, loaded: Settings) -> None:
+        before = self.settings
+        kept = {key: getattr(before, key) for key in NEEDS_RESTART}
+        for key, value in kept.items():
+            if getattr(loaded, key) != value:
+                log.warning("%s needs a restart to change; until then it is %s", key, value)
+        if before.sharing.lock_dir != loaded.sharing.lock_dir:
+            log.warning("lock_dir has changed: containers from before and after share no locks")
+        by_cdi = "cdi" in (before.device_list_strategy, loaded.device_list_strategy)
+        if by_cdi and before.resource_domain != loaded.resource_domain:
+            log.warning("resource_domain has changed: containers of before find no CDI device")
+        settings = replace(loaded, **kept)
+        log.setLevel(settings.log_level.upper())
+        log.info("configuration reloaded")
+        self.settings = settings
+        self.monitor.settings = settings
+        self._publication.configure(settings)
+        if self._stage != "starting":
+            self.registrar.configure(settings)
+            self._log_sharing()
+        self._wake.set()
 
-    def _telemetry_arrived(self, readings: list[Reading]) -> None:
-        self.fleet.learn(readings, self.settings.health, time.monotonic())
-        self.fleet.wait_no_longer(self._readers.seconds_under_way)
-        self._told.set()
-        self.publish_changes()
+    def _log_sharing(self) -> None:
+        for what in unselected(self._listed_chips(), self.settings):
+            log.info("sharing: %s", what)
 
-    def _directory_changed(self, names: Collection[str], new: Collection[str]) -> None:
-        foreign = any(not name.startswith(SOCKET_PREFIX) for name in names)
-        kubelet = socket_identity(f"{self.settings.device_plugin_dir}/{KUBELET_SOCKET}")
-        if self._serving and kubelet not in (None, self._kubelet):
-            self._kubelet = kubelet
-            self._ask_kubelet(after=NEW_KUBELET_PAUSE)
-        for session in self.sessions.values():
-            session.check_sockets(kubelet_is_new=KUBELET_SOCKET in new, disturbed=foreign)
+    def _chips_changed(self) -> None:
+        if self._stage != "starting":
+            self.registrar.publish()
+
+    def _check_directory(self) -> None:
+        """End if another daemon has the directory, or the sandbox has lost it."""
+        directory = self.settings.device_plugin_dir
+        holder = self._lock.holder()
+        if holder:
+            log.error("%s: another tt-device-plugin serves it already, %s", directory, holder)
+            self.end(EXIT_SECOND)
+        elif self._lock.has_lost_write_access():
+            log.error("%s was made anew, and this service's sandbox forbids it", directory)
+            self.end(EXIT_LOST)
 
     def _show_status(self) -> None:
-        sessions = self.sessions.values()
-        status = status_line([(session.plugin.resource, session.state) for session in sessions])
-        self.manager.status("; ".join(filter(None, [status, self._refused])))
+        listed = [(each.resource, each.state) for each in self.registrar.listed()]
+        status = status_line(listed)
+        self._manager.status("; ".join(filter(None, [status, self._refused])))
 
 
 def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
-    """What `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; registered with kubelet"."""
+    """Return what `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; registered …"."""
     if not listed:
         return "no Tenstorrent device on this node; waiting for one"
-    counts = []
+    parts = []
     for resource, _ in listed:
-        reasons = [f"{device.identifier}: {device.reason}" for device in resource.distinct if device.reason]
-        unhealthy = f" ({reasons[0]}{', …' if len(reasons) > 1 else ''})" if reasons else ""
+        devices = resource.distinct
+        ill = [f"{device.identifier}: {device.reason}" for device in devices if device.reason]
         shared = f", shared by {resource.replicas}" if resource.replicas else ""
-        counts.append(f"{len(resource.distinct)} × {resource.name}{shared}, {resource.healthy} healthy{unhealthy}")
+        more = ", …" if len(ill) > 1 else ""
+        reasons = f" ({ill[0]}{more})" if ill else ""
+        healthy = len(devices) - len(ill)
+        parts.append(f"{len(devices)} × {resource.name}{shared}, {healthy} healthy{reasons}")
     states = {state for _, state in listed}
     if len(states) > 1:
         states = {f"{resource.name} {state}" for resource, state in listed if state != REGISTERED}
-    return "; ".join([*counts, *sorted(states)])
+    return "; ".join([*parts, *sorted(states)])
 
 
-# ==== COMMAND LINE ====================================================================================================
+# ==== COMMAND LINE ================================================================================
 
-Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # a line of `check`: subject; what is so and what to do
+Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; what is so and what to do
 
 DESCRIPTION = """\
 Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
 
 commands:
-  run     the daemon (default): serves the kubelet's device plugin API until SIGTERM; SIGHUP re-reads the configuration
-  list    one row per device, with its health and the resource that it belongs to; --json for programs
-  check   whether this node is fit: driver, devices, hugepages, the kubelet's directory, configuration; exit 1 if not
+  run     the daemon: serves the kubelet's device plugin API until SIGTERM; SIGHUP reads the
+          configuration again
+  list    a row for each chip, with its health, its resource and who uses it; --json for programs
+  check   whether this node is fit: driver, devices, hugepages, kubelet, configuration
 """
 
 EPILOG = """\
-Each option can also be set by the environment variable in brackets, or in the configuration file under the flag's name
-without dashes in front and with underscores. A flag wins over the environment, the environment over the file.
-The file can say more: [health] interval, temperature_limit, heartbeat_misses, trip_holdoff; [sharing] and
-[[sharing.resources]]; [[mounts]].
+Each option can also be set by the environment variable in brackets, or in the configuration file
+under the flag's name, with underscores. A flag wins over the environment, that over the file. The
+file can say more: [health], [sharing], [[sharing.resources]], [[mounts]]; tt-device-plugin(8).
 
-exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-error; 2 usage; 78 bad configuration
+exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-error; 2 usage;
+74 the directory was lost; 75 another daemon serves it; 78 bad configuration
 """
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)  # a path is one word
+        """A path is one word."""
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        return super()._format_action_invocation(action).replace(" [=", "[=")  # a switch takes its value so only
+        """A switch takes its value with "=" only."""
+        return super()._format_action_invocation(action).replace(" [=", "[=")
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    usage = "tt-device-plugin [run|list|check] [OPTIONS]"
     parser = argparse.ArgumentParser(
-        "tt-device-plugin", usage, DESCRIPTION, EPILOG, formatter_class=_Formatter, allow_abbrev=False
+        "tt-device-plugin",
+        "tt-device-plugin run|list|check [OPTIONS]",
+        DESCRIPTION,
+        EPILOG,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("command", nargs="?", choices=("run", "list", "check"), default="run", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action="version", version=f"tt-device-plugin {__version__}")
-    parser.add_argument("--json", action="store_true", help="with list: an array of objects")
-    parser.add_argument("--config-only", action="store_true", help="with check: the configuration and nothing else")
+    add = parser.add_argument
+    add("command", nargs="?", choices=("run", "list", "check"), help=argparse.SUPPRESS)
+    add("--version", action="version", version=f"tt-device-plugin {__version__}")
+    add("--json", action="store_true", help="with list: an array of objects")
+    add("--config-only", action="store_true", help="with check: the configuration, nothing else")
     file = f"default {DEFAULT_CONFIG_FILE}, which may be absent [TTDP_CONFIG_FILE]"
-    parser.add_argument("--config-file", metavar="FILE", help=file)
+    add("--config-file", metavar="FILE", help=file)
+    defaults = Settings()
     for option in OPTIONS:
-        default = getattr(Settings(), option.key)
-        metavar = "[=BOOL]" if option.is_switch else option.key.rpartition("_")[2].upper()
-        text = f"{option.help}; default {str(default).lower() if option.is_switch else default} [{option.variable}]"
-        parser.add_argument(option.flag, metavar=metavar, help=text)
+        default = str(getattr(defaults, option.key))
+        metavar = option.key.rpartition("_")[2].upper()
+        if option.is_switch:
+            default, metavar = default.lower(), "[=BOOL]"
+        text = f"{option.help}; default {default} [{option.variable}]".replace("%", "%%")
+        add(option.flag, metavar=metavar, help=text)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program: returns its exit status (see EPILOG)."""
+    """Run the program; returns its exit status (see EPILOG)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows a bare switch is the next word, such as a command.
-    switches = {option.flag for option in OPTIONS if option.is_switch}
-    parser = argument_parser()
-    options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
-    for flag, given, command in (("--json", options.json, "list"), ("--config-only", options.config_only, "check")):
-        if given and options.command != command:
-            parser.error(f"{flag} goes with {command}")
-    set_up_logging(os.environ, timestamps=options.command == "run")
+    if "run" in words:  # until the daemon handles it, a SIGHUP waits
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    options = _parsed_options(words)
+    set_up_logging(os.environ, has_timestamps=options.command == "run")
     load = functools.partial(load_settings, vars(options), os.environ)
     if options.command != "run":
         for number in (signal.SIGINT, signal.SIGPIPE):
@@ -2684,87 +4535,170 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return list_devices(settings, as_json=options.json)
 
     async def run() -> int:
-        return await Daemon(settings, load, ServiceManager(os.environ), open_uevent_socket, sent_by_kernel).run()
+        return await Daemon(settings, load, ServiceManager(os.environ)).run()
 
     return asyncio.run(run())
 
 
-async def survey(settings: Settings) -> tuple[Fleet, Holders | None]:
-    """The node's chips, asked twice, one second apart, or a stalled heartbeat would not show; and who holds them."""
-    memory, told, rules = Memory(settings), asyncio.Event(), replace(settings.health, heartbeat_misses=1)
-    fleet, owners = Fleet(memory.chips), Owners(memory.stood_for)
+def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options, or end the process with usage and status 2."""
+    parser = argument_parser()
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and name not in flags:
+            parser.error(f"there is no option {name}{_nearest(name, flags)}")
+    # What follows a bare switch is the next word, such as a command.
+    switches = {option.flag for option in OPTIONS if option.is_switch}
+    options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    pairs = ("--json", options.json, "list"), ("--config-only", options.config_only, "check")
+    for flag, is_given, command in pairs:
+        if is_given and options.command != command:
+            parser.error(f"{flag} goes with {command}")
+    return options
 
-    def arrived(readings: list[Reading]) -> None:
-        fleet.learn(readings, rules, time.monotonic())
-        fleet.wait_no_longer(readers.seconds_under_way)
-        told.set()
 
-    readers = TelemetryReaders(arrived)
+def say(text: str) -> None:
+    """Print a line that others can have put names into; an ASCII terminal gets ASCII."""
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+        shown = shown.replace("×", "x").replace("…", "...").replace("°", " ")
+        shown = shown.encode("ascii", "replace").decode()
+    print(shown)
+
+
+class Survey(NamedTuple):
+    """A node, as `list` and `check` see it without the daemon."""
+
+    fleet: Fleet
+    custody: Custody
+    listed: Mapping[str, Resource]
+    knows_pods: bool  # the kubelet's checkpoint can be read
+
+    def pods(self, bdf: str) -> list[ChipUser]:
+        users = chip_users(self.custody, time.monotonic())
+        return [user for user in users if user.bdf == bdf]
+
+
+async def survey(settings: Settings) -> Survey:
+    """Look twice, one second apart: a stalled heartbeat shows only then."""
+    memory = Memory(settings)
+    rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
+    monitor = Monitor(rules, memory.chips, lambda: None)
+    fleet, pool = monitor.fleet, monitor.readers.pool
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
-        fleet.observe(settings)
-        asked = [chip.function for chip in fleet.chips.values() if chip.present]
-        readers.request(Request(function, None, periodic=True) for function in asked)
-        while not readers.is_settled() or any(0 < readers.seconds_under_way(f.bdf) <= READ_DEADLINE for f in asked):
-            told.clear()
-            await told.wait()
-    known = await owners.ask(settings.pod_resources_socket) is None
-    return fleet, owners.holders(fleet.chips, math.inf) if known else None
+        monitor.poll(is_thorough=True, wants_figures=True)
+        await monitor.until_settled()
+        while any(0 < pool.seconds_under_way(bdf) <= READ_DEADLINE for bdf in fleet.chips):
+            await monitor.wait(None)
+    fleet.show_former()
+    now = time.monotonic()
+    given = configured_resources(fleet.chips.values(), settings)
+    custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
+    custody.refresh(given, fleet.chip_at, now)
+    custody.look(now)
+    custody.learn_names(await PodResources(settings.pod_resources_socket).names())
+    allocations = custody.allocations(now)
+    claims = Claims(allocations, allocations, custody.describe)
+    listed = resources(given, fleet.chips.values(), claims)
+    path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
+    return Survey(fleet, custody, listed, os.access(path, os.R_OK) and not custody.fault)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
-    fleet, holders = asyncio.run(survey(settings))
-    for oddity in fleet.oddities:
+    found = asyncio.run(survey(settings))
+    for oddity in found.fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
-    rows = list(_rows(settings, fleet, holders))
+    rows = list(_rows(settings, found))
     if as_json:
         print(json.dumps(rows, indent=2))
-    else:
-        print(_as_text(rows) if rows else "no Tenstorrent device on this node")
+    elif not rows:
+        say("no Tenstorrent device on this node")
+    for line in _table_lines(rows) if rows and not as_json else ():
+        say(line)
     return 0
 
 
-def _rows(settings: Settings, fleet: Fleet, holders: Holders | None) -> Iterator[dict[str, Any]]:
-    """What there is to say of each chip, as `list --json` says it."""
-    listed = resources(fleet.chips.values(), settings, holders or {}).values()
-    owned = {chip.bdf: (r, device) for r in listed for device in r.distinct for chip in device.chips}
-    for bdf in sorted(fleet.chips, key=address):
-        chip, function, (resource, device) = fleet.chips[bdf], fleet.chips[bdf].function, owned.get(bdf, (None, None))
-        reason = chip.health.reason or (device.held if device else "its board is not known yet")
+def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
+    """Yield what there is to say of each chip, as `list --json` says it."""
+    owners: dict[str, tuple[Resource, Device | None]] = {}
+    for each in found.listed.values():
+        for device in each.distinct:
+            if not device.is_former:
+                owners.update({chip.bdf: (each, device) for chip in device.chips})
+    for bdf in sorted(found.fleet.chips, key=address):
+        chip = found.fleet.chips[bdf]
+        function = chip.function
+        resource, owner = owners.get(bdf, (Resource("", {}), None))
+        reason = owner.reason if owner else "its board is not known yet"
         processes = processes_on(settings, function.ordinal) if chip.present else []
+        pods = [
+            {"namespace": u.namespace, "pod": u.pod, "container": u.container}
+            for u in found.pods(bdf)
+        ]
         yield {
-            "id": device.identifier if device else None, "index": function.ordinal,
-            "path": function.path if chip.present and not function.node_fault else None, "bdf": bdf,
-            "card": chip.card_type, "board": chip.board_type if chip.card_type else None, "arch": function.arch,
-            "serial": chip.serial, "asic_id": chip.asic_id, "numa_node": function.numa_node, "firmware": chip.firmware,
-            "healthy": reason is None, "reason": reason,
-            "resource": resource.name if resource else None, "replicas": resource.replicas if resource else 0,
-            "pods": None if holders is None else [holder.place() for holder in holders.get(bdf, ())],
-            "processes": None if processes is None else [process._asdict() for process in processes],
-        }  # fmt: skip
+            "id": owner.identifier if owner else None,
+            "index": function.ordinal,
+            "path": function.path if chip.present and not function.node_fault else None,
+            "bdf": bdf,
+            "card": chip.card_type,
+            "board": chip.board_type if chip.card_type else None,
+            "arch": function.arch,
+            "serial": chip.identity.serial,
+            "asic_id": chip.identity.asic_id,
+            "numa_node": function.numa_node,
+            "firmware": chip.identity.firmware,
+            "temperature": chip.telemetry.temperature if chip.telemetry else None,
+            "power": chip.figures.get("power1_input"),
+            "healthy": (chip.health.reason or reason) is None,
+            "reason": chip.health.reason or reason,
+            "resource": resource.name or None,
+            "replicas": resource.replicas,
+            "pods": pods if found.knows_pods else None,
+            "processes": None
+            if processes is None
+            else [{"pid": p.pid, "command": p.command, "of_pod": p.is_of_pod} for p in processes],
+        }
 
 
-def _as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of 100 columns, where names are of usual length."""
-    ids = {"ID": "id"} if any(row["id"] not in (row["bdf"], None) for row in rows) else {}
-    keys = {"ADDRESS": "bdf", **ids, "CARD": "card", "SERIAL": "serial", "NUMA": "numa_node", "FIRMWARE": "firmware"}
-    lines: list[list[Any]] = [["N", *keys, "RESOURCE", "USED BY", "HEALTH"]]
+def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table of 110 columns, where names are of usual length."""
+    keys = {"ADDRESS": "bdf", "ID": "id", "CARD": "card", "SERIAL": "serial", "NUMA": "numa_node"}
+    if all(row["id"] in (row["bdf"], None) for row in rows):
+        del keys["ID"]
+    keys["FIRMWARE"] = "firmware"
+    lines = [["N", *keys, "RESOURCE", "°C", "W", "HEALTH", "USED BY"]]
     for row in rows:
+        cells = [row["index"] if row["path"] else None, *(row[key] for key in keys.values())]
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
-        resource = f"{row['resource'].partition('/')[2]}{shared}" if row["resource"] else None
-        pods = dict.fromkeys(f"{pod['namespace']}/{pod['pod']}" for pod in row["pods"] or ())
-        processes = [f"{p['command']}[{p['pid']}]" for p in row["processes"] or () if not (pods and p["of_pod"])]
-        users = ", ".join([*pods, *processes]) or ("-" if None not in (row["pods"], row["processes"]) else "?")
-        health = "healthy" if row["healthy"] else f"UNHEALTHY: {row['reason']}"
-        number, known = row["index"] if row["path"] else None, (row[key] for key in keys.values())
-        lines.append([number, *known, resource, users, health])
-    texts = [["-" if cell is None else str(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in texts)
+        cells.append(row["resource"] and row["resource"].partition("/")[2] + shared)
+        cells += [
+            figure if figure is None else round(figure)
+            for figure in (row["temperature"], row["power"])
+        ]
+        cells.append(f"UNHEALTHY: {row['reason']}" if row["reason"] else "healthy")
+        cells.append(_users(row))
+        lines.append(["-" if cell is None else str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(map(str.ljust, line, widths)).rstrip()
+
+
+def _users(row: Mapping[str, Any]) -> str:
+    """Return who uses a chip; a process of a pod is the pod."""
+    pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
+    processes = [each for each in row["processes"] or () if not (pods and each["of_pod"])]
+    users = [*dict.fromkeys(pods), *(f"{each['command']}[{each['pid']}]" for each in processes)]
+    nobody = "?" if None in (row["pods"], row["processes"]) else "-"
+    return ", ".join(users) or nobody
 
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
-    """Preflight for a node; returns 1 if anything FAILs."""
+    """Say whether a node is fit; returns 1 if anything FAILs."""
     findings: list[Finding] = [("ok", "configuration", "valid")]
     settings = Settings()
     try:
@@ -2773,13 +4707,17 @@ def check(load: Callable[[], Settings], *, config_only: bool) -> int:
         more = "" if config_only else "; the rest is checked with the defaults"
         findings = [("FAIL", "configuration", f"{error}{more}")]
     if not config_only:
-        fleet, holders = asyncio.run(survey(settings))
-        findings += [*_check_driver(settings), *_check_chips(settings, fleet, holders or {})]
-        findings += [*_check_hugepages(settings, fleet), *_check_sharing(settings, fleet)]
-        findings += [*_check_cdi(settings), *_check_kubelet(settings)]
+        found = asyncio.run(survey(settings))
+        findings += _check_driver(settings)
+        findings += _check_chips(settings, found)
+        findings += _check_hugepages(settings, found.fleet)
+        for what in unselected(found.fleet.chips.values(), settings):
+            findings.append(("warn", "sharing", what))
+        findings += _check_cdi(settings, found.fleet)
+        findings += _check_kubelet(settings, found)
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
-        print(f"{level:4}  {subject:{width}}  {text}")
+        say(f"{level:4}  {subject:{width}}  {text}")
     return int(any(level == "FAIL" for level, _, _ in findings))
 
 
@@ -2789,96 +4727,135 @@ def _check_driver(settings: Settings) -> Iterator[Finding]:
     if version is None:
         yield "FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent"
     elif numbers and (int(numbers[1]), int(numbers[2])) < (2, 7):
-        yield "warn", "driver", f"{version} shows no heartbeat: firmware that stops is not noticed; update to 2.7"
+        advice = "firmware that stops is not noticed; update to 2.7"
+        yield "warn", "driver", f"{version} shows no heartbeat: {advice}"
     else:
         yield "ok", "driver", version or "loaded; it does not say its version"
 
 
-def _check_chips(settings: Settings, fleet: Fleet, holders: Holders) -> Iterator[Finding]:
+def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
+    fleet = found.fleet
     on_bus = functions_on_bus(settings)
     if not fleet.chips and not fleet.oddities:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
         yield "warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}"
     for bdf in on_bus if driver_version(settings) is not None else ():
-        if bdf not in fleet.chips and not _link_name(f"{settings.sysfs_root}/bus/pci/devices/{bdf}/driver"):
+        if bdf not in fleet.chips and not _link_name(f"{pci_directory(settings, bdf)}/driver"):
             advice = f"look into dmesg, then: echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
             yield "warn", bdf, f"no driver is bound to it; {advice}"
     for oddity in fleet.oddities:
-        yield "FAIL", "devices", f"{oddity}; reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
-    for chip in fleet.chips.values():
+        advice = "reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
+        yield "FAIL", "devices", f"{oddity}; {advice}"
+    reasons = {row["bdf"]: row["reason"] for row in _rows(settings, found)}
+    for bdf, chip in fleet.chips.items():
         what = f"{chip.card_type or chip.function.arch}, {chip.function.path}"
-        if chip.health.fault:
-            yield "FAIL", chip.bdf, f"{what}: {chip.health.reason}"
-            continue
-        yield "ok", chip.bdf, f"{what}, healthy"
-        strangers = [p for p in processes_on(settings, chip.function.ordinal) or () if not p.of_pod]
-        if (pods := holders.get(chip.bdf)) and strangers:
-            who = f"{strangers[0].command} ({strangers[0].pid})"
-            yield "warn", chip.bdf, f"{pods[0].pod} was given it, and {who} of the host has it open; end that"
-        if (mode := stat.S_IMODE(os.stat(chip.function.path).st_mode)) & 0o666 != 0o666:
-            advice = "containers that do not run as root cannot open it; install the driver's udev rules"
-            yield "warn", chip.bdf, f"{chip.function.path} has mode {mode:04o}, not 0666: {advice}"
+        if reasons[bdf] and not reasons[bdf].startswith("held by"):
+            yield "FAIL", bdf, f"{what}: {reasons[bdf]}"
+        else:
+            yield "ok", bdf, f"{what}, healthy"
+            yield from _check_chip(settings, chip, found.pods(bdf))
+
+
+def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Iterator[Finding]:
+    """Check a healthy chip."""
+    bdf, function = chip.bdf, chip.function
+    if chip.telemetry and chip.telemetry.is_silent:
+        yield "warn", bdf, "its firmware is silent; if it stays so, look into dmesg"
+    width = chip.figures.get("current_link_width")
+    most = chip.figures.get("max_link_width")
+    if width and most and width < most:
+        advice = "reseat the card, and look at its slot"
+        yield "warn", bdf, f"PCI link of {width:g} lanes where it can have {most:g}; {advice}"
+    strangers = [p for p in processes_on(settings, function.ordinal) or () if not p.is_of_pod]
+    if pods and strangers:
+        who = f"{strangers[0].command} ({strangers[0].pid})"
+        owner = f"{pods[0].namespace}/{pods[0].pod}"
+        yield "warn", bdf, f"{owner} was given it, and {who} of the host has it open; end that"
+    try:
+        mode = stat.S_IMODE(os.stat(function.path).st_mode)
+    except OSError as error:
+        yield "FAIL", bdf, f"{function.path}: {error.strerror}"
+        return
+    if mode & 0o666 != 0o666:
+        advice = "who is not root cannot open it; install the driver's udev rules"
+        yield "warn", bdf, f"{function.path} has mode {mode:04o}, not 0666: {advice}"
 
 
 def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    """A Wormhole without an IOMMU that translates needs memory in one piece: four pages of 1 GiB for each chip."""
-    bus, chips = f"{settings.sysfs_root}/bus/pci/devices", fleet.chips.items()
-    wormholes = {bdf: chip for bdf, chip in chips if chip.present and chip.function.arch == "wormhole"}
-    groups = {bdf: _read_quick(f"{bus}/{bdf}/iommu_group/type") or "" for bdf in wormholes}
-    needy = [chip for bdf, chip in wormholes.items() if not groups[bdf].startswith("DMA")]
-    wanted = sum(8 if chip.board_type == "n300" else 4 for chip in needy)
-    pages = _read_quick(f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages")
-    there, mounts, directory = _decimal(pages) or 0, "", f"{settings.dev_root}/hugepages-1G"
-    with contextlib.suppress(OSError), open(f"{settings.proc_root}/mounts", errors="replace") as file:
+    """A Wormhole without an IOMMU that translates needs 4 pages of 1 GiB for each of its chips."""
+    wanted = needy = 0
+    for bdf, chip in fleet.chips.items():
+        group = _read_quick(f"{pci_directory(settings, bdf)}/iommu_group/type") or ""
+        if chip.present and chip.function.arch == "wormhole" and not group.startswith("DMA"):
+            needy += 1
+            wanted += 8 if chip.board_type == "n300" else 4
+    directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
+    there = _decimal(_read_quick(f"{directory}/nr_hugepages")) or 0
+    mount = f"{settings.dev_root}/hugepages-1G"
+    mounts = ""
+    with (
+        contextlib.suppress(OSError),
+        open(f"{settings.proc_root}/mounts", errors="replace") as file,
+    ):
         mounts = file.read()
-    if needy and there < wanted:
-        advice = f"boot with hugepagesz=1G hugepages={wanted}, or install Tenstorrent's tt-system-tools"
-        yield "warn", "hugepages", f"{there} of 1 GiB for {len(needy)} Wormholes without IOMMU; {advice}"
-    elif needy and not re.search(rf"^\S+ {re.escape(directory)} hugetlbfs ", mounts, re.MULTILINE):
-        yield "warn", "hugepages", f"{there} of 1 GiB, but {directory} is not mounted; mount hugetlbfs there"
+    if needy and not os.path.isdir(directory):
+        advice = "this kernel has none; use an IOMMU, or a kernel with pages of 4 KiB"
+        yield "warn", "hugepages", f"{needy} Wormholes without IOMMU need them of 1 GiB: {advice}"
+    elif needy and there < wanted:
+        advice = f"boot with hugepagesz=1G hugepages={wanted}, or install tt-system-tools"
+        yield "warn", "hugepages", f"{there} of 1 GiB for {needy} Wormholes without IOMMU; {advice}"
+    elif needy and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
+        yield "warn", "hugepages", f"{there} of 1 GiB, but {mount} is not mounted; mount it there"
     else:
         yield "ok", "hugepages", f"{there} of 1 GiB{'' if needy else '; none are needed'}"
 
 
-def _check_sharing(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    devices = devices_by_name(fleet.chips.values(), settings)
-    for entry in settings.sharing.resources:
-        there = devices.get(entry.name, [])
-        names = set(entry.devices) if isinstance(entry.devices, tuple) else set()
-        if missing := sorted(names.difference(*map(called, there))):
-            yield "warn", "sharing", f"{entry.name}: no device is called {_few(missing)}"
-        elif not there:
-            known = ", ".join(devices) or "none"
-            yield "warn", "sharing", f"no device is a {entry.name}; those that there are: {known}"
-
-
-def _check_cdi(settings: Settings) -> Iterator[Finding]:
-    file, by_cdi = f"{settings.cdi_dir}/{CDI_FILE}", settings.device_list_strategy == "cdi"
-    if settings.cdi_dir and os.path.exists(file):
-        yield "ok", "CDI", f"{file} describes the devices"
-    elif by_cdi:
-        advice = "which containers need by device_list_strategy; is the service running?"
-        yield "FAIL", "CDI", f"there is no {file}, {advice}"
+def _check_cdi(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
+    path = f"{settings.cdi_dir}/{CDI_FILE}"
+    by_cdi = settings.device_list_strategy == "cdi"
+    nodes = {chip.bdf: chip.function.path for chip in fleet.chips.values() if chip.present}
+    try:
+        with open(path, encoding="utf-8") as file:
+            described = cdi_nodes(file.read())
+    except (OSError, ValueError) as error:
+        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
+            yield "FAIL", "CDI", f"{path} cannot be read: {error}; is the service running?"
+    else:
+        false = sorted(
+            bdf for bdf in described.keys() | nodes if described.get(bdf) != nodes.get(bdf)
+        )
+        if false:
+            yield "FAIL", "CDI", f"{path} is false of {few(false)}; is the service running?"
+        else:
+            yield "ok", "CDI", f"{path} describes the devices"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(["containerd", "--version"], capture_output=True, text=True, timeout=5).stdout
-        version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", said)
+        version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", _output("containerd", "--version"))
         if by_cdi and version and (int(version[1]), int(version[2])) < (1, 7):
-            yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; update to 1.7, or leave device-specs"
+            advice = "update to 1.7, or leave device-specs"
+            yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; {advice}"
 
 
-def _check_kubelet(settings: Settings) -> Iterator[Finding]:
-    directory, kubelet = settings.device_plugin_dir, f"{settings.device_plugin_dir}/{KUBELET_SOCKET}"
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+
+
+def _check_kubelet(settings: Settings, found: Survey) -> Iterator[Finding]:
+    directory = settings.device_plugin_dir
+    kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
         os.stat(f"{directory}/.")
-    except OSError as error:
-        advice = "is kubelet installed, and is this its directory? device_plugin_dir in the configuration file says so"
-        denied = f"{directory}: you may not look there; run as root"
-        yield "warn", "kubelet", denied if error.errno == errno.EACCES else f"{directory} is not there (yet); {advice}"
+    except PermissionError:
+        yield "warn", "kubelet", f"{directory}: you may not look there; run as root"
+        return
+    except OSError:
+        advice = "is kubelet installed, and is this its directory? device_plugin_dir says so"
+        yield "warn", "kubelet", f"{directory} is not there (yet); {advice}"
         return
     if os.access(directory, os.W_OK | os.X_OK):
         yield "ok", "kubelet", f"{directory} can be written to"
     else:
-        yield "FAIL", "kubelet", f"{directory} cannot be written to; run as root, and look at its mount"
+        advice = "run as root, and look at its mount"
+        yield "FAIL", "kubelet", f"{directory} cannot be written to; {advice}"
     if not os.path.exists(kubelet):
         yield "warn", "kubelet", f"{kubelet} is not there; kubelet is not running"
     elif not os.access(kubelet, os.W_OK):
@@ -2887,13 +4864,25 @@ def _check_kubelet(settings: Settings) -> Iterator[Finding]:
         yield "warn", "kubelet", f"nobody listens on {kubelet}; kubelet is not running"
     else:
         yield "ok", "kubelet", f"{kubelet} answers"
-    # Whether the installed unit, if there is one, lets the daemon write there.
+    if found.custody.fault:
+        yield "warn", "kubelet", f"{found.custody.fault}; what is offered anew is withheld"
+    for name, ids in found.custody.checkpoint.registered.items():
+        resource = found.listed.get(name)
+        if resource and ids and ids.isdisjoint(resource.devices):
+            advice = "another plugin has registered this name; stop it"
+            yield "FAIL", "kubelet", f"{name} has the devices {few(sorted(ids))}: {advice}"
+    yield from _check_sandbox(directory)
+
+
+def _check_sandbox(directory: str) -> Iterator[Finding]:
+    """Check that the installed unit, if there is one, lets the daemon write there."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["systemctl", "show", "--value", "--property=ReadWritePaths", "tt-device-plugin.service"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
-        open_paths = [os.path.normpath(path.lstrip("-+")) for path in shown.split()]
-        if open_paths and not any(f"{directory}/".startswith(f"{path}/") for path in open_paths):
-            yield "FAIL", "sandbox", f"the service may not write to {directory}; a drop-in opens it: {DROP_IN}"
+        show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
+        shown = _output(*show, "tt-device-plugin.service").split()
+        paths = [os.path.normpath(path.lstrip("-+")) for path in shown]
+        if paths and not any(f"{directory}/".startswith(f"{path}/") for path in paths):
+            advice = "a drop-in opens it, see tt-device-plugin(8)"
+            yield "FAIL", "sandbox", f"the service may not write to {directory}; {advice}"
 
 
 if __name__ == "__main__":

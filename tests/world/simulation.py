@@ -1,7 +1,8 @@
 """Runs the daemon on a simulated node: plays the parts of the kernel that a directory tree cannot play.
 
-An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree); os.open() raises that error here. And the
-kernel's uevents, which nobody but the kernel can send over netlink, come in over a unix datagram socket instead.
+An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree); os.open() and os.pread() raise that error
+here. An attribute that is kept open shows what is at its path now, and ENODEV when that is gone. And the kernel's
+uevents, which nobody but the kernel can send over netlink, come in over a unix datagram socket instead.
 
     python -m tests.world.simulation [--uevents SOCKET] [COMMAND] [OPTIONS]     # the rest is tt-device-plugin's own
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -26,23 +28,38 @@ from tests.world.tree import errno_of
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """os.open() fails as the simulated node says."""
-    genuine = os.open
+    """os.open() and os.pread() fail as the simulated node says."""
+    genuine_open, genuine_pread = os.open, os.pread
+    paths: dict[int, Any] = {}  # by descriptor
 
-    def simulated(path: Any, *arguments: Any, **keywords: Any) -> int:
+    def fail(path: Any, otherwise: int) -> OSError:
+        number = errno_of(path) or otherwise
+        return OSError(number, os.strerror(number), path)
+
+    def simulated_open(path: Any, *arguments: Any, **keywords: Any) -> int:
         try:
-            return genuine(path, *arguments, **keywords)
+            descriptor = genuine_open(path, *arguments, **keywords)
         except FileNotFoundError:
-            number = errno_of(path)
-            if number is None:
-                raise
-            raise OSError(number, os.strerror(number), path) from None
+            raise fail(path, errno.ENOENT) from None
+        paths[descriptor] = path
+        return descriptor
 
-    os.open = simulated
+    def simulated_pread(descriptor: int, size: int, offset: int) -> bytes:
+        path = paths[descriptor]
+        try:
+            anew = genuine_open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise fail(path, errno.ENODEV) from None
+        try:
+            return os.read(anew, size)
+        finally:
+            os.close(anew)
+
+    os.open, os.pread = simulated_open, simulated_pread
     try:
         yield
     finally:
-        os.open = genuine
+        os.open, os.pread = genuine_open, genuine_pread
 
 
 def trusted(sender: object) -> bool:
@@ -76,7 +93,7 @@ class RunningDaemon:
         manager = ttdp.ServiceManager(environ or {})
         manager.notify = lambda *states: self.notes.append("\n".join(states))  # type: ignore[method-assign]
         self._kernel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self.daemon = ttdp.Daemon(settings, lambda: self.loaded(), manager, lambda: theirs, trusted)
+        self._make = lambda: ttdp.Daemon(settings, lambda: self.loaded(), manager, lambda: theirs, trusted)
         self._errors = contextlib.ExitStack()
 
     def notified(self, beginning: str) -> bool:
@@ -89,6 +106,7 @@ class RunningDaemon:
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
         self.node.on_uevent = self._send
+        self.daemon = self._make()
         self._run = asyncio.get_running_loop().create_task(self.daemon.run())
         return self
 
@@ -102,7 +120,7 @@ class RunningDaemon:
         self._kernel.send(message)
 
     async def stop(self) -> int:
-        self.daemon.stop.set()
+        self.daemon.end(0)
         return await self._run
 
     def reload(self, **changes: Any) -> None:
@@ -110,7 +128,7 @@ class RunningDaemon:
         self.daemon.reload()
 
     def chip(self, bdf: str) -> ttdp.Chip:
-        return self.daemon.fleet.chips[bdf]
+        return self.daemon.monitor.fleet.chips[bdf]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -124,8 +142,12 @@ def main(arguments: Sequence[str]) -> int:
             events.bind(path)
             return events
 
-        ttdp.open_uevent_socket = from_unix_socket
-        ttdp.sent_by_kernel = trusted
+        genuine = ttdp.Daemon
+
+        def daemon(*arguments: Any) -> ttdp.Daemon:
+            return genuine(*arguments, from_unix_socket, trusted)
+
+        ttdp.Daemon = daemon  # type: ignore[assignment, misc]
     with kernel_errors():
         return ttdp.main(words)
 
