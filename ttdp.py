@@ -4,10 +4,10 @@ It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) an
 events. Read it from top to bottom; a chapter uses only what stands above it.
 
     what the world looks like    CONFIGURATION, INVENTORY, CUSTODY
-    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION, WHAT OTHERS READ
+    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION
     how we work                  THREADS, FILES, SYSTEMD, KERNEL EVENTS
     how we talk to the kubelet   ALLOCATION, DEVICE PLUGIN SERVICE, KUBELET SESSION, POD RESOURCES
-    what ties it together        FLEET, PUBLICATION, DAEMON, COMMAND LINE
+    what ties it together        FLEET, WHAT OTHERS READ, PUBLICATION, DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
 drives the rest; only what can block for seconds, a chip's telemetry above all, is read on threads,
@@ -88,14 +88,10 @@ DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")
 
-# The kernel's sun_path holds 108 bytes with its NUL. The kubelet reaches our sockets under their
-# full path, of which the directory is one part.
-SOCKET_PATH_MAX = 107
-SOCKET_NAME_MAX = 42
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/") - SOCKET_NAME_MAX
+SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes with its NUL
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, and the longest name of ours
 
-# Texts of flags and variables for a boolean.
-TRUE = ("true", "yes", "on", "1")
+TRUE = ("true", "yes", "on", "1")  # as flags and variables say it
 FALSE = ("false", "no", "off", "0")
 
 
@@ -113,15 +109,13 @@ class Rule(NamedTuple):
 
 
 def _one_of(*choices: str) -> Rule:
-    words = " or ".join([", ".join(choices[:-1]), choices[-1]])
-    return Rule(words, lambda value: value in choices, choices=choices)
+    valid = " or ".join([", ".join(choices[:-1]), choices[-1]])
+    return Rule(valid, lambda value: value in choices, choices=choices)
 
 
-def _number(least: float, most: float, valid: str, *kinds: type) -> Rule:
-    def accepts(value: Any) -> bool:
-        return type(value) in (kinds or (int, float)) and least <= value <= most  # bool is an int
-
-    return Rule(valid, accepts)
+def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
+    kinds = kinds or (int, float)  # a boolean is an int to isinstance()
+    return Rule(valid, lambda value: type(value) in kinds and least <= value <= most)
 
 
 def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: True) -> Rule:
@@ -132,15 +126,19 @@ def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: Tr
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    """Return the rule for a path of so many bytes at most, which is made absolute; "" stays ""."""
+    """Return the rule for a path of so many bytes, which is made absolute; "" stays ""."""
 
     def fits(path: str) -> bool:
         return len(os.fsencode(os.path.abspath(path))) <= most
 
-    def absolute(path: str) -> str:
-        return path and os.path.abspath(path)
+    return _text(valid, form, fits)._replace(convert=lambda path: path and os.path.abspath(path))
 
-    return _text(valid, form, fits)._replace(convert=absolute)
+
+def _absolute(valid: str, forbidden: Collection[str] = ()) -> Rule:
+    def is_fine(path: str) -> bool:
+        return path.isprintable() and os.path.normpath(path) not in forbidden
+
+    return _text(valid, "/.*", is_fine)._replace(convert=os.path.normpath)
 
 
 def _is_selection(value: Any) -> bool:
@@ -153,38 +151,27 @@ def _selection(value: Any) -> Any:
     return tuple(map(str, value)) if isinstance(value, list) else value
 
 
-def _is_mount_target(path: str) -> bool:
-    """Whether a container survives a mount there: not over what is the runtime's or ours."""
-    top = os.path.normpath(path)
-    return top not in ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent") and path.isprintable()
-
-
 _IN_WORDS = _one_of(*TRUE, *FALSE)
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_HOST_PATH = _text("an absolute path", r"/[^\0]*", str.isprintable)._replace(
-    convert=os.path.normpath
+_HOST_PATH = _absolute("an absolute path")
+_TARGET = _absolute(
+    "an absolute path in the container that is not the runtime's or ours",
+    ("/", "//", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
 )
-_TARGET = _text(
-    "an absolute path inside the container, not / or /dev/tenstorrent or the like",
-    r"/[^\0]*",
-    _is_mount_target,
-)._replace(convert=os.path.normpath)
 _DIRECTORY = _path("the path of a directory")
 _OR_NONE = _path("a path, or empty", r"[^\0]*")
-_SOCKET = _path(
-    f"the path of a unix socket, of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX
-)
+_SOCKET = _path(f"a unix socket's path of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
 _PLUGIN_DIR = _path(
     f"a path of at most {PLUGIN_DIR_MAX} bytes, so that sockets in it have an address",
     most=PLUGIN_DIR_MAX,
 )
 _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
-    r"([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
+    "([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# A DNS subdomain that the API server takes as an extended resource's prefix. Kubernetes reserves
-# *.kubernetes.io and "requests.", with which it names quotas: so 253 - 9 characters
-# (IsExtendedResourceName in pkg/apis/core/v1/helper).
+# What the API server takes as an extended resource's prefix: a DNS subdomain, but *.kubernetes.io
+# and "requests.", with which it names quotas; so 253 - 9 characters (IsExtendedResourceName in
+# kubernetes' pkg/apis/core/v1/helper).
 _DOMAIN = _text(
     "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
@@ -195,16 +182,15 @@ _SELECTION = Rule(
     _is_selection,
     _selection,
 )
+_DEGREES = _number("", 1, 200)
 _LIMIT = Rule(
     'a number of °C from 1 to 200, or "card"',
-    lambda value: value == "card" or (type(value) in (int, float) and 1 <= value <= 200),
+    lambda value: value == "card" or _DEGREES.accepts(value),
 )
 _NEVER = Rule("left out: users of a chip take turns, nothing divides it", lambda value: False)
 
 # A name that the program gives a resource by itself.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
-# What other vendors' plugins have beside `replicas`.
-_NOT_OURS = dict.fromkeys(("memory_gb", "memory", "mps", "cores", "timeslice"), _NEVER)
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
@@ -221,27 +207,25 @@ class Mount:
     read_only: bool = _key(False, _SWITCH, "whether the container may only read")
 
 
+_SECONDS = _number("a number of seconds from 0.1 to 3600", 0.1, 3600)  # a heartbeat takes 0.1 s
+_POLLS = _number("a whole number of polls from 1 on", 1, 1_000_000, int)
+_HOLDOFF = _number("a number of seconds from 0 on", 0, 1e9)
+_REPLICAS = _number("a whole number of containers a device, from 2 to 100", 2, 100, int)
+
+
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Section [health] of the configuration file."""
 
-    interval: float = _key(  # a heartbeat takes 0.1 s
-        5.0, _number(0.1, 3600, "a number of seconds from 0.1 to 3600"), "seconds between two polls"
-    )
+    interval: float = _key(5.0, _SECONDS, "seconds between two polls")
     temperature_limit: float | Literal["card"] | None = _key(
-        None,
-        _LIMIT,
-        '°C at which a chip is too hot, or "card": its own limit; default: heat is no fault',
+        None, _LIMIT, '°C at which a chip is too hot, or "card": its own limit; default: none is'
     )
     heartbeat_misses: int = _key(
-        2,
-        _number(1, 1_000_000, "a whole number of polls from 1 on", int),
-        "polls in a row without a heartbeat after which the firmware counts as stopped",
+        2, _POLLS, "polls in a row without a heartbeat after which the firmware has stopped"
     )
     trip_holdoff: float = _key(
-        300.0,
-        _number(0, 1e9, "a number of seconds from 0 on"),
-        "seconds without a further thermal trip after which a chip is healthy again",
+        300.0, _HOLDOFF, "seconds without a thermal trip after which a chip is healthy again"
     )
 
 
@@ -250,14 +234,10 @@ class SharedResource:
     """An entry [[sharing.resources]]: several containers on each of these devices."""
 
     name: str = _key(MISSING, _RESOURCE_NAME, "the resource, as it is called unshared")
-    replicas: int = _key(
-        MISSING,
-        _number(2, 100, "a whole number of containers for each device, from 2 to 100", int),
-        "containers for each device",
-    )
+    replicas: int = _key(MISSING, _REPLICAS, "containers for each device")
     rename: str | None = _key(None, _RESOURCE_NAME, "the name under which it is shared")
     devices: Literal["all"] | int | tuple[str, ...] = _key(
-        "all", _SELECTION, "which: all, so many, or a list of PCI addresses, IDs or ordinals"
+        "all", _SELECTION, "all, so many, or a list of PCI addresses, IDs or ordinals"
     )
 
 
@@ -267,15 +247,13 @@ class Sharing:
 
     rename_by_default: bool = _key(False, _SWITCH, "call what is shared n300.shared, say")
     fail_requests_greater_than_one: bool = _key(
-        True,
-        _SWITCH,
-        "refuse a container that asks for several shares, which are no more of a device",
+        True, _SWITCH, "refuse a container that asks for several shares: they are no more of it"
     )
     lock_dir: str = _key(
         "/run/ttdp/shm",
         _OR_NONE,
-        "holds what containers on shared devices get as /dev/shm, where their locks are; "
-        "/dev/shm: the host's own, whose files logind deletes at a log-out; empty: none in common",
+        "where containers on shared devices get their /dev/shm from, and so find their locks; "
+        "/dev/shm: the host's, whose files logind deletes at a log-out; empty: none in common",
     )
     resources: tuple[SharedResource, ...] = ()
 
@@ -341,9 +319,7 @@ class Settings:
     fail_on_init_error: bool = _key(
         False, _SWITCH, "exit with status 1 if there is no driver or no device at start"
     )
-    log_level: LogLevel = _key(
-        "info", _one_of(*get_args(LogLevel)), "debug, info, warning or error"
-    )
+    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "the least that is logged")
     health: HealthSettings = field(default_factory=HealthSettings)
     sharing: Sharing = field(default_factory=Sharing)
     mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
@@ -363,12 +339,11 @@ class Option(NamedTuple):
 
 OPTIONS = [
     Option(
-        each.name,
-        "--" + each.name.replace("_", "-"),
-        "TTDP_" + each.name.upper(),
-        each.metadata["rule"],
-        each.metadata["help"],
-        each.type == "bool",
+        key=each.name,
+        flag="--" + each.name.replace("_", "-"),
+        variable="TTDP_" + each.name.upper(),
+        is_switch=each.type == "bool",
+        **each.metadata,
     )
     for each in fields(Settings)
     if each.metadata
@@ -380,21 +355,18 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
 
     Raises ConfigError.
     """
-    sources = (
-        ("--config-file", flags.get("config_file")),
-        ("TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None),
-    )
-    source, path = next((pair for pair in sources if pair[1] is not None), ("", None))
+    source, path = "--config-file", flags.get("config_file")
+    if path is None:
+        source, path = "TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None
     if path == "":
-        raise _invalid(source, "", "the path of a file")
-    values = _read_config_file(path or DEFAULT_CONFIG_FILE, named_by=source)
+        raise _invalid(source, path, "the path of a file")
+    file = path or DEFAULT_CONFIG_FILE
+    values = _read_config_file(file, named_by=source if path else "")
     values["state_dir"] = environ.get("STATE_DIRECTORY", "").partition(":")[0] or None
     for option in OPTIONS:
-        texts = (
-            (option.variable, environ.get(option.variable) or None),
-            (option.flag, flags.get(option.key)),
-        )
-        for name, text in texts:
+        texts = {option.variable: environ.get(option.variable) or None}
+        texts[option.flag] = flags.get(option.key)
+        for name, text in texts.items():
             if text is not None and option.is_switch:
                 values[option.key] = _checked(_IN_WORDS, text.lower(), name) in TRUE
             elif text is not None:
@@ -402,7 +374,7 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         raise _invalid("device_list_strategy", "cdi", "device-specs where cdi_dir is empty")
-    return replace(settings, sharing=_checked_sharing(settings, path or DEFAULT_CONFIG_FILE))
+    return replace(settings, sharing=_checked_sharing(settings, file))
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
@@ -428,22 +400,18 @@ def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
     shown = path if path.isprintable() else repr(path)
     try:
         with open(path, "rb") as file:
-            content = file.read()
+            document = _parse_toml(file.read(), shown)
     except FileNotFoundError:
-        if named_by:
-            advice = "name a file that exists, or leave it out"
-            raise ConfigError(
-                f"{shown}: there is no such file, named by {named_by}; {advice}"
-            ) from None
-        return {}
+        if not named_by:
+            return {}
+        advice = f"{named_by} names it: name one that exists, or leave it out"
+        raise ConfigError(f"{shown}: there is no such file; {advice}") from None
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise ConfigError(f"{shown}: {reason}; it must be a readable TOML file") from None
-    document = _parse_toml(content, shown)
-    top = {
-        key: value for key, value in document.items() if key not in ("health", "sharing", "mounts")
-    }
-    values = _table(shown, "", top, Settings, "health", "sharing", "mounts")
+    sections = {"health": HealthSettings, "sharing": Sharing, "mounts": Mount}
+    top = {key: value for key, value in document.items() if key not in sections}
+    values = _table(shown, "", top, Settings, *sections)
     if "health" in document:
         health = _table(shown, "[health] ", document["health"], HealthSettings)
         values["health"] = HealthSettings(**health)
@@ -459,41 +427,33 @@ def _parse_toml(content: bytes, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
     try:
         return tomllib.loads(content.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError; a thousand brackets
+    except (ValueError, RecursionError) as error:  # a thousand brackets; no UTF-8
         reason = " ".join(str(error).split())
-        advice = 'a line is key = value; texts stand in quotes: unit = "board"'
+        advice = 'it holds lines in UTF-8 such as: unit = "board"'
         raise ConfigError(f"{path}: is not valid TOML: {reason}; {advice}") from None
 
 
-def _rules(kind: Any) -> dict[str, Rule]:
-    return {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known word that is like this one, or ""."""
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" with the known word that is most like this one, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
-    """Return a table's values by the rules of a dataclass's keys; raises ConfigError.
-
-    more: names that are valid here, too, but not values.
-    """
-    rules = _rules(kind) | (_NOT_OURS if kind is SharedResource else {})
+    """Return a table's values by the rules of a dataclass's keys; more: other keys. ConfigError."""
+    rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
+    known = [*rules, *more]
+    if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
+        rules |= dict.fromkeys(("memory_gb", "memory", "mps", "cores", "timeslice"), _NEVER)
     if not isinstance(table, dict):
         raise _invalid(f"{path}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
     for key in table:
         if key not in rules and key not in more:
-            valid = [name for name in (*rules, *more) if name not in _NOT_OURS]
-            known = f"valid are {', '.join(valid)}{_nearest(key, valid)}"
-            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; {known}")
+            valid = f"valid are {', '.join(known)}{nearest(key, known)}"
+            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; {valid}")
     return {
-        key: _checked(rules[key], value, f"{path}: {heading}{key}")
+        key: _checked(rules[key], value, f"{path}: {heading}{key}") if key in rules else value
         for key, value in table.items()
-        if key in rules
     }
 
 
@@ -503,59 +463,51 @@ def _tables(
     """Return the values of all tables of one name, each of which must have the needed keys."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
-    for table in tables:
-        for key in needed:
-            if key not in table:
-                raise ConfigError(f"{path}: {heading}{key} is missing")
+    for key, table in itertools.product(needed, tables):
+        if key not in table:
+            raise ConfigError(f"{path}: {heading}{key} is missing")
     return [_table(path, heading, table, kind) for table in tables]
 
 
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     mounts: dict[str, Mount] = {}
+    source = f"{path}: [[mounts]] container"
     for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
-        if "container" not in values:
-            source = f"{path}: [[mounts]] container, by default host"
-            values["container"] = _checked(_TARGET, values["host"], source)
-        mount = Mount(**values)
+        mount = Mount(**{"container": values["host"], **values})
+        _checked(_TARGET, mount.container, source)
         if mount.container in mounts:
-            source = f"{path}: [[mounts]] container"
             raise _invalid(source, mount.container, "another path in each of them")
         mounts[mount.container] = mount
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
-    entries: object = []
-    if isinstance(table, dict):
-        table = dict(table)
-        entries = table.pop("resources", [])
     values = _table(path, "[sharing] ", table, Sharing, "resources")
-    heading = "[[sharing.resources]] "
-    checked = _tables(path, heading, entries, SharedResource, "name", "replicas")
-    return Sharing(resources=tuple(SharedResource(**entry) for entry in checked), **values)
+    heading, needed = "[[sharing.resources]] ", ("name", "replicas")
+    found = values.pop("resources", [])
+    entries = [SharedResource(**e) for e in _tables(path, heading, found, SharedResource, *needed)]
+    return Sharing(resources=tuple(entries), **values)
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
     """Return the section with names without domain; raises ConfigError where entries clash."""
     where = f"{path}: [[sharing.resources]] "
+    sharing = settings.sharing
     entries: list[SharedResource] = []
-    for entry in settings.sharing.resources:
+    for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
                 raise ConfigError(f"{where}{name}: its domain is not {settings.resource_domain}")
         rename = entry.rename and entry.rename.rpartition("/")[2]
         entry = replace(entry, name=entry.name.rpartition("/")[2], rename=rename)
-        if clash := _clash(settings.sharing, entry, entries):
+        if clash := _clash(sharing, entry, entries):
             raise ConfigError(f"{where}{entry.name}: {clash}")
         entries.append(entry)
-    if entries and settings.sharing.lock_dir:
-        for mount in settings.mounts or ():
-            if mount.container == "/dev/shm":
-                source = f"{path}: [[mounts]] container"
-                raise _invalid(
-                    source, mount.container, "another: shared devices have their locks there"
-                )
-    return replace(settings.sharing, resources=tuple(entries))
+    targets = [mount.container for mount in settings.mounts or ()]
+    if entries and sharing.lock_dir and "/dev/shm" in targets:
+        valid = "another path: shared devices have their locks there"
+        raise _invalid(f"{path}: [[mounts]] container", "/dev/shm", valid)
+    return replace(sharing, resources=tuple(entries))
 
 
 def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
@@ -567,11 +519,11 @@ def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResou
         return "a selection of its devices needs a name of its own: rename"
     if shared != entry.name and _OWN_NAME.fullmatch(shared):
         return f"{shared} can be another resource's name; choose another one to rename it"
-    mine = set(entry.devices) if isinstance(entry.devices, tuple) else set()
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one to rename it"
-        twice = mine & set(other.devices if isinstance(other.devices, tuple) else ())
+        names = [set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other)]
+        twice = names[0] & names[1]
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
             return f"{min(twice, default='every device')} is selected twice"
     return None
@@ -585,8 +537,8 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
 DRIVER = "tenstorrent"
 
-# The board's code, which is also the PCI subsystem id: it tells the card's type while the firmware
-# is silent (board codes in tt-kmd's telemetry.c).
+# The board's code, which is also the PCI subsystem id (tt-kmd's telemetry.c): the card's type while
+# the firmware is silent.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -604,12 +556,12 @@ CARDS = {
 
 ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
-DEAD_SENSOR = 4_293_967_296  # the least that hwmon's conversions make of all ones elsewhere
+DEAD_FIGURE = 4_293_967_296  # the least that hwmon's other conversions make of all ones
 
-# The package's rule, by which udev makes /dev/tenstorrent/by-pci/<PCI address>.
-UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
+UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
 _BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+FileIdentity = tuple[int, int, int]
 
 
 class PciFunction(NamedTuple):
@@ -617,17 +569,17 @@ class PciFunction(NamedTuple):
 
     bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
     arch: Arch
-    pci_card: str | None  # card type by the PCI subsystem id; None if it is not in CARDS
+    pci_card: str | None  # card type by the PCI subsystem id
     numa_node: int | None  # None where the platform does not say
     ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
     path: str  # the host's device node
     sysfs: str  # the class device's directory, which holds the tt_* attributes
     number: str | None = None  # sysfs's "major:minor" of the node
-    node_fault: str | None = None  # why the node cannot be used; None if it is what sysfs says
+    node_fault: str | None = None  # why the node cannot be used
 
     @property
     def directory(self) -> str:
-        """The PCI function's own directory, two levels above the class device's."""
+        """The PCI function's own directory."""
         return os.path.dirname(os.path.dirname(self.sysfs))
 
 
@@ -642,24 +594,24 @@ class Identity(NamedTuple):
     @classmethod
     def checked(cls, texts: Mapping[str, object]) -> Identity:
         """Return the identity by these texts; what is not of the driver's form counts as None."""
-
-        def form(name: str, pattern: str, *nothing: str) -> str | None:
-            text = texts.get(name)
-            valid = isinstance(text, str) and text not in nothing and re.fullmatch(pattern, text)
-            return str(text) if valid else None
-
-        # All ones, and what a board without an ID reports, name nobody.
-        no_id = ("F" * 16, "0" * 16)
         return cls(
-            form("card", "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
-            form("serial", "[0-9A-F]{16}", *no_id),
-            form("asic_id", "[0-9A-F]{16}", *no_id),
-            form("firmware", r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255"),
+            _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
+            _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
+            _word(texts.get("asic_id"), "[0-9A-F]{16}", *_NO_ID),
+            _word(texts.get("firmware"), r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255"),
         )
 
     def or_else(self, former: Identity) -> Identity:
         """Return this identity, completed by what was known before."""
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
+
+
+_NO_ID = ("F" * 16, "0" * 16)  # all ones; what a board without an ID reports
+
+
+def _word(text: object, form: str, *nothing: str) -> str | None:
+    is_word = isinstance(text, str) and text not in nothing and re.fullmatch(form, text)
+    return str(text) if is_word else None
 
 
 class Telemetry(NamedTuple):
@@ -694,9 +646,6 @@ def address(bdf: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
-FileIdentity = tuple[int, int, int]
-
-
 def file_identity(path: str) -> FileIdentity | None:
     """Return device, inode and time of a file: inode numbers alone are soon used again."""
     with contextlib.suppress(OSError):
@@ -725,34 +674,34 @@ def _read_open(descriptor: int, path: str) -> str:
         raise
 
 
-def _read_quick(path: str) -> str | None:
+def read_quick(path: str) -> str | None:
     """Return an attribute that never blocks; None, too, where it cannot be read."""
     with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
-def _link_name(path: str) -> str | None:
+def link_name(path: str) -> str | None:
     """Return the last part of where a link leads; None if there is none."""
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
     return None
 
 
-def _names(directory: str) -> list[str]:
+def names_in(directory: str) -> list[str]:
     """Return what is in a directory; nothing if there is none."""
     with contextlib.suppress(OSError):
         return os.listdir(directory)
     return []
 
 
-def _decimal(text: str | None) -> int | None:
+def decimal(text: str | None) -> int | None:
     """Return a number as the kernel writes it; None if the text is of no such form."""
-    return int(text) if text and re.fullmatch(r"-?[0-9]{1,20}", text) else None
+    return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
 def _below(most: int, text: str | None) -> int | None:
-    number = _decimal(text)
+    number = decimal(text)
     return number if number is not None and 0 <= number < most else None
 
 
@@ -762,15 +711,15 @@ def _celsius(text: str | None) -> float | None:
 
 
 def _pci_id(path: str) -> int | None:
-    text = _read_quick(path) or ""
-    return int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
+    text = read_quick(path) or ""
+    return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else None
 
 
 def driver_version(settings: Settings) -> str | None:
     """Return the loaded driver's version, such as "2.10.0"; "": unknown; None: not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
     if os.path.isdir(module) or os.path.isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
-        return _read_quick(f"{module}/version") or ""
+        return read_quick(f"{module}/version") or ""
     return None
 
 
@@ -782,7 +731,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 def functions_on_bus(settings: Settings) -> list[str]:
     """Return the addresses of the functions that the driver is for, bound to it or not."""
     found = []
-    for bdf in filter(_BDF.fullmatch, _names(pci_directory(settings))):
+    for bdf in filter(_BDF.fullmatch, names_in(pci_directory(settings))):
         directory = pci_directory(settings, bdf)
         if _pci_id(f"{directory}/vendor") == VENDOR and _pci_id(f"{directory}/device") in ARCHES:
             found.append(bdf)
@@ -792,22 +741,22 @@ def functions_on_bus(settings: Settings) -> list[str]:
 def is_for_driver(settings: Settings, bdf: str) -> bool:
     """Whether the driver has a function or can have it: it is not another's, nor kept for one."""
     directory = pci_directory(settings, bdf)
-    override = _read_quick(f"{directory}/driver_override")
-    wanted = _link_name(f"{directory}/driver") or override or DRIVER
+    override = read_quick(f"{directory}/driver_override")
+    wanted = link_name(f"{directory}/driver") or override or DRIVER
     return os.path.isdir(directory) and wanted in (DRIVER, "(null)")
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips. Of a known one that is where it was only the node is looked at. Never blocks.
+    """Look for chips; of a known one that is where it was only at its node. Never blocks.
 
-    A class device is read below its PCI function, not by way of the class: after a renumbering the
-    same name there leads to another chip; below the function it is gone, and a late read fails.
+    A class device is read below its PCI function: by way of the class, the same name leads to
+    another chip after a renumbering; below the function it is gone, and a late read fails.
     """
     directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
     known_by_path = {function.sysfs: function for function in known}
     functions = []
     oddities = []
-    for name in _names(directory):
+    for name in names_in(directory):
         sysfs = f"{directory}/{name}"
         with contextlib.suppress(OSError):
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
@@ -829,27 +778,25 @@ def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
     match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
-    bdf = match[1]
-    ordinal = int(match[2])
+    bdf, number = match.groups()
     if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
     directory = os.path.dirname(os.path.dirname(sysfs))
-    vendor = _pci_id(f"{directory}/vendor")
-    device = _pci_id(f"{directory}/device")
-    subsystem = _pci_id(f"{directory}/subsystem_device")
-    if vendor is None or device is None or subsystem is None:
+    ids = [_pci_id(f"{directory}/{name}") for name in ("vendor", "device", "subsystem_device")]
+    if None in ids:
         return None
+    vendor, device, subsystem = (each or 0 for each in ids)
     if vendor != VENDOR or device not in ARCHES:
         return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
     return PciFunction(
         bdf,
         ARCHES[device],
         CARDS.get(subsystem),
-        _below(ALL_ONES, _read_quick(f"{directory}/numa_node")),
-        ordinal,
-        f"{settings.dev_root}/{DRIVER}/{ordinal}",
+        _below(ALL_ONES, read_quick(f"{directory}/numa_node")),
+        int(number),
+        f"{settings.dev_root}/{DRIVER}/{int(number)}",
         sysfs,
-        _read_quick(f"{sysfs}/dev"),
+        read_quick(f"{sysfs}/dev"),
     )
 
 
@@ -868,8 +815,8 @@ def _node_fault(path: str, number: str | None) -> str | None:
 
 
 def node_fault_now(function: PciFunction) -> str | None:
-    """Return what is wrong with a chip's node at this moment, by sysfs as it is now."""
-    return _node_fault(function.path, _read_quick(f"{function.sysfs}/dev"))
+    """Return what is wrong with a chip's node, by sysfs as it is at this moment."""
+    return _node_fault(function.path, read_quick(f"{function.sysfs}/dev"))
 
 
 class Process(NamedTuple):
@@ -887,29 +834,26 @@ class Process(NamedTuple):
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
     """Return who has a node open; None where that is not known.
 
-    A driver before 2.5 does not tell, nor does any driver to another PID namespace (all are 0).
+    A driver before 2.5 does not tell, nor does any to another PID namespace (all are 0 there).
     """
     proc = settings.proc_root
-    text = _read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
-    if text is None:
-        return None
-    pids = sorted({int(word) for word in text.split() if word.isdecimal()})
-    if 0 in pids:
+    text = read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
+    pids = {int(word) for word in (text or "").split() if word.isdecimal()}
+    if text is None or 0 in pids:
         return None
     found = []
-    for pid in pids:
-        command = _read_quick(f"{proc}/{pid}/comm")
-        if command:  # else it has just ended
-            found.append(Process(pid, command, _read_quick(f"{proc}/{pid}/cgroup") or ""))
+    for pid in sorted(pids):
+        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has just ended
+            found.append(Process(pid, command, read_quick(f"{proc}/{pid}/cgroup") or ""))
     return found
 
 
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's node, if it leads there now.
 
-    A kubelet calls Allocate once in a pod's life. When it starts a container again, after a reboot
-    too, it uses the old answer; a runtime resolves a link each time that it makes a container
-    (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1). So containers are given the link.
+    A kubelet calls Allocate once in a pod's life; when it starts a container again, after a reboot
+    too, it uses the old answer. A runtime resolves a link each time that it makes a container
+    (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with contextlib.suppress(OSError):
@@ -920,12 +864,12 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 def expects_links(settings: Settings) -> bool:
     """Whether the package's udev rule is in force, so that each node gets a link, soon."""
-    installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
-    return installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
+    is_installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
+    return is_installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
-    """The attributes of one chip that every poll reads: kept open, which halves a poll's cost.
+    """The attributes of one chip that every poll reads, kept open: half the cost of a poll.
 
     It goes to the thread that reads the chip and comes back with what was read. From a file whose
     device has gone the kernel answers ENODEV, so it can never show another chip's value.
@@ -934,13 +878,10 @@ class AttributeFiles:
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
-    def read(self, path: str) -> str | None:
-        """Return an attribute's text; None if it is not there. Raises OSError with its path."""
+    def read(self, path: str) -> str:
+        """Return an attribute's text; raises OSError."""
         if path not in self._open:
-            try:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return _read_open(self._open[path], path)
 
     def close(self) -> None:
@@ -950,14 +891,13 @@ class AttributeFiles:
         self._open.clear()
 
 
-# The attributes by name, and what they read when the chip answers nothing.
-_IDENTITY = {
+_IDENTITY = {  # attributes by Identity's fields
     "card": "tt_card_type",
     "serial": "tt_serial",
     "firmware": "tt_fw_bundle_ver",
     "asic_id": "tt_asic_id",
 }
-_DEAD = {
+_DEAD = {  # what they read when the chip answers nothing
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": "unknown",
     "tt_serial": "F" * 16,
@@ -971,10 +911,9 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     shown = [raw[name] == dead for name, dead in _DEAD.items() if name in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
-    texts = {field: raw.get(attribute) for field, attribute in _IDENTITY.items()}
     return Telemetry(
-        Identity.checked(texts),
-        _decimal(raw.get("tt_heartbeat")),  # all ones, too: it must be seen not to change
+        Identity.checked({key: raw.get(attribute) for key, attribute in _IDENTITY.items()}),
+        decimal(raw.get("tt_heartbeat")),  # all ones, too: it must be seen not to change
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
         _below(ALL_ONES, raw.get("tt_therm_trip_count")),
@@ -987,74 +926,65 @@ def read_telemetry(
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
 
     If the heartbeat has simply gone on since it said `former`, it is the same firmware of the same
-    chip, and only what changes is read anew, by open files if there are any. A chip that has left
-    the bus gives no error: every value is there, and is all ones.
+    chip, and only what changes is read anew. A chip that has left the bus gives no error: every
+    value is there, and is all ones.
     """
     files = files or AttributeFiles()
+    with contextlib.suppress(OSError):  # why shows when everything is read
+        if former and (telemetry := _read_changes(function, former, files)):
+            return telemetry
+    files.close()
     try:
-        if former:
-            with contextlib.suppress(OSError):  # read everything then, and so find out why
-                if telemetry := _read_changes(function, former, files):
-                    return telemetry
-        files.close()
         return _read_everything(function)
     except OSError as error:
-        return Telemetry(
-            error=(os.path.basename(error.filename or function.sysfs), error.errno or 0)
-        )
+        name = os.path.basename(error.filename or function.sysfs)
+        return Telemetry(error=(name, error.errno or 0))
 
 
 def _read_changes(
     function: PciFunction, former: Telemetry, files: AttributeFiles
 ) -> Telemetry | None:
     """Return what a chip says whose heartbeat has gone on, else None; raises OSError."""
-    if former.heartbeat is None or not former.hwmon:
+    if former.heartbeat is None or former.temperature is None or not former.hwmon:
         return None
-    heartbeat = _decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
-    if heartbeat is None or not former.heartbeat < heartbeat < ALL_ONES:
-        return None
-    temperature = trips = None
-    if former.temperature is not None:
-        temperature = _celsius(files.read(f"{former.hwmon}/temp1_input"))
-    if former.trips is not None:
+    heartbeat = decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
+    temperature = _celsius(files.read(f"{former.hwmon}/temp1_input"))
+    trips = former.trips
+    if trips is not None:
         trips = _below(ALL_ONES, files.read(f"{function.sysfs}/tt_therm_trip_count"))
-    if (temperature is None, trips is None) != (former.temperature is None, former.trips is None):
+    goes_on = heartbeat is not None and former.heartbeat < heartbeat < ALL_ONES
+    if not goes_on or temperature is None or (trips is None) != (former.trips is None):
         return None
     return former._replace(heartbeat=heartbeat, temperature=temperature, trips=trips)
 
 
 def _hwmon(function: PciFunction) -> str | None:
-    """Return the directory of a function's sensors; its number has no meaning."""
-    names = _names(f"{function.directory}/hwmon")
+    names = names_in(f"{function.directory}/hwmon")  # its number has no meaning
     return f"{function.directory}/hwmon/{min(names)}" if names else None
 
 
-def _read_offered(path: str) -> str | None:
-    """Return an attribute's text; None if it is not offered; raises OSError.
-
-    The file of a tag that the firmware no longer reports stays, and answers ENODATA for good.
-    """
-    try:
-        return read_attribute(path)
-    except OSError as error:
-        if error.errno == errno.ENODATA:
-            return None
-        raise
-
-
 def _read_everything(function: PciFunction) -> Telemetry:
-    """Raise OSError if an attribute cannot be read: ENODATA of the heartbeat is a reset."""
+    """Raise OSError if an attribute cannot be read.
+
+    ENODATA of the heartbeat is a reset. Another attribute's is a tag that the firmware no longer
+    reports, whose file stays.
+    """
     hwmon = _hwmon(function)
-    raw: dict[str, str] = {}
-    if heartbeat := read_attribute(f"{function.sysfs}/tt_heartbeat"):
-        raw["tt_heartbeat"] = heartbeat
-    paths = [f"{function.sysfs}/{name}" for name in (*_IDENTITY.values(), "tt_therm_trip_count")]
+    names = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
+    paths = [f"{function.sysfs}/{name}" for name in names]
     if hwmon:
         paths += [f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"]
+    raw = {}
     for path in paths:
-        text = _read_offered(path)
+        name = os.path.basename(path)
+        try:
+            text = read_attribute(path)
+        except OSError as error:
+            if error.errno != errno.ENODATA or name == "tt_heartbeat":
+                raise
+            continue
         if text is not None:
-            raw[os.path.basename(path)] = text
+            raw[name] = text
     if raw:
         return parse_telemetry(raw)._replace(hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
@@ -1074,10 +1004,10 @@ class Sensor(NamedTuple):
     metric: str  # without "tt_device_"
     help: str
     factor: float = 1.0  # from the kernel's unit to the metric's
-    labels: tuple[tuple[str, str], ...] = ()
+    labels: Mapping[str, object] = {}
 
 
-# tt_*: megahertz (tt-kmd's telemetry.c); hwmon: µW, mA, mV, rpm; the rest is the PCI function's.
+# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c); the rest is the PCI function's.
 SENSORS = (
     Sensor("power1_input", "power_watts", "What the card draws.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "What the card may draw.", 1e-6),
@@ -1086,23 +1016,16 @@ SENSORS = (
     Sensor("in0_input", "voltage_volts", "The core's voltage.", 1e-3),
     Sensor("in0_max", "voltage_limit_volts", "The core's highest voltage.", 1e-3),
     Sensor("fan1_input", "fan_rpm", "The fan's speed."),
-    Sensor("tt_aiclk", "clock_hertz", "A clock of the chip.", 1e6, (("clock", "aiclk"),)),
-    Sensor("tt_axiclk", "clock_hertz", "A clock of the chip.", 1e6, (("clock", "axiclk"),)),
-    Sensor("tt_arcclk", "clock_hertz", "A clock of the chip.", 1e6, (("clock", "arcclk"),)),
-    Sensor("current_link_width", "pcie_link_width", "Lanes that the link uses."),
+    Sensor("tt_aiclk", "clock_hertz", "A clock.", 1e6, {"clock": "aiclk"}),
+    Sensor("tt_axiclk", "clock_hertz", "A clock.", 1e6, {"clock": "axiclk"}),
+    Sensor("tt_arcclk", "clock_hertz", "A clock.", 1e6, {"clock": "arcclk"}),
+    Sensor("current_link_width", "pcie_link_width", "Lanes in use."),
     Sensor("max_link_width", "pcie_link_width_max", "Lanes that the card has."),
     Sensor("current_link_speed", "pcie_link_transfers_per_second", "The link's speed."),
-    Sensor("max_link_speed", "pcie_link_transfers_per_second_max", "The card's highest speed."),
-    *(
-        Sensor(
-            f"aer_dev_{severity}",
-            "pcie_errors_total",
-            "Errors of the link, by AER.",
-            1.0,
-            (("severity", severity),),
-        )
-        for severity in ("correctable", "nonfatal", "fatal")
-    ),
+    Sensor("max_link_speed", "pcie_link_transfers_per_second_max", "The card's highest."),
+    Sensor("aer_dev_correctable", "pcie_errors_total", "By AER.", 1, {"severity": "correctable"}),
+    Sensor("aer_dev_nonfatal", "pcie_errors_total", "By AER.", 1, {"severity": "nonfatal"}),
+    Sensor("aer_dev_fatal", "pcie_errors_total", "By AER.", 1, {"severity": "fatal"}),
 )
 Figures = Mapping[str, float]  # by the sensor's attribute, in the metric's unit
 NO_FIGURES: Figures = {}
@@ -1110,16 +1033,14 @@ NO_FIGURES: Figures = {}
 
 def read_sensors(function: PciFunction) -> Figures:
     """Return what a card shows, without what it does not offer or a dead one says. Can block."""
-    hwmon = _hwmon(function)
+    hwmon = _hwmon(function) or ""
     figures = {}
     for sensor in SENSORS:
         name = sensor.attribute
-        directory = function.directory
-        if name.startswith("tt_"):
-            directory = function.sysfs
-        elif re.match(r"(power|curr|in|fan)\d", name):
-            directory = hwmon or "/nonexistent"
-        figure = _figure(name, _read_quick(f"{directory}/{name}") or "")
+        directory = function.sysfs if name.startswith("tt_") else function.directory
+        if "1_" in name or "0_" in name:
+            directory = hwmon
+        figure = _figure(name, read_quick(f"{directory}/{name}") or "")
         if figure is not None:
             figures[name] = figure * sensor.factor
     return figures
@@ -1133,8 +1054,7 @@ def _figure(attribute: str, text: str) -> float | None:
     if attribute.startswith("aer_"):
         total = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
         return float(total[1]) if total else None
-    most = 64 if attribute.endswith("_link_width") else DEAD_SENSOR
-    return _below(most - 1, text)
+    return _below(63 if attribute.endswith("_link_width") else DEAD_FIGURE, text)
 
 
 # ==== CUSTODY: which pod was given which chips, by the kubelet's own file =========================
@@ -1252,7 +1172,7 @@ class Cgroups:
     def _find(self, pods: Iterable[str]) -> dict[str, str]:
         root = self._root
         if not os.path.exists(f"{root}/cgroup.controllers"):  # v1: every controller has them all
-            controllers = (name for name in ("devices", "memory", "pids") if name in _names(root))
+            controllers = (name for name in ("devices", "memory", "pids") if name in names_in(root))
             root = f"{root}/{next(controllers, 'systemd')}"
         wanted = {pod.replace("-", "_"): pod for pod in pods}
         found: dict[str, str] = {}
@@ -1625,7 +1545,7 @@ class Chip(NamedTuple):
 
     @property
     def board_name(self) -> str | None:
-        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: unknown yet."""
+        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: not known."""
         if self.board_chips == 8:
             return self.bdf[: self.bdf.rindex(":") - 1] + "0"
         return self.identity.serial
@@ -1893,7 +1813,8 @@ def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
         if missing:
             yield f"{entry.name}: no device is called {few(missing)}"
         elif not found:
-            yield f"no device is a {entry.name}; those that there are: {', '.join(devices) or 'none'}"
+            known = ", ".join(devices) or "none"
+            yield f"no device is a {entry.name}; those that there are: {known}"
 
 
 # ==== PREFERRED ALLOCATION: neighbours, whole boards left for those who need them. Pure ===========
@@ -2229,7 +2150,7 @@ class TelemetryReaders:
         self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
 
     def submit(self, jobs: Iterable[ReadJob]) -> None:
-        """Read these chips; one that is being read is read again, if that can show something new."""
+        """Read these chips; one that is being read for an event is read again."""
         for job in jobs:
             bdf = job.function.bdf
             if self.pool.is_pending(bdf) and not job.periodic:
@@ -2359,7 +2280,7 @@ class Memory:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._boot = _read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
         self._file = None
         content: Any = None
         if settings.state_dir:
@@ -2407,7 +2328,7 @@ def _is_allocation(value: object) -> bool:
 def make_lock_directory(path: str) -> None:
     """Make a directory in which everybody may make locks, and nobody remove another's.
 
-    What is there and in order is left alone; one that a runtime made anew is mended. Raises OSError.
+    One that a runtime made anew is mended. Raises OSError.
     """
     if path == "/dev/shm":
         return
@@ -2466,7 +2387,7 @@ class DirectoryLock:
 
 def _owner_of_lock(inode: int) -> str:
     """Return who has a flock() on the file with this inode, by the kernel's /proc/locks."""
-    for line in (_read_quick("/proc/locks") or "").splitlines():
+    for line in (read_quick("/proc/locks") or "").splitlines():
         match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
         if match:
             return f"process {match[1]}"
@@ -2487,7 +2408,7 @@ class ServiceManager:
         self._status = ""
         self.watchdog_pause = math.inf  # seconds until the next sign of life is due; inf: never
         pid = environ.get("WATCHDOG_PID") or str(os.getpid())
-        microseconds = _decimal(environ.get("WATCHDOG_USEC")) or 0
+        microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
         if microseconds > 0 and pid == str(os.getpid()):
             self.watchdog_pause = microseconds / 2e6
 
@@ -2501,7 +2422,7 @@ class ServiceManager:
         """Return the listening sockets of this name that it has handed in (sd_listen_fds(3))."""
         if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
-        count = _decimal(self._environ.get("LISTEN_FDS")) or 0
+        count = decimal(self._environ.get("LISTEN_FDS")) or 0
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
         return [
             socket.socket(fileno=3 + number) for number, each in enumerate(names) if each == name
@@ -2637,11 +2558,11 @@ class DirectoryWatch:
 
     def check(self) -> None:
         """Find what no event tells of."""
-        if self._descriptor >= 0 and self._nearest() != self._watched:
+        if self._descriptor >= 0 and self.nearest() != self._watched:
             self._arm()
             self._changed({""})
 
-    def _nearest(self) -> tuple[str, tuple[int, ...]]:
+    def nearest(self) -> tuple[str, tuple[int, ...]]:
         """Return the directory or, while there is none, its nearest ancestor."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
@@ -2651,14 +2572,14 @@ class DirectoryWatch:
     def _arm(self) -> None:
         """Watch what is the nearest now."""
         self._watched = ("", ())
-        nearest = self._nearest()
+        nearest = self.nearest()
         while self._watched != nearest:  # something can come into being before it is watched
             self._watched = nearest
             path = os.fsencode(nearest[0])
             _libc.inotify_rm_watch(self._descriptor, self._watch)  # refused if there is none
             mask = ctypes.c_uint32(self.MASK)
             self._watch = _libc.inotify_add_watch(self._descriptor, path, mask)
-            nearest = self._nearest()
+            nearest = self.nearest()
         if self._watch < 0:
             reason = os.strerror(ctypes.get_errno())
             log.warning("cannot watch %s (%s); the next poll sees a kubelet", nearest[0], reason)
@@ -2883,7 +2804,7 @@ class Allocator:
         return None
 
     def _has_open(self, pod: str, chip: Chip) -> bool:
-        """Whether a process of a pod has a chip's node open; if unknown, whether it has processes."""
+        """Whether a pod has a chip's node open; where that is not told, whether it has processes."""
         if not chip.present:
             return False
         processes = processes_on(self.settings, chip.function.ordinal)
@@ -3312,7 +3233,7 @@ def remove_dead_sockets(directory: str) -> None:
 
 
 class PodResources:
-    """Asks the kubelet which pods have devices, by the pod resources API (v1), one question at once.
+    """Asks the kubelet which pods have devices (pod resources API v1), one question at a time.
 
     Asked, a kubelet also forgets the devices of pods that have ended (manager.go, GetDevices).
     """
@@ -4015,7 +3936,7 @@ class MetricsServer:
         try:
             await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
         except (asyncio.TimeoutError, asyncio.CancelledError, OSError, ValueError):
-            pass  # ValueError: a line is too long; cancelled: the daemon's end, which would be logged
+            pass  # ValueError: a line is too long; CancelledError, which would be logged: the end
         finally:
             self._idle.pop(writer, None)
             writer.transport.abort()
@@ -4433,7 +4354,7 @@ class Daemon:
 
 
 def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
-    """Return what `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; registered …"."""
+    """Return what `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; …"."""
     if not listed:
         return "no Tenstorrent device on this node; waiting for one"
     parts = []
@@ -4547,7 +4468,7 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     for word in words:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in flags:
-            parser.error(f"there is no option {name}{_nearest(name, flags)}")
+            parser.error(f"there is no option {name}{nearest(name, flags)}")
     # What follows a bare switch is the next word, such as a command.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
@@ -4740,7 +4661,7 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
         yield "warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}"
     for bdf in on_bus if driver_version(settings) is not None else ():
-        if bdf not in fleet.chips and not _link_name(f"{pci_directory(settings, bdf)}/driver"):
+        if bdf not in fleet.chips and not link_name(f"{pci_directory(settings, bdf)}/driver"):
             advice = f"look into dmesg, then: echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
             yield "warn", bdf, f"no driver is bound to it; {advice}"
     for oddity in fleet.oddities:
@@ -4785,12 +4706,12 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
     """A Wormhole without an IOMMU that translates needs 4 pages of 1 GiB for each of its chips."""
     wanted = needy = 0
     for bdf, chip in fleet.chips.items():
-        group = _read_quick(f"{pci_directory(settings, bdf)}/iommu_group/type") or ""
+        group = read_quick(f"{pci_directory(settings, bdf)}/iommu_group/type") or ""
         if chip.present and chip.function.arch == "wormhole" and not group.startswith("DMA"):
             needy += 1
             wanted += 8 if chip.board_type == "n300" else 4
     directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
-    there = _decimal(_read_quick(f"{directory}/nr_hugepages")) or 0
+    there = decimal(read_quick(f"{directory}/nr_hugepages")) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
     mounts = ""
     with (
