@@ -3110,7 +3110,12 @@ class KubeletSession:
             concerns_us |= self._endpoint.is_lost() or kubelet != self._endpoint.kubelet
         if is_disturbed:
             self._pause = BACKOFF[0]
-        if concerns_us and not self._disturbance.done():
+        if concerns_us:
+            self.start_anew()
+
+    def start_anew(self) -> None:
+        """End the attempt or the pause that is under way."""
+        if not self._disturbance.done():
             self._disturbance.set_result(None)
 
     def check_registered(self, healthy: frozenset[str] | None, now: float) -> None:
