@@ -1158,12 +1158,9 @@ class Cgroups:
         return now - self._gone_at.get(pod, now) if pod in self.seen else None
 
     def _find(self, missing: Mapping[str, str]) -> None:
-        root = self._root
-        if not os.path.exists(f"{root}/cgroup.controllers"):  # v1: each controller has them all
-            there = names_in(root)
-            controllers = [name for name in ("devices", "memory", "pids") if name in there]
-            root = f"{root}/{controllers[0] if controllers else 'systemd'}"
-        level = [root]
+        there = names_in(self._root)
+        controllers = [name for name in ("devices", "memory", "systemd") if name in there]
+        level = ["/".join([self._root, *controllers[:1]])]  # v1: each controller has them all
         for _ in range(CGROUP_DEPTH):
             level = [path for directory in level for path in self._descend(directory, missing)]
 
@@ -1597,8 +1594,10 @@ class Resource(NamedTuple):
 
     @property
     def distinct(self) -> list[Device]:
-        """Each of the devices once."""
-        found = {(each.identifier, each.addresses): each for each in self.devices.values()}
+        """Each of the devices once; as the configuration gives it, if it does."""
+        found: dict[tuple[str, frozenset[str]], Device] = {}
+        for device in self.devices.values():
+            found.setdefault((device.identifier, device.addresses), device)
         return list(found.values())
 
 
@@ -2789,11 +2788,12 @@ class Allocator:
         return None
 
     def _has_open(self, pod: str, chip: Chip) -> bool:
-        """Whether a pod has a chip's node open; where that is not told, whether it has processes."""
+        """Whether a pod has a chip's node open; where nobody tells, whether it has a cgroup."""
         if not chip.present:
             return False
         processes = processes_on(self.settings, chip.function.ordinal)
         if processes is None:
+            self._custody.look(time.monotonic())
             return self._custody.cgroups.exists(pod)
         names = (pod, pod.replace("-", "_"))
         return any(name in process.cgroup for process in processes for name in names)
@@ -3103,19 +3103,24 @@ class KubeletSession:
         if not self._disturbance.done():
             self._disturbance.set_result(None)
 
-    def check_registered(self, healthy: frozenset[str] | None, now: float) -> None:
-        """Compare our list with the IDs that the kubelet's file has; another plugin can have come.
+    def check_registered(self, healthy: frozenset[str], now: float) -> None:
+        """Compare our list with the IDs that the kubelet's file takes for healthy.
 
-        Our stream stays open then, and silent (devicemanager/manager.go, addEndpoint).
+        When another plugin registers our name, our stream stays open, and what it sends still
+        counts, but allocations go to the other one (devicemanager/manager.go, addEndpoint). So IDs
+        that are none of ours tell of it. Others are of a writing that was overtaken.
         """
-        if self.state != REGISTERED or healthy in (None, self.listing.healthy):
+        ours = self.listing.resource.devices.keys()
+        if self.state != REGISTERED or healthy == self.listing.healthy:
             self._differs_since = None
         elif self._differs_since is None:
             self._differs_since = now
-            self.listing.repeat()
-        elif now - self._differs_since > RIVAL_PATIENCE and self._endpoint:
+        elif now - self._differs_since > RIVAL_PATIENCE:
             self._differs_since = None
-            self._endpoint.lose("another plugin has registered this name; stop it")
+            if healthy <= ours:
+                self.listing.repeat()
+            elif self._endpoint:
+                self._endpoint.lose("another plugin has registered this name; stop it")
 
     async def _run(self) -> None:
         while True:
@@ -4060,7 +4065,7 @@ class Registrar:
         self._withheld = {
             f"{name} {device.identifier}": device.withheld
             for name, resource in listed.items()
-            for device in resource.distinct
+            for device in resource.devices.values()
             if device.withheld and device.withheld != self.custody.fault
         }
         for what, reason in sorted(self._withheld.items() - before.items()):
@@ -4076,7 +4081,8 @@ class Registrar:
         self.publish()
         for name, session in self.sessions.items():
             self._make_locks(session.listing.resource)
-            session.check_registered(self.custody.checkpoint.registered.get(name), now)
+            healthy = self.custody.checkpoint.registered.get(name, session.listing.healthy)
+            session.check_registered(healthy, now)
         pods = {each.pod for each in self.custody.allocations(now)}
         nameless = pods - self.custody.names.keys() - {""}
         if self._withheld or self.custody.has_doubts():
