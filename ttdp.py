@@ -2944,9 +2944,9 @@ class Endpoint(rpc.DevicePluginServicer):
         """Whether it serves, and the kubelet has not been told of it."""
         return self._file is not None and not self.is_lost() and not self.is_announced
 
-    def is_watched(self) -> bool:
-        """Whether the kubelet has its stream open."""
-        return self.opened.done() and not self.ended.done()
+    def can_be_watched(self) -> bool:
+        """Whether the kubelet has its stream open, or may be about to open it."""
+        return self.is_announced and not self.ended.done()
 
     async def register(self, kubelet_socket: str) -> None:
         """Register the resource and wait for the answer; raises RegistrationError.
@@ -3174,7 +3174,7 @@ class KubeletSession:
             closing = asyncio.create_task(former.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            if former.is_watched() and former.kubelet == kubelet:
+            if former.can_be_watched() and former.kubelet == kubelet:
                 # Before 1.37 the end of any stream of a resource makes the kubelet forget its
                 # newest registration (manager.go, PluginDisconnected): so the end comes first.
                 await asyncio.wait({closing})
