@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import os
 from collections.abc import Coroutine
 from typing import Any
@@ -73,8 +74,10 @@ class Sequences(RuleBasedStateMachine):
         self.home = self.workspace.__enter__()
         self.node = SimulatedNode(self.home / "node")
         self.chips: list[Chip] = [chip for card in CARDS for chip in self.node.add(card)]
-        self.pods: list[str] = []  # names of all that were ever asked for
-        self.requests: list[dict[str, int]] = []  # and for what
+        self.numbers = itertools.count()
+        self.pods: dict[
+            str, dict[str, int]
+        ] = {}  # all that were ever admitted, with their requests
         self.given: dict[str, dict[str, Any]] = {}  # answers by UID and container
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -211,9 +214,7 @@ class Sequences(RuleBasedStateMachine):
 
     async def _admit(self, request: dict[str, int], *, init: bool = False) -> bool:
         """Return whether a pod with this request was admitted."""
-        pod = f"pod-{len(self.pods)}"
-        self.pods.append(pod)
-        self.requests.append(request)
+        pod = f"pod-{next(self.numbers)}"
         is_static = self.kubelet.node.pods.api_away
         try:
             if init:
@@ -221,6 +222,7 @@ class Sequences(RuleBasedStateMachine):
             await self.kubelet.admit(pod, "main", request, static=is_static)
         except AdmissionError:
             return False
+        self.pods[pod] = request
         await self._settle()
         return True
 
@@ -248,9 +250,9 @@ class Sequences(RuleBasedStateMachine):
     def replace_by_force(self, number: int) -> None:
         """A pod is deleted by force, and another one asks for the same."""
         if self.pods:
-            request = self.requests[number % len(self.pods)]
+            pod = [*self.pods][number % len(self.pods)]
             self._act(number, self.kubelet.force_delete)
-            self.do(self._admit(request))
+            self.do(self._admit(self.pods[pod]))
 
     def _act(self, number: int, act: Any) -> None:
         """Do something to one of the pods, if it is there."""
@@ -258,7 +260,7 @@ class Sequences(RuleBasedStateMachine):
         async def act_and_settle() -> None:
             if self.pods:
                 try:
-                    act(self.pods[number % len(self.pods)])
+                    act([*self.pods][number % len(self.pods)])
                 except LookupError:
                     return  # it was never admitted
             await self._settle()
