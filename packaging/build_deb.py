@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage, and asks lintian.
 
-Nothing is compiled, so that any machine can build for any architecture.
+Nothing is compiled, so that any machine can build for any architecture. version.py says what version it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ BESIDE = {
     "tt-device-plugin": "bin/tt-device-plugin",
     "back-off": "back-off",
     "config.toml": "config.toml",
+    "config-at-first.toml": "config-at-first.toml",
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
@@ -36,9 +37,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Builds the Debian package.")
     parser.add_argument("--arch", default=build_pyz.MACHINES.get(os.uname().machine), help="default: this machine's")
     parser.add_argument("--output", type=Path, default=TOP / "dist", help="directory; default: %(default)s")
+    parser.add_argument("--version", help="default: what version.py says")
     parser.add_argument("--no-lintian", action="store_true", help="do not ask lintian")
     options = parser.parse_args()
-    version = package_version()
+    version = options.version or build_pyz.package_version()
 
     top = BUILD / "deb" / options.arch
     source = top / "source"
@@ -52,8 +54,9 @@ def main() -> int:
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
+    set_version(source / "debian/changelog", version)
     epoch = {**os.environ, "SOURCE_DATE_EPOCH": str(build_pyz.source_date_epoch())}
-    build = [sys.executable, str(TOP / "packaging/build_pyz.py"), "--arch", options.arch]
+    build = [sys.executable, str(TOP / "packaging/build_pyz.py"), "--arch", options.arch, "--version", version]
     subprocess.run([*build, "--output", str(source / "tt-device-plugin.pyz")], check=True, env=epoch)
 
     print("dpkg-buildpackage", flush=True)
@@ -81,14 +84,11 @@ def main() -> int:
     return 0
 
 
-def package_version() -> str:
-    """The changelog's version, which has to be the program's."""
-    changelog = re.match(r"tt-device-plugin \(([^)]+)\)", (TOP / "packaging/deb/changelog").read_text())
-    program = re.search(r'^__version__ = "([^"]+)"', (TOP / "ttdp.py").read_text(), re.MULTILINE)
-    assert changelog and program
-    if changelog[1] != program[1]:
-        sys.exit(f"packaging/deb/changelog says version {changelog[1]}, ttdp.py {program[1]}")
-    return changelog[1]
+def set_version(changelog: Path, version: str) -> None:
+    """Give the changelog's first entry the version that is built: its own, or one on the way to it."""
+    text, number = re.subn(r"\A(tt-device-plugin) \([^)]+\)", rf"\1 ({version})", changelog.read_text())
+    assert number == 1
+    changelog.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Builds dist/tt-device-plugin.pyz: one zipapp for every Python ABI of one architecture, as shiv.toml says.
 
-    build_pyz.py [--arch amd64|arm64] [--output FILE]
+    build_pyz.py [--arch amd64|arm64] [--output FILE] [--version VERSION]
     build_pyz.py --lock                                 writes the hashes of all files into shiv.toml
 
 The wheels are chosen, not compiled: any machine can build for any architecture. The same commit gives the same bytes,
-wherever and whenever it is built: modes and times are fixed. shiv packs; what starts the packed program is start.py and
-extract.py beside this file.
+wherever and whenever it is built: modes and times are fixed. Of the program one line is another than in the sources,
+that with its version. shiv packs; what starts the packed program is start.py and what belongs to it, beside this file.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import version as versions
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -34,6 +36,7 @@ else:
 TOP = Path(__file__).resolve().parent.parent
 SETTINGS = TOP / "shiv.toml"
 BUILD = TOP / "build"
+BOOTSTRAP = ("start.py", "trees.py", "extract.py")  # start.py says what they are for
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -42,6 +45,7 @@ def main() -> int:
     parser.add_argument("--arch", default=MACHINES.get(platform.machine()), help="Debian's name; default: this machine")
     parser.add_argument("--output", type=Path, default=TOP / "dist/tt-device-plugin.pyz", help="default: %(default)s")
     parser.add_argument("--lock", action="store_true", help="fetch every file and write its hash into shiv.toml")
+    parser.add_argument("--version", help="default: what version.py says")
     options = parser.parse_args()
     settings = tomllib.loads(SETTINGS.read_text())
     if options.lock:
@@ -50,7 +54,7 @@ def main() -> int:
         parser.error(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
     build_tools(settings)
     tree = BUILD / "site-packages" / options.arch
-    stage(settings, options.arch, tree)
+    stage(settings, options.arch, tree, options.version or package_version())
     print("packing", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pack(settings, tree, options.output)
@@ -152,7 +156,7 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
             yield place, content.read()
 
 
-def stage(settings: Mapping[str, Any], arch: str, tree: Path) -> None:
+def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> None:
     """The tree that the zipapp holds. Fails if two ABIs disagree on anything but their extension modules."""
     contents: dict[str, tuple[bytes, str]] = {}
     unused = {pattern for patterns in settings["strip"].values() for pattern in patterns}
@@ -170,7 +174,8 @@ def stage(settings: Mapping[str, Any], arch: str, tree: Path) -> None:
         if not any(name.startswith("grpc/_cython/cygrpc.") and f"-{abi[2:]}-" in name for name in contents):
             sys.exit(f"grpcio has no extension module for {abi} on {arch}")
     for name in settings["program"]:
-        contents[name] = ((TOP / name).read_bytes(), "")
+        text = (TOP / name).read_text()
+        contents[name] = ((versions.with_version(text, version) if name == versions.PROGRAM else text).encode(), "")
     shutil.rmtree(tree, ignore_errors=True)
     for name, (content, _) in sorted(contents.items()):
         path = tree / name
@@ -221,8 +226,16 @@ def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dic
     return {
         "__init__.py": "",
         "packed.py": "".join(f"{name} = {value!r}\n" for name, value in constants.items()),
-        **{name: (TOP / "packaging" / name).read_text() for name in ("start.py", "extract.py")},
+        **{name: (TOP / "packaging" / name).read_text() for name in BOOTSTRAP},
     }
+
+
+def package_version() -> str:
+    """Return what version.py says, or end the process with the reason why it cannot."""
+    try:
+        return versions.version(TOP)
+    except versions.Unknown as reason:
+        sys.exit(f"what version is this? {reason}")
 
 
 def source_date_epoch() -> int:

@@ -2,16 +2,22 @@
 
 MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
 ARCHES ?= $(MACHINE)
-VERSION := $(shell sed -n '1s/.*(\(.*\)).*/\1/p' packaging/deb/changelog)
+PACKAGE_VERSION := $(shell $(PYTHON) packaging/version.py)
 PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py packaging/systemd/* packaging/deb/*)
-DEB := dist/tt-device-plugin_$(VERSION)_
+DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 
-.PHONY: deb-tools lock reproducible e2e-systemd
+.PHONY: FORCE deb-tools lock reproducible e2e-systemd
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
 
-dist/tt-device-plugin.pyz: $(PACKAGED) | $(VENV)/ready
+# The version is in the zipapp, whatever the time of the last commit.
+build/version: FORCE
+	@mkdir -p build
+	@echo '$(PACKAGE_VERSION)' | cmp -s - $@ || echo '$(PACKAGE_VERSION)' >$@
+FORCE:
+
+dist/tt-device-plugin.pyz: $(PACKAGED) build/version | $(VENV)/ready
 	@$(PY) packaging/build_pyz.py
 
 deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/tt-device-plugin_<version>_<arch>.deb, for this machine or ARCHES='amd64 arm64'

@@ -75,13 +75,9 @@ def _build_next(deb: Path, output: Path, source: Path) -> None:
     for name in ("generated", "packaging", "build/wheels"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, old, new in (
-        ("ttdp.py", r'(?m)^__version__ = ".*"$', f'__version__ = "{NEXT}"'),
-        ("packaging/deb/changelog", r"\A\S+ \(\S+\)", f"{UNIT} ({NEXT})"),
-        ("shiv.toml", "", ""),
-    ):
-        (source / name).write_text(re.sub(old, new, (ROOT / name).read_text(), count=1))
-    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian"]
+    for name in ("ttdp.py", "shiv.toml"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian", "--version", NEXT]
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
     subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
 
