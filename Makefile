@@ -20,9 +20,6 @@ test: $(VENV)/ready  ## every test that needs no root
 
 e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 
-e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz
-	@$(PYTEST) -vv tests/e2e $(addprefix --ignore tests/e2e/test_,package.py udev.py newcomer.py)
-
 e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy; needs root
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py
 
