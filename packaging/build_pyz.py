@@ -26,8 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import version as versions
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -46,10 +44,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=TOP / "dist/tt-device-plugin.pyz", help="default: %(default)s")
     parser.add_argument("--lock", action="store_true", help="fetch every file and write its hash into shiv.toml")
     parser.add_argument("--version", help="default: what version.py says")
+    parser.add_argument("--bootstrap", type=Path, help="only write what starts the packed program into this directory")
     options = parser.parse_args()
     settings = tomllib.loads(SETTINGS.read_text())
     if options.lock:
         return lock(settings)
+    if options.bootstrap:
+        write_bootstrap(options.bootstrap, "0", settings["entry-point"], ["cpython-310-x86_64-linux-gnu"])
+        return 0
     if options.arch not in settings["architectures"]:
         parser.error(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
     build_tools(settings)
@@ -158,6 +160,8 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
 
 def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> None:
     """The tree that the zipapp holds. Fails if two ABIs disagree on anything but their extension modules."""
+    from version import PROGRAM, with_version
+
     contents: dict[str, tuple[bytes, str]] = {}
     unused = {pattern for patterns in settings["strip"].values() for pattern in patterns}
     patterns = tuple(unused)
@@ -175,7 +179,7 @@ def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> N
             sys.exit(f"grpcio has no extension module for {abi} on {arch}")
     for name in settings["program"]:
         text = (TOP / name).read_text()
-        contents[name] = ((versions.with_version(text, version) if name == versions.PROGRAM else text).encode(), "")
+        contents[name] = ((with_version(text, version) if name == PROGRAM else text).encode(), "")
     shutil.rmtree(tree, ignore_errors=True)
     for name, (content, _) in sorted(contents.items()):
         path = tree / name
@@ -198,11 +202,7 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
     build_id = _sha256(contents.encode())[:16]
     abis = sorted(path.name.split(".")[1] for path in tree.glob("grpc/_cython/cygrpc.*.so"))
     bootstrap = BUILD / "bootstrap"
-    shutil.rmtree(bootstrap, ignore_errors=True)
-    bootstrap.mkdir(parents=True)
-    for name, text in bootstrap_files(build_id, settings["entry-point"], abis).items():
-        (bootstrap / name).write_text(text)
-        (bootstrap / name).chmod(0o644)
+    write_bootstrap(bootstrap, build_id, settings["entry-point"], abis)
     builder.iter_package_files = lambda package: [(path, path.name) for path in sorted(bootstrap.iterdir())]
     environment = Environment(
         built_at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(source_date_epoch())),
@@ -219,6 +219,15 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
     half.rename(output)
 
 
+def write_bootstrap(directory: Path, build_id: str, entry_point: str, abis: Sequence[str]) -> None:
+    """Write the package `_bootstrap` as this directory, in place of what was there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    for name, text in bootstrap_files(build_id, entry_point, abis).items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o644)
+
+
 def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dict[str, str]:
     """What starts the packed program, in place of shiv's own bootstrap: files of the package `_bootstrap`."""
     module, _, function = entry_point.partition(":")
@@ -232,9 +241,11 @@ def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dic
 
 def package_version() -> str:
     """Return what version.py says, or end the process with the reason why it cannot."""
+    from version import Unknown, version
+
     try:
-        return versions.version(TOP)
-    except versions.Unknown as reason:
+        return version(TOP)
+    except Unknown as reason:
         sys.exit(f"what version is this? {reason}")
 
 

@@ -33,6 +33,8 @@ ARCHITECTURES = ("amd64", "arm64")
 POOL = f"pool/{COMPONENT}/t/{NAME}"
 KEYRING = f"{NAME}-archive-keyring.pgp"
 TOOLS = {"apt-ftparchive": "apt-utils", "gpg": "gpg", "gpg-agent": "gpg-agent"}
+# One kind of hash: apt asks by-hash/ for the strongest that Release has.
+ONLY_SHA256 = ("--no-md5", "--no-sha1", "--no-sha512")
 SOURCES = """\
 Types: deb
 URIs: {url}
@@ -149,7 +151,7 @@ def write_indexes(output: Path) -> None:
 
 def package_lists(output: Path) -> dict[str, str]:
     """Return what apt-ftparchive says of the pool, by architecture, in the order of file names."""
-    command = ["apt-ftparchive", "--no-md5", "--no-sha1", "packages", "pool"]
+    command = ["apt-ftparchive", *ONLY_SHA256, "packages", "pool"]
     said = subprocess.run(command, cwd=output, check=True, stdout=subprocess.PIPE, text=True).stdout
     lists: dict[str, list[tuple[str, str]]] = {architecture: [] for architecture in ARCHITECTURES}
     for stanza in filter(None, said.split("\n\n")):
@@ -166,13 +168,13 @@ def hashes_of(release: Path) -> set[str]:
 def write_release(output: Path, signer: Signer) -> None:
     """Write the Release file, which has every index's hash, and sign it, in both ways that apt reads."""
     suite = output / "dists" / SUITE
-    for name in ("Release", "Release.gpg", "InRelease"):
-        (suite / f".{name}.new").unlink(missing_ok=True)
     fields = [word for name, value in RELEASE.items() for word in ("-o", f"APT::FTPArchive::Release::{name}={value}")]
-    patterns = ["-o", "APT::FTPArchive::Release::Patterns::=Packages*"]
-    command = ["apt-ftparchive", "--no-md5", "--no-sha1", *fields, *patterns, "release", "."]
-    made = subprocess.run(command, cwd=suite, check=True, stdout=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"})
+    command = ["apt-ftparchive", *ONLY_SHA256, *fields, "release", "."]
     with tempfile.TemporaryDirectory() as directory:
+        # Away from the Release of before, and from what only has another name.
+        ignore = shutil.ignore_patterns("by-hash")
+        shutil.copytree(suite / COMPONENT, Path(directory, "indexes", COMPONENT), ignore=ignore)
+        made = subprocess.run(command, cwd=f"{directory}/indexes", check=True, stdout=subprocess.PIPE)
         text = Path(directory, "Release")
         text.write_bytes(made.stdout)
         signer.sign(text, suite / "InRelease", "--clearsign")
