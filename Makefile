@@ -19,8 +19,8 @@ demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job on a simulated no
 test: $(VENV)/ready  ## every test that needs no root
 	@$(PYTEST) --numprocesses 2 --dist loadfile
 
-test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## the suite's part that depends on Python, and the zipapp, under each that is here
-	@$(PY) -m tests.pythons
+test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## what depends on Python, under each that is here, or PYTHONS='3.10 3.12'
+	@$(PY) -m tests.pythons $(PYTHONS)
 
 e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 

@@ -1,7 +1,9 @@
-"""Extracts the program from the zipapp that holds this file, as `_bootstrap.extract`, or checks a tree in full.
+"""Extracts the program from the zipapp that holds this file, as `_bootstrap.extract`, or checks a
+tree in full.
 
-Imported only if start.py, which says why these files are there, finds no tree that is as it was noted. In the end the
-same command is executed once more: the program's own process holds nothing of what is imported here.
+Imported only if start.py, which says why these files are there, finds no tree that is as it was
+noted. In the end the same command is executed once more: the program's own process holds nothing of
+what is imported here.
 """
 
 from __future__ import annotations
@@ -53,28 +55,33 @@ def prepare(variable: str) -> NoReturn:
 
 
 def use_another_python() -> NoReturn:
-    """Execute the same command with a Python that something is packed for, or give up where there is none."""
+    """Execute the same command with a Python that something is packed for, or give up where there
+    is none."""
     minors = {int(abi.split("-")[1][1:]): abi for abi in packed.ABIS}
     machine = trees.ABI.split("-", 2)[2]
-    # One of a version that is packed and still not this one's is an odd build: others may be, too, and so on for ever.
+    # One of a version that is packed and still not this one's is an odd build: others may be, too,
+    # and so on for ever.
     candidates = [] if sys.version_info.minor in minors else sorted(minors, reverse=True)
     for minor in candidates:
         for directory in (os.path.dirname(sys.executable), "/usr/bin"):
             python = f"{directory}/python3.{minor}"
             if minors[minor].endswith(f"-{machine}") and os.access(python, os.X_OK):
                 fault = f"nothing is packed for {sys.executable} ({trees.ABI})"
-                trees.say(f"{fault}; {python} runs it; install a newer tt-device-plugin", priority=4)
+                trees.say(
+                    f"{fault}; {python} runs it; install a newer tt-device-plugin", priority=4
+                )
                 os.execv(python, [python, *sys.orig_argv[1:]])
     versions = ", ".join(f"3.{minor}" for minor in minors)
     packed_machine = packed.ABIS[0].split("-", 2)[2]
     trees.give_up(
-        f"install a newer tt-device-plugin, or one of these Pythons: nothing is packed for this Python "
-        f"({trees.ABI}): it takes CPython {versions} on {packed_machine}"
+        "install a newer tt-device-plugin, or one of these Pythons: nothing is packed for this "
+        f"Python ({trees.ABI}): it takes CPython {versions} on {packed_machine}"
     )
 
 
 def prepare_in(root: str) -> None:
-    """Make sure that the tree in `root` is there and right. Raises OSError, or what a damaged zip does."""
+    """Make sure that the tree in `root` is there and right. Raises OSError, or what a damaged zip
+    does."""
     tree = f"{root}/{trees.NAME}"
     try:
         noted = {trees.path_in(line): line.split(" ")[3] for line in trees.lines_of_stamp(tree)}
@@ -109,7 +116,11 @@ def extract(tree: str, half: str) -> None:
     shutil.rmtree(half, ignore_errors=True)
     try:
         with zipfile.ZipFile(trees.ARCHIVE) as archive:
-            names = [name for name in archive.namelist() if name.startswith(SOURCES) and is_loadable(name)]
+            names = [
+                name
+                for name in archive.namelist()
+                if name.startswith(SOURCES) and is_loadable(name)
+            ]
             archive.extractall(f"{half}/new", names)
         for name in names:
             if name.endswith(".py"):
@@ -123,14 +134,18 @@ def extract(tree: str, half: str) -> None:
 
 
 def compile_source(source: str, place: str) -> None:
-    """Compile a source that will be at `place`; the stamp tells whether it has changed, the interpreter need not."""
+    """Compile a source that will be at `place`; the stamp tells whether it has changed, the
+    interpreter need not."""
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     py_compile.compile(source, dfile=place, doraise=True, invalidation_mode=unchecked)
 
 
 def is_loadable(name: str) -> bool:
     """Return whether it is something for this Python: no other one's extension module."""
-    return not name.endswith(".so") or f".{name.rpartition('/')[2].partition('.')[2]}" in EXTENSION_SUFFIXES
+    return (
+        not name.endswith(".so")
+        or f".{name.rpartition('/')[2].partition('.')[2]}" in EXTENSION_SUFFIXES
+    )
 
 
 def difference(noted: Mapping[str, str], found: Mapping[str, str]) -> str | None:
@@ -146,7 +161,8 @@ def difference(noted: Mapping[str, str], found: Mapping[str, str]) -> str | None
 
 
 def contents(tree: str) -> dict[str, str]:
-    """Return the digest of each file's content by its path, and a dash for each directory's. Raises OSError."""
+    """Return the digest of each file's content by its path, and a dash for each directory's. Raises
+    OSError."""
     found = {}
     for directory, _, names in os.walk(f"{tree}/{SOURCES}".rstrip("/")):
         found[os.path.relpath(directory, tree)] = "-"

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Makes a release, or opens the next version. Nothing is changed or tagged unless every check has passed.
+"""Makes a release, or opens the next version. Nothing is changed or tagged unless every check has
+passed.
 
     release.py VERSION [--checks COMMAND] [--next VERSION]     what `make release` calls
     release.py --open VERSION                                  only opens that version
 
-The release is one commit on main, which closes both changelogs, and its tag, v<VERSION>. It is made, and COMMAND (.ci/run)
-is run on it, in a worktree of its own below build/; only then main is moved to it. A second commit opens the next
-version: see version.py for what its commits are called. Nothing is pushed.
+The release is one commit on main, which closes both changelogs, and its tag, v<VERSION>. It is
+made, and COMMAND (.ci/run) is run on it, in a worktree of its own below build/; only then main is
+moved to it. A second commit opens the next version: see version.py for what its commits are called.
+Nothing is pushed.
 """
 
 from __future__ import annotations
@@ -33,9 +35,15 @@ def main() -> int:
     """Do as the command line says."""
     parser = argparse.ArgumentParser(description="Makes a release.")
     parser.add_argument("version", nargs="?", help="such as 0.2.0")
-    parser.add_argument("--open", metavar="VERSION", help="only open this version, in the files here")
-    parser.add_argument("--next", metavar="VERSION", help="opened after the release; default: one minor version on")
-    parser.add_argument("--checks", metavar="COMMAND", default=".ci/run", help="has to pass; default: %(default)s")
+    parser.add_argument(
+        "--open", metavar="VERSION", help="only open this version, in the files here"
+    )
+    parser.add_argument(
+        "--next", metavar="VERSION", help="opened after the release; default: one minor version on"
+    )
+    parser.add_argument(
+        "--checks", metavar="COMMAND", default=".ci/run", help="has to pass; default: %(default)s"
+    )
     options = parser.parse_args()
     if bool(options.version) == bool(options.open):
         parser.error("either a version to release or one to open")
@@ -43,14 +51,17 @@ def main() -> int:
         if options.open:
             open_version(TOP, options.open)
         else:
-            release(TOP, options.version, options.next or following(options.version), options.checks)
+            release(
+                TOP, options.version, options.next or following(options.version), options.checks
+            )
     except versions.Unknown as reason:
         sys.exit(f"no release: {reason}")
     return 0
 
 
 def release(top: Path, version: str, following_version: str, checks: str) -> None:
-    """Check, commit, tag, and open the next version. Raises Unknown with every reason that there is against it."""
+    """Check, commit, tag, and open the next version. Raises Unknown with every reason that there is
+    against it."""
     if reasons := list(faults(top, version)):
         raise versions.Unknown("; ".join(reasons))
     begun_at = git(top, "rev-parse", "HEAD")
@@ -62,19 +73,34 @@ def release(top: Path, version: str, following_version: str, checks: str) -> Non
         commit = git(place, "rev-parse", "HEAD")
         print(f"{checks}, on commit {commit[:10]}", flush=True)
         # Of a make that called this, neither its variables nor its job server.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MAKE", "MFLAGS"))
+        }
         done = subprocess.run(["bash", "-c", checks], cwd=place, env={**environment, "CI": "true"})
         if done.returncode:
-            raise versions.Unknown(f"{checks} failed with status {done.returncode}; nothing was changed")
+            raise versions.Unknown(
+                f"{checks} failed with status {done.returncode}; nothing was changed"
+            )
         if git(top, "rev-parse", "HEAD") != begun_at or git(top, "status", "--porcelain"):
             raise versions.Unknown("main has changed meanwhile; nothing was released")
         git(top, "merge", "--ff-only", commit)
-        git(top, "tag", "--annotate", f"v{version}", "--message", f"tt-device-plugin {version}", commit)
+        git(
+            top,
+            "tag",
+            "--annotate",
+            f"v{version}",
+            "--message",
+            f"tt-device-plugin {version}",
+            commit,
+        )
     finally:
         git(top, "worktree", "remove", "--force", str(place))
     open_version(top, following_version)
     git(top, "commit", "--all", "--message", f"On the way to {following_version}")
-    print(f"v{version} is tagged, and {following_version} opened. To publish it: git push origin main v{version}")
+    print(f"v{version} is tagged, and {following_version} opened. To publish it:")
+    print(f"    git push origin main v{version}")
 
 
 def faults(top: Path, version: str) -> Iterator[str]:
@@ -88,7 +114,11 @@ def faults(top: Path, version: str) -> Iterator[str]:
         yield "there are changes that are not committed"
     if git(top, "rev-parse", "--is-shallow-repository") == "true":
         yield "this clone is shallow"
-    released = [tag for tag in git(top, "tag", "--list", "v*").splitlines() if re.fullmatch(r"v\d+\.\d+\.\d+", tag)]
+    released = [
+        tag
+        for tag in git(top, "tag", "--list", "v*").splitlines()
+        if re.fullmatch(r"v\d+\.\d+\.\d+", tag)
+    ]
     if newer := [tag for tag in released if numbers(tag[1:]) >= numbers(version)]:
         yield f"{newer[-1]} has been released"
     entry = versions.first_entry(top)
@@ -97,7 +127,9 @@ def faults(top: Path, version: str) -> Iterator[str]:
     first = (top / CHANGELOG).read_text().split("\n -- ")[0]
     if not re.search(r"(?m)^  \* \S", first):
         yield f"{CHANGELOG} says nothing of {version}"
-    news = re.search(rf"(?ms)^## {re.escape(version)} – {OPEN}$(.*?)(?=^## |\Z)", (top / NEWS).read_text())
+    news = re.search(
+        rf"(?ms)^## {re.escape(version)} – {OPEN}$(.*?)(?=^## |\Z)", (top / NEWS).read_text()
+    )
     if not (news and re.search(r"(?m)^- \S", news[1])):
         yield f'{NEWS} has no "## {version} – {OPEN}" with what is new'
 
@@ -119,7 +151,9 @@ def close_version(top: Path, version: str, now: datetime.datetime) -> None:
     text = (top / CHANGELOG).read_text().replace(") UNRELEASED;", ") unstable;", 1)
     (top / CHANGELOG).write_text(re.sub(r"(?m)^ -- .*$", line, text, count=1))
     news = (top / NEWS).read_text()
-    (top / NEWS).write_text(news.replace(f"## {version} – {OPEN}\n", f"## {version} – {now:%Y-%m-%d}\n", 1))
+    (top / NEWS).write_text(
+        news.replace(f"## {version} – {OPEN}\n", f"## {version} – {now:%Y-%m-%d}\n", 1)
+    )
 
 
 def open_version(top: Path, version: str) -> None:
@@ -128,8 +162,8 @@ def open_version(top: Path, version: str) -> None:
     program.write_text(versions.with_version(program.read_text(), version))
     now = email.utils.format_datetime(datetime.datetime.now(datetime.timezone.utc))
     changelog = top / CHANGELOG
-    entry = f"tt-device-plugin ({version}) UNRELEASED; urgency=medium\n\n  * See {NEWS}.\n\n -- {MAINTAINER}  {now}\n\n"
-    changelog.write_text(entry + changelog.read_text())
+    entry = f"tt-device-plugin ({version}) UNRELEASED; urgency=medium\n\n  * See {NEWS}.\n\n"
+    changelog.write_text(f"{entry} -- {MAINTAINER}  {now}\n\n{changelog.read_text()}")
     news = (top / NEWS).read_text()
     head, first, rest = news.partition("\n## ")
     (top / NEWS).write_text(f"{head}\n## {version} – {OPEN}\n{first}{rest}")

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Makes an apt repository of packages, which any web server can serve: suite stable, component main.
+"""Makes an apt repository of packages, which any web server can serve: suite stable, component
+main.
 
     repository.py --url URL [--sign-key KEY] [--output DIRECTORY] DEB…
 
-What is in the directory's pool already stays, so that nodes can go back to an earlier version. Beside pool and indexes it
-has what a node needs to know: tt-device-plugin.sources and the key. The same pool gives the same bytes, but for the date
-and the signatures.
+What is in the directory's pool already stays, so that nodes can go back to an earlier version.
+Beside pool and indexes it has what a node needs to know: tt-device-plugin.sources and the key. The
+same pool gives the same bytes, but for the date and the signatures.
 
-There is no Valid-Until. It would end what a holder of old, validly signed indexes can do (keep nodes from seeing a new
-version, where he is also between them and the server); but where nobody renews it, `apt update` fails on every node.
+There is no Valid-Until. It would end what a holder of old, validly signed indexes can do (keep
+nodes from seeing a new version, where he is also between them and the server); but where nobody
+renews it, `apt update` fails on every node.
 """
 
 from __future__ import annotations
@@ -60,11 +62,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Makes an apt repository.")
     parser.add_argument("debs", nargs="+", type=Path, metavar="DEB", help="goes into the pool")
     parser.add_argument("--url", required=True, help="where it will be served")
-    parser.add_argument("--sign-key", default="", help="gpg's name of the key; default: one for this time only")
-    parser.add_argument("--output", type=Path, default=Path("dist/repository"), help="default: %(default)s")
+    parser.add_argument(
+        "--sign-key", default="", help="gpg's name of the key; default: one for this time only"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("dist/repository"), help="default: %(default)s"
+    )
     options = parser.parse_args()
     if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
-        sys.exit(f"make repository needs more: apt install --no-install-recommends {' '.join(missing)}")
+        sys.exit(
+            f"make repository needs more: apt install --no-install-recommends {' '.join(missing)}"
+        )
     with tempfile.TemporaryDirectory(prefix="ttdp-gpg-") as home:
         signer = Signer(options.sign_key, Path(home))
         add_packages(options.output, options.debs)
@@ -73,12 +81,13 @@ def main() -> int:
         write_for_nodes(options.output, options.url, signer)
     for line in warnings(options.debs, options.url, options.sign_key):
         print(f"*** {line}", file=sys.stderr)
-    print(f"{options.output}: {', '.join(sorted(path.name for path in (options.output / POOL).iterdir()))}")
+    print(f"{options.output}: {', '.join(sorted(os.listdir(options.output / POOL)))}")
     return 0
 
 
 class Signer:
-    """The key by which the repository is signed: a named one, or one that nobody else will ever have."""
+    """The key by which the repository is signed: a named one, or one that nobody else will ever
+    have."""
 
     def __init__(self, key: str, home: Path) -> None:
         self._environment = dict(os.environ)
@@ -105,7 +114,9 @@ class Signer:
 
     def _gpg(self, *arguments: str) -> bytes:
         command = ["gpg", "--batch", "--quiet", "--digest-algo", "SHA512", *arguments]
-        done = subprocess.run(command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        done = subprocess.run(
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         if done.returncode:
             sys.exit(f"gpg: {done.stderr.decode().strip()}")
         return done.stdout
@@ -118,7 +129,7 @@ def add_packages(output: Path, debs: Sequence[Path]) -> None:
     for deb in debs:
         target = pool / deb.name
         if target.exists() and target.read_bytes() != deb.read_bytes():
-            sys.exit(f"{target} is another {deb.name}: what has been published under a version cannot change")
+            sys.exit(f"{target} is another one: what has been published cannot change")
         half = pool / f".{deb.name}.new"
         shutil.copyfile(deb, half)
         half.chmod(0o644)
@@ -157,24 +168,38 @@ def package_lists(output: Path) -> dict[str, str]:
     for stanza in filter(None, said.split("\n\n")):
         fields = dict(re.findall(r"(?m)^(Architecture|Filename): (.*)$", stanza))
         lists[fields["Architecture"]].append((fields["Filename"], stanza.strip("\n") + "\n"))
-    return {architecture: "\n".join(text for _, text in sorted(each)) for architecture, each in lists.items()}
+    return {
+        architecture: "\n".join(text for _, text in sorted(each))
+        for architecture, each in lists.items()
+    }
 
 
 def hashes_of(release: Path) -> set[str]:
     """Return the hashes that a Release file names; none where there is none."""
-    return set(re.findall(r"(?m)^ ([0-9a-f]{64}) ", release.read_text())) if release.exists() else set()
+    return (
+        set(re.findall(r"(?m)^ ([0-9a-f]{64}) ", release.read_text()))
+        if release.exists()
+        else set()
+    )
 
 
 def write_release(output: Path, signer: Signer) -> None:
-    """Write the Release file, which has every index's hash, and sign it, in both ways that apt reads."""
+    """Write the Release file, which has every index's hash, and sign it, in both ways that apt
+    reads."""
     suite = output / "dists" / SUITE
-    fields = [word for name, value in RELEASE.items() for word in ("-o", f"APT::FTPArchive::Release::{name}={value}")]
+    fields = [
+        word
+        for name, value in RELEASE.items()
+        for word in ("-o", f"APT::FTPArchive::Release::{name}={value}")
+    ]
     command = ["apt-ftparchive", *ONLY_SHA256, *fields, "release", "."]
     with tempfile.TemporaryDirectory() as directory:
         # Away from the Release of before, and from what only has another name.
         ignore = shutil.ignore_patterns("by-hash")
         shutil.copytree(suite / COMPONENT, Path(directory, "indexes", COMPONENT), ignore=ignore)
-        made = subprocess.run(command, cwd=f"{directory}/indexes", check=True, stdout=subprocess.PIPE)
+        made = subprocess.run(
+            command, cwd=f"{directory}/indexes", check=True, stdout=subprocess.PIPE
+        )
         text = Path(directory, "Release")
         text.write_bytes(made.stdout)
         signer.sign(text, suite / "InRelease", "--clearsign")
@@ -206,7 +231,7 @@ def write(path: Path, content: bytes) -> None:
 def warnings(debs: Sequence[Path], url: str, sign_key: str) -> Iterator[str]:
     """Yield what keeps this from being a repository to publish."""
     if not sign_key:
-        yield "SIGNED WITH A THROWAWAY KEY, good for a try: make repository SIGN_KEY=<gpg's name of a key>"
+        yield "SIGNED WITH A THROWAWAY KEY: make repository SIGN_KEY=<a key, as gpg knows it>"
     if url.split("/")[2].endswith(".invalid"):
         yield f"NOBODY CAN REACH {url}: set REPOSITORY_URL in packaging/packaging.mk"
     for version in sorted({deb.name.split("_")[1] for deb in debs}):

@@ -1,13 +1,15 @@
 """Starts the program in the zipapp that holds this file, as `_bootstrap.start`.
 
-These files (this one, trees.py, extract.py) stand where shiv has a bootstrap of its own, which does not do for a daemon
-of a package. It extracts the modules of every Python. It believes a tree that is there, whoever has put it there and
-whatever has become of its files (or, with an option, reads all sources at each start, and no extension module). And
-zipfile, hashlib and what else it imports stay in the daemon's memory. shiv packs the zipapp all the same.
+These files (this one, trees.py, extract.py) stand where shiv has a bootstrap of its own, which does
+not do for a daemon of a package. It extracts the modules of every Python. It believes a tree that
+is there, whoever has put it there and whatever has become of its files (or, with an option, reads
+all sources at each start, and no extension module). And zipfile, hashlib and what else it imports
+stay in the daemon's memory. shiv packs the zipapp all the same.
 
-An extension module cannot be loaded from a zip, so the first start extracts what this Python needs (extract.py). Each
-start after that is only what stands here: it compares the tree's sizes, times and inode numbers with those that were
-noted when every content was known to be right, and goes on in the same interpreter.
+An extension module cannot be loaded from a zip, so the first start extracts what this Python needs
+(extract.py). Each start after that is only what stands here: it compares the tree's sizes, times
+and inode numbers with those that were noted when every content was known to be right, and goes on
+in the same interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ CHECKED = "TTDP_CHECKED_TREE"  # tells the next process that a tree was checked 
 def start() -> NoReturn:
     """Start the program from a tree that is right, or leave it to extract.py to make one."""
     if "run" in sys.argv[1:]:
-        # The daemon's sign to read its configuration again, which it will do anyway; untreated, the signal kills.
+        # The daemon's sign to read its configuration again, which it will do anyway; untreated, the
+        # signal kills.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     checked = os.environ.pop(CHECKED, None)
     for root in trees.roots():
@@ -41,7 +44,10 @@ def start() -> NoReturn:
 def run(path: str) -> NoReturn:
     """Run the program of a tree in this process."""
     prepare_modules()
-    sys.path[:] = [f"{path}/site-packages", *(place for place in sys.path if place != trees.ARCHIVE)]
+    sys.path[:] = [
+        f"{path}/site-packages",
+        *(place for place in sys.path if place != trees.ARCHIVE),
+    ]
     try:
         program = importlib.import_module(packed.MODULE)
     except (ImportError, OSError) as error:

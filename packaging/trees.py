@@ -1,7 +1,8 @@
-"""What the extracted program is: its name and places, and the stamp by which one sees that nothing has changed.
+"""What the extracted program is: its name and places, and the stamp by which one sees that nothing
+has changed.
 
-One of the files of the package `_bootstrap` in the zipapp: start.py says why they are there. As every start imports this
-one, it imports nothing that the program would not import itself.
+One of the files of the package `_bootstrap` in the zipapp: start.py says why they are there. As
+every start imports this one, it imports nothing that the program would not import itself.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from . import packed
 ARCHIVE: str = __loader__.archive  # type: ignore[name-defined]
 ABI = EXTENSION_SUFFIXES[0].split(".")[1]  # "cpython-311-x86_64-linux-gnu"
 NAME = f"{packed.BUILD}-{ABI}"  # each build and each Python has a tree of its own
-STAMP = "stamp"  # in the tree: the number of files and directories, and for each a line with mark, digest and path
+# In the tree: the number of files and directories, and for each a line with mark, digest and path.
+STAMP = "stamp"
 
 
 def roots() -> Iterator[str]:
-    """Yield where the tree can be: in $SHIV_ROOT, which the package sets; else in a directory of the user's own."""
+    """Yield where the tree can be: in $SHIV_ROOT, which the package sets; else in a directory of
+    the user's own."""
     if root := os.environ.get("SHIV_ROOT"):
         yield root
         return
@@ -41,13 +44,18 @@ def is_private(directory: str) -> bool:
         found = os.lstat(directory)
     except OSError:
         return True
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    )
 
 
 def is_as_noted(tree: str) -> bool:
-    """Return whether all that the stamp names is as it was. A directory's time changes with its entries."""
+    """Return whether all that the stamp names is as it was. A directory's time changes with its
+    entries."""
     try:
-        return all(line.startswith(mark(f"{tree}/{path_in(line)}")) for line in lines_of_stamp(tree))
+        return all(
+            line.startswith(mark(f"{tree}/{path_in(line)}")) for line in lines_of_stamp(tree)
+        )
     except (OSError, ValueError, IndexError):
         return False
 

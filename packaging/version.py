@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Prints the version of what is built here. Two commits of different bytes never have the same.
 
-    0.2.0                            the commit with the tag v0.2.0, or a source without git whose changelog is closed
-    0.2.0~git170.g1a2b3c4d5e         a commit on the way to 0.2.0: the 170th, counted with all that lead to it
-    0.2.0+git175.g6f7a8b9c0d         one after it, before the next version is opened
-    0.2.0~git170.g1a2b3c4d5e.dirty.9f8e7d6c    the same with changes; the last word is of what would be packed
-    0.2.0~git0.20261122143015.g1a2b3c4d5e      a commit in a shallow clone, which cannot count: below all others
-    0.2.0~~src.9f8e7d6c              a source without git between two versions: below these
+    0.2.0                         the commit with the tag v0.2.0; a source without git, if released
+    0.2.0~git170.g1a2b3c4d5e      a commit on the way to 0.2.0, the 170th of all that lead to it
+    0.2.0+git175.g6f7a8b9c0d      one after it, where the next version is not opened yet
+    ….dirty.9f8e7d6c              with changes; the last word is of all that would be packed
+    0.2.0~git0.20261122143015.g…  a commit in a shallow clone, which cannot count: below the others
+    0.2.0~~src.9f8e7d6c           a source without git between two releases: below these
 
-So along a branch versions only rise. Which version is being worked on is what packaging/deb/changelog says at its top;
-while that says UNRELEASED it is open. `make release` closes it and opens the next (release.py).
+So along a branch versions only rise. Which version is being worked on is what
+packaging/deb/changelog says at its top; while that says UNRELEASED it is open. `make release`
+closes it and opens the next (release.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ def version(top: Path) -> str:
     """Return the version of a checkout or an unpacked source. Raises Unknown."""
     entry = first_entry(top)
     if not (top / ".git").exists():
-        return entry.version if entry.released else f"{entry.version}~~src.{digest(top, all_files(top))}"
+        return (
+            entry.version
+            if entry.released
+            else f"{entry.version}~~src.{digest(top, all_files(top))}"
+        )
     commit = git(top, "rev-parse", "HEAD")
     tag = f"v{entry.version}"
     dirty = git(top, "status", "--porcelain", "--", *PACKED)
@@ -67,7 +72,16 @@ def version(top: Path) -> str:
         number = git(top, "rev-list", "--count", "HEAD")
     text = f"{entry.version}{'+' if after else '~'}git{number}.g{commit[:10]}"
     if dirty:
-        listed = git(top, "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate", "--", *PACKED)
+        listed = git(
+            top,
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "--deduplicate",
+            "--",
+            *PACKED,
+        )
         text += f".dirty.{digest(top, listed.splitlines())}"
     return text
 
@@ -79,7 +93,9 @@ def first_entry(top: Path) -> Entry:
     if not found:
         raise Unknown(f"{CHANGELOG} does not begin with one")
     if program != [found[1]]:
-        raise Unknown(f"{CHANGELOG} says {found[1]}, {PROGRAM} {' and '.join(program) or 'nothing'}")
+        raise Unknown(
+            f"{CHANGELOG} says {found[1]}, {PROGRAM} {' and '.join(program) or 'nothing'}"
+        )
     return Entry(found[1], found[2] != "UNRELEASED")
 
 
@@ -109,7 +125,11 @@ def all_files(top: Path) -> list[str]:
     for name in PACKED:
         place = top / name
         files = place.rglob("*") if place.is_dir() else [place]
-        found += [str(path.relative_to(top)) for path in files if path.is_file() and "__pycache__" not in path.parts]
+        found += [
+            str(path.relative_to(top))
+            for path in files
+            if path.is_file() and "__pycache__" not in path.parts
+        ]
     return found
 
 

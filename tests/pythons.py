@@ -1,8 +1,10 @@
-"""The program under every Python that is packed: `python -m tests.pythons [--zipapp FILE] [3.10 …]`, or `make test-pythons`.
+"""The program under every Python that is packed: `python -m tests.pythons [--zipapp FILE] [3.10
+…]`, or `make test-pythons`.
 
-For each Python that is found here (on PATH, or pyenv's): the part of the suite that depends on the language, with the
-modules that the zipapp bundles and not those of .venv; and the zipapp itself, which says its version, lists the cards of
-a simulated node, and does what `make demo` shows. tests/e2e/test_pythons.py does the same in Debian's releases.
+For each Python that is found here (on PATH, or pyenv's): the part of the suite that depends on the
+language, with the modules that the zipapp bundles and not those of .venv; and the zipapp itself,
+which says its version, lists the cards of a simulated node, and does what `make demo` shows.
+tests/e2e/test_pythons.py does the same in Debian's releases.
 """
 
 from __future__ import annotations
@@ -52,14 +54,16 @@ def interpreters() -> dict[int, str]:
 
 
 def _version(python: str) -> int | None:
-    """Return its second number; None where it does not run, as pyenv's stand-ins for versions that are not chosen."""
+    """Return its second number; None where it does not run, as pyenv's stand-ins for versions that
+    are not chosen."""
     command = [python, "-c", "import sys; print(sys.version_info.minor)"]
     done = subprocess.run(command, capture_output=True, text=True)
     return int(done.stdout) if done.returncode == 0 else None
 
 
 def bundled(zipapp: Path, target: Path) -> Path:
-    """Unpack what the zipapp bundles, without the program itself, for every Python; returns where it is."""
+    """Unpack what the zipapp bundles, without the program itself, for every Python; returns where
+    it is."""
     shutil.rmtree(target, ignore_errors=True)
     with zipfile.ZipFile(zipapp) as packed:
         names = [name for name in packed.namelist() if name.startswith("site-packages/")]
@@ -69,7 +73,8 @@ def bundled(zipapp: Path, target: Path) -> Path:
 
 
 def tools(minor: int, target: Path) -> Path:
-    """Have pip fetch pytest and what belongs to it for a Python, which need not be here; returns where it is."""
+    """Have pip fetch pytest and what belongs to it for a Python, which need not be here; returns
+    where it is."""
     dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     pinned = dict(re.findall(r"(?m)^([\w-]+)==([\w.]+)", "\n".join(dev)))
     # At most that version: the latest no longer comes for the oldest Python.
@@ -81,25 +86,47 @@ def tools(minor: int, target: Path) -> Path:
         machine = os.uname().machine
         python = [f"--python-version=3.{minor}", "--implementation=cp", "--only-binary=:all:"]
         python += [f"--platform=manylinux2014_{machine}", f"--platform=manylinux_2_17_{machine}"]
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(place)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--target",
+            str(place),
+        ]
         subprocess.run([*pip, *python, *wanted], check=True)
         stamp.write_text("\n".join(wanted))
     return place
 
 
 def suite(root: Path, temporary: str) -> list[str]:
-    """Return the command, without the Python, that runs the part of the suite; `root` is where the sources are."""
-    pytest = ["-m", "pytest", "-v", "-ra", "--numprocesses=2", "--dist=loadfile", "-p", "no:cacheprovider"]
+    """Return the command, without the Python, that runs the part of the suite; `root` is where the
+    sources are."""
+    pytest = [
+        "-m",
+        "pytest",
+        "-v",
+        "-ra",
+        "--numprocesses=2",
+        "--dist=loadfile",
+        "-p",
+        "no:cacheprovider",
+    ]
     files = [str(root / f"tests/test_{part}.py") for part in PARTS]
     return [*pytest, f"--basetemp={temporary}", f"--rootdir={root}", *files]
 
 
 def make_venv(place: Path, *modules: str) -> list[list[str]]:
-    """Return the commands that make an environment of who runs them, in which these modules are found.
+    """Return the commands that make an environment of who runs them, in which these modules are
+    found.
 
-    Its path ends with "python": what a test starts finds the modules as well, whatever variables it has.
+    Its path ends with "python": what a test starts finds the modules as well, whatever variables it
+    has.
     """
-    link = "import glob, sys; open(glob.glob(sys.argv[1])[0] + '/modules.pth', 'w').write('\\n'.join(sys.argv[2:]))"
+    link = "import glob, sys; place = glob.glob(sys.argv[1])[0] + '/modules.pth'; "
+    link += "open(place, 'w').write('\\n'.join(sys.argv[2:]))"
     site = f"{place}/lib/python3*/site-packages"
     return [["-m", "venv", "--clear", "--without-pip", str(place)], ["-c", link, site, *modules]]
 
@@ -135,9 +162,15 @@ def zipapp_commands(python: str, zipapp: Path) -> dict[str, list[str]]:
 def run(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run it; what it says is shown where it fails."""
     done = subprocess.run(
-        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=PATIENCE,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
     if done.returncode:
         print(done.stdout, flush=True)
     return done
@@ -150,7 +183,9 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def main() -> int:
     """Try what the command line names, or every Python that is packed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.pythons", description="Tries the program under each Python.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.pythons", description="Tries the program under each Python."
+    )
     parser.add_argument("versions", nargs="*", metavar="3.N", help="default: all that are packed")
     parser.add_argument("--zipapp", type=Path, default=ZIPAPP, help="default: %(default)s")
     options = parser.parse_args()

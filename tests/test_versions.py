@@ -1,4 +1,5 @@
-"""What a build is called, and how a release is made: packaging/version.py and release.py in small repositories."""
+"""What a build is called, and how a release is made: packaging/version.py and release.py in small
+repositories."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ IDENTITY = {
 
 
 class Repository:
-    """A source with the two scripts, a program of one line and both changelogs, committed on main."""
+    """A source with the two scripts, a small program and both changelogs, committed on main."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -68,7 +69,12 @@ class Repository:
     def git(self, *arguments: str) -> str:
         environment = {**os.environ, **IDENTITY}
         done = subprocess.run(
-            ["git", *arguments], cwd=self.top, env=environment, capture_output=True, text=True, check=True
+            ["git", *arguments],
+            cwd=self.top,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.strip()
 
@@ -78,7 +84,9 @@ class Repository:
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, f"packaging/{script}", *arguments]
-        return subprocess.run(command, cwd=self.top, env={**os.environ, **IDENTITY}, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=self.top, env={**os.environ, **IDENTITY}, capture_output=True, text=True
+        )
 
     def version(self) -> str:
         done = self.run("version.py")
@@ -87,7 +95,12 @@ class Repository:
 
     def state(self) -> tuple[str, ...]:
         """All that a release changes."""
-        return (self.git("rev-parse", "main"), self.git("tag"), self.git("status", "--porcelain"), self.git("branch"))
+        return (
+            self.git("rev-parse", "main"),
+            self.git("tag"),
+            self.git("status", "--porcelain"),
+            self.git("branch"),
+        )
 
 
 @pytest.fixture
@@ -102,7 +115,8 @@ def rises(before: str, after: str) -> bool:
 
 
 def test_versions_only_rise(repository: Repository) -> None:
-    """From commit to commit, through a release and the commits after it; commits of one second as well."""
+    """From commit to commit, through a release and the commits after it; commits of one second as
+    well."""
     seen = [repository.version()]
     for number in range(11):  # the tenth has one digit more
         repository.commit(f"Change {number}")
@@ -127,7 +141,11 @@ def test_after_a_release_that_opened_nothing(repository: Repository) -> None:
     assert repository.version() == "0.2.0"
     repository.commit("More")
     version = repository.version()
-    assert rises("0.2.0", version) and rises(version, "0.2.1~git1.g0") and version.startswith("0.2.0+git")
+    assert (
+        rises("0.2.0", version)
+        and rises(version, "0.2.1~git1.g0")
+        and version.startswith("0.2.0+git")
+    )
 
 
 def test_a_tag_alone_is_no_release(repository: Repository) -> None:
@@ -178,13 +196,16 @@ def test_a_shallow_clone_is_below_all(repository: Repository, tmp_path: Path) ->
     repository.commit("Second")
     shallow = tmp_path / "shallow"
     repository.git("clone", "--quiet", "--depth=1", f"file://{repository.top}", str(shallow))
-    version = subprocess.check_output([sys.executable, "packaging/version.py"], cwd=shallow, text=True).strip()
+    version = subprocess.check_output(
+        [sys.executable, "packaging/version.py"], cwd=shallow, text=True
+    ).strip()
     assert re.fullmatch(r"0\.2\.0~git0\.20\d{12}\.g[0-9a-f]{10}", version)
     assert rises(version, "0.2.0~git1.g0000000000")
 
 
 def test_without_git(repository: Repository) -> None:
-    """An unpacked release is that; any other source is told apart by its contents, and below every commit."""
+    """An unpacked release is that; any other source is told apart by its contents, and below every
+    commit."""
     shutil.rmtree(repository.top / ".git")
     first = repository.version()
     assert re.fullmatch(r"0\.2\.0~~src\.[0-9a-f]{8}", first) and rises(first, "0.2.0~git0.2026.g0")
@@ -202,7 +223,8 @@ def test_program_and_changelog_have_to_agree(repository: Repository) -> None:
 
 
 def test_a_release(repository: Repository) -> None:
-    """One command: checked in a worktree, both changelogs closed, tagged, the next version opened; all is clean."""
+    """One command: checked in a worktree, both changelogs closed, tagged, the next version opened;
+    all is clean."""
     repository.commit("Second")
     checks = "grep -q ' unstable;' packaging/deb/changelog && touch untracked && test $CI = true"
     done = repository.run("release.py", "0.2.0", "--checks", checks)
@@ -212,9 +234,15 @@ def test_a_release(repository: Repository) -> None:
         "On the way to 0.3.0", "Release 0.2.0", "Second", "First",
     ]  # fmt: skip
     assert repository.git("rev-parse", "v0.2.0^{commit}") == repository.git("rev-parse", "main~1")
-    assert re.match(r"# Changelog\n\n## 0.3.0 – unreleased\n\n## 0.2.0 – 20..-..-..\n", repository.read("CHANGELOG.md"))
+    assert re.match(
+        r"# Changelog\n\n## 0.3.0 – unreleased\n\n## 0.2.0 – 20..-..-..\n",
+        repository.read("CHANGELOG.md"),
+    )
     assert '__version__ = "0.3.0"' in repository.read("ttdp.py")
-    assert repository.git("status", "--porcelain") == "" and len(repository.git("worktree", "list").splitlines()) == 1
+    assert (
+        repository.git("status", "--porcelain") == ""
+        and len(repository.git("worktree", "list").splitlines()) == 1
+    )
 
 
 def test_checks_that_fail(repository: Repository) -> None:
@@ -222,7 +250,9 @@ def test_checks_that_fail(repository: Repository) -> None:
     before = repository.state()
     done = repository.run("release.py", "0.2.0", "--checks", "false")
     assert done.returncode and "false failed with status 1" in done.stderr, done
-    assert repository.state() == before and len(repository.git("worktree", "list").splitlines()) == 1
+    assert (
+        repository.state() == before and len(repository.git("worktree", "list").splitlines()) == 1
+    )
 
 
 def test_main_that_moves_meanwhile(repository: Repository) -> None:

@@ -70,8 +70,8 @@ class Packages:
         subprocess.run(["dpkg-deb", "--extract", str(deb), str(work / "deb")], check=True)
         with zipfile.ZipFile(work / "deb/usr/lib/tt-device-plugin/tt-device-plugin.pyz") as packed:
             packed.extractall(work, [name for name in packed.namelist() if name.startswith("site-packages/")])
-        names = (f"/srv/packages/{name}" for name in (deb.name, following, first))
-        return cls(directory, *names, work / "site-packages")
+        current, following, first = (f"/srv/packages/{name}" for name in (deb.name, following, first))
+        return cls(directory, current, following, first, work / "site-packages")
 
 
 def _build_next(deb: Path, output: Path, source: Path) -> None:

@@ -599,7 +599,9 @@ def test_a_python_that_is_not_packed(host: Host, told: Told) -> None:
     tag = host.container("python3", "-c", "import sys; print(sys.implementation.cache_tag)").strip()
     leave_out(pyz, tag)
     try:
-        host.container.shell(f"rm -r {CACHE}/* && dpkg-trigger --no-await --by-package=python3-minimal /usr/bin/python3")
+        host.container.shell(
+            f"rm -r {CACHE}/* && dpkg-trigger --no-await --by-package=python3-minimal /usr/bin/python3"
+        )
         said = host.container("dpkg", "--triggers-only", "--pending")
         words = f"install a newer tt-device-plugin, or one of these Pythons: nothing is packed for this Python ({tag}-"
         assert words in said and said.count("nothing is packed") == 1, said
@@ -880,7 +882,7 @@ def test_purge_of_a_node_without_kubelet(host: Host, told: Told) -> None:
     told("nothing left, /var/lib/kubelet neither")
 
 
-# -------------------------------------------------------------------------------------------------- from the first version
+# ----------------------------------------------------------------------------------------------- from the first version
 
 
 EDITED = 'log_level = "debug"\n'

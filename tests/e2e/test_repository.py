@@ -1,4 +1,5 @@
-"""The apt repository, as a node uses it: clean systems, and a web server on their loopback interface.
+"""The apt repository, as a node uses it: clean systems, and a web server on their loopback
+interface.
 
 The tests run in the order in which they stand here; each release has one system.
 """
@@ -60,9 +61,20 @@ class Publisher:
 
     def publish(self, output: Path, *debs: str, key: str = "publisher") -> str:
         """Make or extend a repository; returns what is said on stderr."""
-        command = [sys.executable, "packaging/repository.py", "--url", URL, "--sign-key", key, "--output", str(output)]
+        command = [
+            sys.executable,
+            "packaging/repository.py",
+            "--url",
+            URL,
+            "--sign-key",
+            key,
+            "--output",
+            str(output),
+        ]
         command += [str(self.deb(deb)) for deb in debs]
-        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stderr
 
@@ -71,7 +83,12 @@ class Publisher:
 def publisher(deb: Path) -> Iterator[Publisher]:
     if os.geteuid() != 0:
         pytest.exit("this boots system containers: run it as root", returncode=1)
-    tools = {"systemd-nspawn": "systemd-container", "apt-ftparchive": "apt-utils", "gpg": "gpg", "mmdebstrap": "mmdebstrap"}
+    tools = {
+        "systemd-nspawn": "systemd-container",
+        "apt-ftparchive": "apt-utils",
+        "gpg": "gpg",
+        "mmdebstrap": "mmdebstrap",
+    }
     if missing := [package for tool, package in tools.items() if not shutil.which(tool)]:
         pytest.exit(f"apt-get install --no-install-recommends {' '.join(missing)}", returncode=1)
     with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
@@ -94,7 +111,14 @@ class Node(Container):
         self.boot()
         self.shell("rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* /var/lib/apt/lists/*")
         self.write("/etc/apt/apt.conf.d/99test", UNATTENDED)
-        server = ["python3", "-m", "http.server", "--bind=127.0.0.1", "--directory=/srv/shared/repository", "8000"]
+        server = [
+            "python3",
+            "-m",
+            "http.server",
+            "--bind=127.0.0.1",
+            "--directory=/srv/shared/repository",
+            "8000",
+        ]
         self("systemd-run", "--quiet", "--unit=web", *server)
         wait_until(lambda: self.status_of("curl", "-fsS", URL) == 0, "the web server")
 
@@ -133,19 +157,27 @@ def genuine(node: Node) -> Iterator[Path]:
 
 
 def test_installation_in_four_lines(node: Node, publisher: Publisher, told: Told) -> None:
-    """The key, where the packages are, apt update, apt install: active, and of this version. Indexes come by hash."""
+    """The key, where the packages are, apt update, apt install: active, and of this version.
+    Indexes come by hash."""
     (node.shared / "before.json").write_text(json.dumps(sorted(node.files())))
     said = [node.shell(f"{line} 2>&1") for line in INSTALLATION]
     assert f"Setting up {UNIT}" in said[-1], said[-1]
     assert node.version() == publisher.packages.current.split("_")[1]
     assert node("systemctl", "is-active", UNIT).strip() == "active"
     requests = node("journalctl", "--unit=web", "--output=cat", "--no-pager")
-    assert re.search(r"GET /dists/stable/main/binary-\w+/by-hash/SHA256/[0-9a-f]{64} .* 200", requests), requests
-    told("\n    ".join(f"# {line}\n    {text.strip()}" for line, text in zip(INSTALLATION, said, strict=True)))
+    assert re.search(
+        r"GET /dists/stable/main/binary-\w+/by-hash/SHA256/[0-9a-f]{64} .* 200", requests
+    ), requests
+    told(
+        "\n    ".join(
+            f"# {line}\n    {text.strip()}" for line, text in zip(INSTALLATION, said, strict=True)
+        )
+    )
 
 
 def test_upgrade_with_an_edited_configuration(node: Node, publisher: Publisher, told: Told) -> None:
-    """A newer version is published: unattended-upgrades takes it and asks nothing; the edited file stays."""
+    """A newer version is published: unattended-upgrades takes it and asks nothing; the edited file
+    stays."""
     node.write(CONFIG, 'log_level = "debug"\n')
     publisher.publish(node.repository, publisher.packages.following)
     assert not node.update()
@@ -211,13 +243,18 @@ def no_signature(repository: Path, publisher: Publisher) -> None:
 FORGERIES: dict[str, tuple[Callable[[Path, Publisher], None], str]] = {
     "signed text": (forge_signed_text, r"BADSIG|has been manipulated"),
     "index": (forge_index, r"Hash Sum mismatch|unexpected size"),
-    "another key": (sign_with_another_key, r"NO_PUBKEY|[Mm]issing key|not signed|No good signature"),
+    "another key": (
+        sign_with_another_key,
+        r"NO_PUBKEY|[Mm]issing key|not signed|No good signature",
+    ),
     "no signature": (no_signature, r"not signed"),
 }
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_index_is_refused(node: Node, genuine: Path, publisher: Publisher, forgery: str, told: Told) -> None:
+def test_a_forged_index_is_refused(
+    node: Node, genuine: Path, publisher: Publisher, forgery: str, told: Told
+) -> None:
     """apt says why, and takes nothing from there."""
     act, words = FORGERIES[forgery]
     node.shell("rm -rf /var/lib/apt/lists/*")
@@ -228,7 +265,9 @@ def test_a_forged_index_is_refused(node: Node, genuine: Path, publisher: Publish
     told(next(line for line in said.splitlines() if re.search(words, line)))
 
 
-def test_a_forged_package_is_refused(node: Node, genuine: Path, publisher: Publisher, told: Told) -> None:
+def test_a_forged_package_is_refused(
+    node: Node, genuine: Path, publisher: Publisher, told: Told
+) -> None:
     """Of the right name and length, with one byte changed: it is not even unpacked."""
     version = publisher.packages.current.split("_")[1]
     assert node.version() != version
@@ -246,14 +285,25 @@ def test_a_forged_package_is_refused(node: Node, genuine: Path, publisher: Publi
 def test_removal_leaves_nothing(node: Node) -> None:
     """apt remove, apt purge: what is left are the two files that say where the repository is."""
     node("apt", "remove", "--yes", UNIT)
-    assert node.version() and node("systemctl", "show", "--value", "--property=LoadState", UNIT).strip() == "not-found"
+    assert (
+        node.version()
+        and node("systemctl", "show", "--value", "--property=LoadState", UNIT).strip()
+        == "not-found"
+    )
     node("apt", "purge", "--yes", UNIT)
     before = set(json.loads((node.shared / "before.json").read_text()))
-    ours = {path for path in node.files() - before if UNIT in path or "kubernetes" in path or "kubelet" in path}
-    assert ours == {f"etc/apt/keyrings/{UNIT}-archive-keyring.pgp", f"etc/apt/sources.list.d/{UNIT}.sources"}
+    ours = {
+        path
+        for path in node.files() - before
+        if UNIT in path or "kubernetes" in path or "kubelet" in path
+    }
+    assert ours == {
+        f"etc/apt/keyrings/{UNIT}-archive-keyring.pgp",
+        f"etc/apt/sources.list.d/{UNIT}.sources",
+    }
 
 
-# --------------------------------------------------------------------------------------------- what is made, without apt
+# ------------------------------------------------------------------------- what is made, without apt
 
 
 def contents(repository: Path) -> dict[str, bytes]:
@@ -268,7 +318,7 @@ def contents(repository: Path) -> dict[str, bytes]:
 
 
 def test_it_comes_out_the_same(publisher: Publisher, tmp_path: Path) -> None:
-    """But for date and signatures: in whatever order, by whosever key, and made again over itself."""
+    """But for date and signatures: in whatever order, by whosever key, and made anew over itself."""
     packages = publisher.packages
     publisher.publish(tmp_path / "one", packages.current, packages.following)
     publisher.publish(tmp_path / "two", packages.following, packages.current, key="somebody else")
@@ -299,7 +349,9 @@ def test_indexes_of_before_are_kept_once(publisher: Publisher, tmp_path: Path) -
     named, there = [], []
     for deb in (packages.current, packages.following, packages.first):
         publisher.publish(output, deb)
-        named.append(set(re.findall(r"(?m)^ ([0-9a-f]{64}) .*/Packages", (output / RELEASE).read_text())))
+        named.append(
+            set(re.findall(r"(?m)^ ([0-9a-f]{64}) .*/Packages", (output / RELEASE).read_text()))
+        )
         there.append({path.name for path in output.glob("dists/stable/main/*/by-hash/SHA256/*")})
     assert there[0] == named[0]
     assert there[1] == named[0] | named[1]
@@ -308,15 +360,23 @@ def test_indexes_of_before_are_kept_once(publisher: Publisher, tmp_path: Path) -
 
 
 def test_make_repository(publisher: Publisher, tmp_path: Path, told: Told) -> None:
-    """Both architectures; without a key one for this time only, and a loud line; nobody can reach the default address."""
+    """Both architectures; without a key one for this time only, and a loud line; nobody can reach
+    the default address."""
     output = tmp_path / "made"
     command = ["make", "--silent", "repository", f"REPOSITORY={output}", "SIGN_KEY="]
-    done = subprocess.run(command, cwd=ROOT, env=publisher.environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=publisher.environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name.split("_")[2] for path in output.glob("pool/**/*.deb")} == {"amd64.deb", "arm64.deb"}
+    assert {path.name.split("_")[2] for path in output.glob("pool/**/*.deb")} == {
+        "amd64.deb",
+        "arm64.deb",
+    }
     for architecture in ("amd64", "arm64"):
         packages = (output / f"dists/stable/main/binary-{architecture}/Packages").read_text()
         assert re.findall(r"(?m)^Architecture: (.*)$", packages) == [architecture]
-    assert "*** SIGNED WITH A THROWAWAY KEY" in done.stderr and "NOBODY CAN REACH" in done.stderr, done.stderr
+    assert "*** SIGNED WITH A THROWAWAY KEY" in done.stderr and "NOBODY CAN REACH" in done.stderr, (
+        done.stderr
+    )
     assert "Valid-Until" not in (output / RELEASE).read_text()
     told(done.stdout.strip().splitlines()[-1])
