@@ -41,38 +41,17 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
-    parser.add_argument(
-        "--arch",
-        default=MACHINES.get(platform.machine()),
-        help="Debian's name; default: this machine",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=TOP / "dist/tt-device-plugin.pyz",
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--lock", action="store_true", help="fetch every file and write its hash into shiv.toml"
-    )
-    parser.add_argument("--version", help="default: what version.py says")
-    parser.add_argument(
-        "--bootstrap",
-        type=Path,
-        help="only write what starts the packed program into this directory",
-    )
-    options = parser.parse_args()
+    """Do as the command line says."""
+    options = command_line().parse_args()
     settings = tomllib.loads(SETTINGS.read_text())
     if options.lock:
         return lock(settings)
     if options.bootstrap:
-        write_bootstrap(
-            options.bootstrap, "0", settings["entry-point"], ["cpython-310-x86_64-linux-gnu"]
-        )
+        abis = ["cpython-310-x86_64-linux-gnu"]
+        write_bootstrap(options.bootstrap, "0", settings["entry-point"], abis)
         return 0
     if options.arch not in settings["architectures"]:
-        parser.error(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
+        sys.exit(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
     build_tools(settings)
     tree = BUILD / "site-packages" / options.arch
     stage(settings, options.arch, tree, options.version or package_version())
@@ -82,6 +61,24 @@ def main() -> int:
     size = options.output.stat().st_size
     print(f"{options.output}: {size / 1e6:.1f} MB, sha256 {_sha256(options.output.read_bytes())}")
     return 0
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
+    here, output = MACHINES.get(platform.machine()), TOP / "dist/tt-device-plugin.pyz"
+    parser.add_argument("--arch", default=here, help="Debian's name; default: this machine")
+    parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
+    parser.add_argument("--version", help="default: what version.py says")
+    parser.add_argument(
+        "--lock",
+        action="store_true",
+        help="only fetch every file and write its hash into shiv.toml",
+    )
+    parser.add_argument(
+        "--bootstrap", type=Path, help="only write what starts the program into this directory"
+    )
+    return parser
 
 
 # Fetching: pip takes a file only if its hash is among those in shiv.toml.
@@ -102,19 +99,7 @@ def fetch(
 ) -> list[Path]:
     """The files of these requirements, by pip, in `directory`. Without hashes any file is taken."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for name, version in requirements.items():
-        stem = f"{name}-{version}".lower()
-        known = [
-            digest
-            for file, digest in hashes.items()
-            if file.lower().startswith((f"{stem}-", f"{stem}."))
-        ]
-        if hashes and not known:
-            sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
-        lines.append(
-            " ".join([f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in known)])
-        )
+    lines = [requirement(name, version, hashes) for name, version in requirements.items()]
     text = "\n".join([*lines, *more, ""])
     stamp = directory / "requirements.txt"
     if not (stamp.exists() and stamp.read_text() == text):
@@ -123,27 +108,25 @@ def fetch(
         directory.mkdir()
         asked = directory / "requirements.tmp"
         asked.write_text("\n".join([*lines, ""]))
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ]
-        command += [
-            "--no-build-isolation",
-            "--dest",
-            str(directory),
-            "--requirement",
-            str(asked),
-            *more,
-        ]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(BUILD / "tools")})
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        pip += ["--no-deps", "--no-build-isolation", "--dest", str(directory)]
+        environment = {**os.environ, "PYTHONPATH": str(BUILD / "tools")}
+        subprocess.run([*pip, "--requirement", str(asked), *more], check=True, env=environment)
         asked.rename(stamp)
         stamp.write_text(text)
     return sorted(path for path in directory.iterdir() if path != stamp)
+
+
+def requirement(name: str, version: str, hashes: Mapping[str, str]) -> str:
+    """Return the line that has pip take this version, and only files with one of the hashes."""
+    stem = f"{name}-{version}".lower()
+    known = []
+    for file, digest in hashes.items():
+        if file.lower().startswith((f"{stem}-", f"{stem}.")):
+            known.append(f"--hash=sha256:{digest}")
+    if hashes and not known:
+        sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
+    return " ".join([f"{name}=={version}", *known])
 
 
 def fetch_abi(

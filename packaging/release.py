@@ -60,8 +60,10 @@ def main() -> int:
 
 
 def release(top: Path, version: str, following_version: str, checks: str) -> None:
-    """Check, commit, tag, and open the next version. Raises Unknown with every reason that there is
-    against it."""
+    """Check, commit, tag, and open the next version.
+
+    Raises Unknown, with every reason that there is against it.
+    """
     if reasons := list(faults(top, version)):
         raise versions.Unknown("; ".join(reasons))
     begun_at = git(top, "rev-parse", "HEAD")
@@ -71,36 +73,34 @@ def release(top: Path, version: str, following_version: str, checks: str) -> Non
         close_version(place, version, datetime.datetime.now(datetime.timezone.utc))
         git(place, "commit", "--all", "--message", f"Release {version}")
         commit = git(place, "rev-parse", "HEAD")
-        print(f"{checks}, on commit {commit[:10]}", flush=True)
-        # Of a make that called this, neither its variables nor its job server.
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("MAKE", "MFLAGS"))
-        }
-        done = subprocess.run(["bash", "-c", checks], cwd=place, env={**environment, "CI": "true"})
-        if done.returncode:
-            raise versions.Unknown(
-                f"{checks} failed with status {done.returncode}; nothing was changed"
-            )
+        run_checks(place, checks)
         if git(top, "rev-parse", "HEAD") != begun_at or git(top, "status", "--porcelain"):
             raise versions.Unknown("main has changed meanwhile; nothing was released")
         git(top, "merge", "--ff-only", commit)
-        git(
-            top,
-            "tag",
-            "--annotate",
-            f"v{version}",
-            "--message",
-            f"tt-device-plugin {version}",
-            commit,
-        )
+        message = f"tt-device-plugin {version}"
+        git(top, "tag", "--annotate", f"v{version}", "--message", message, commit)
     finally:
         git(top, "worktree", "remove", "--force", str(place))
     open_version(top, following_version)
     git(top, "commit", "--all", "--message", f"On the way to {following_version}")
     print(f"v{version} is tagged, and {following_version} opened. To publish it:")
     print(f"    git push origin main v{version}")
+
+
+def run_checks(place: Path, checks: str) -> None:
+    """Run a command as CI does; raises Unknown where it fails."""
+    print(f"{checks}, in {place}", flush=True)
+    environment = {**os.environ, "CI": "true"}
+    for name in (
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MAKEOVERRIDES",
+        "MFLAGS",
+    ):  # of the make that called this
+        environment.pop(name, None)
+    status = subprocess.run(["bash", "-c", checks], cwd=place, env=environment).returncode
+    if status:
+        raise versions.Unknown(f"{checks} failed with status {status}; nothing was changed")
 
 
 def faults(top: Path, version: str) -> Iterator[str]:

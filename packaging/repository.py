@@ -114,9 +114,7 @@ class Signer:
 
     def _gpg(self, *arguments: str) -> bytes:
         command = ["gpg", "--batch", "--quiet", "--digest-algo", "SHA512", *arguments]
-        done = subprocess.run(
-            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        done = subprocess.run(command, env=self._environment, capture_output=True)
         if done.returncode:
             sys.exit(f"gpg: {done.stderr.decode().strip()}")
         return done.stdout
