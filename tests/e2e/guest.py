@@ -13,7 +13,8 @@ import subprocess
 RULES = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
 BLACKLIST = "/etc/modprobe.d/test.conf"
 DRIVER = "/usr/lib/modules/*/tenstorrent.ko"
-POSTINST = "/var/lib/dpkg/info/tt-device-plugin.postinst"
+AS_DPKG_DOES = "DPKG_MAINTSCRIPT_PACKAGE=tt-device-plugin DPKG_MAINTSCRIPT_NAME=postinst"
+POSTINST = f"{AS_DPKG_DOES} /var/lib/dpkg/info/tt-device-plugin.postinst"
 
 
 def shell(script: str) -> str:

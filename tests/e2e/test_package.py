@@ -122,6 +122,7 @@ def test_the_program_is_extracted_and_compiled_at_install_time(host: Host, told:
     assert said == "no Tenstorrent device on this node\n", said
     version = host.container("tt-device-plugin", "--version").strip()
     size = sum(path.stat().st_size for path in tree.rglob("*") if path.is_file())
+    assert size + (host.container.root / PYZ[1:]).stat().st_size < 70e6
     python = host.container("python3", "--version").strip()
     told(f"{version} on {python}: {size / 1e6:.0f} MB below {CACHE}, compiled before the start; nobody can run `list`")
 
