@@ -5,8 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# At the end of a run: the names of what failed, and of what did not run here.
-PYTEST := $(PY) -m pytest -ra -p tests.reporting
+PYTEST := $(PY) -m pytest
 
 .PHONY: help demo test test-pythons e2e e2e-kubelet e2e-newcomer pyz deb bench soak lint generate clean
 

@@ -70,7 +70,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 log = logging.getLogger("tt-device-plugin")
 
