@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,18 @@ async def test_what_a_card_does_not_offer_has_no_sample(
     assert missing.isdisjoint(found) and found["pcie_link_width_max"] == 16
 
 
+def fail(card: Card) -> None:
+    card.freeze()  # so that more than the heartbeat is read
+    card.fail("tt_serial")
+
+
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("ail", ["die", "reset", "vanish", "block", "fail"])
+@pytest.mark.parametrize("ail", [Card.die, Card.reset, Card.vanish, Card.block, fail])
 async def test_a_dead_or_blocked_chip_has_no_figures(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, ail: str
+    node: SimulatedNode,
+    start: StartDaemon,
+    monkeypatch: pytest.MonkeyPatch,
+    ail: Callable[[Card], None],
 ) -> None:
     """Neither all ones nor what it showed last; its health and its fault stay."""
     monkeypatch.setattr("ttdp.READ_DEADLINE", 0.3)
@@ -140,17 +148,13 @@ async def test_a_dead_or_blocked_chip_has_no_figures(
     daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
     assert "power_watts" in of(card.bdf, await metrics(daemon))
-    faults = {"block": lambda: card.block("tt_heartbeat"), "fail": lambda: card.fail("tt_serial")}
-    if ail == "fail":
-        card.freeze()  # so that everything is read
-    faults.get(ail, getattr(card, ail, None))()
-    await until(lambda: daemon.chip(card.bdf).health.fault)
-    kind = daemon.chip(card.bdf).health.fault.name.lower()
+    ail(card)
+    fault = await until(lambda: daemon.chip(card.bdf).health.fault)
     found = await metrics(daemon)
-    assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{kind}"}}': 1}
+    assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{fault.name.lower()}"}}': 1}
     assert of(other.bdf, found)["power_watts"] == 24
-    if ail == "block":
-        card.unblock("tt_heartbeat")
+    if ail is Card.block:
+        card.unblock()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -30,7 +30,7 @@ Running = tuple[int, RunningDaemon]
 async def running(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Running]:
-    """The port at which a daemon answers, to which systemd has handed its socket, and the daemon."""
+    """The port of a daemon to which systemd has handed its socket, and the daemon."""
     node.add("n150")
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     handed_in = {"metrics": [listening]}
@@ -167,7 +167,7 @@ async def test_one_rendering_is_made_for_all_who_ask_at_once(
 
 @pytest.mark.usefixtures("patient")
 async def test_idle_connections_keep_nobody_out(running: Running) -> None:
-    """However many say nothing, and none of them is dropped for being slow: a scrape is answered."""
+    """However many say nothing, and none is dropped for being slow: a scrape is answered."""
     port, _ = running
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
     for _ in range(3):
