@@ -367,26 +367,26 @@ def test_a_cdi_file_of_garbage_is_named(host: Host, content: str) -> None:
     assert text.startswith(f"{host.cdi_file} cannot be read: ")
 
 
-def install_containerd(host: Host, version: str) -> dict[str, str]:
-    """Return an environment in which containerd is of this version, in its own words."""
+def install_containerd(host: Host, version: str) -> None:
+    """Let containerd be of this version, in its own words."""
     (host.root / "bin").mkdir()
     program = host.root / "bin/containerd"
     program.write_text(f"#!/bin/sh\necho containerd github.com/containerd/containerd {version}\n")
     program.chmod(0o755)
-    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    host.environ["PATH"] = f"{program.parent}:{os.environ['PATH']}"
 
 
 def test_no_cdi_file_matters_where_containers_depend_on_it(host: Host) -> None:
     """With device_list_strategy = "cdi"."""
-    environ = install_containerd(host, "1.7.24~ds1 1.7.24~ds1-6")
-    answer = host.run("check", "--device-list-strategy=cdi", **environ)
+    install_containerd(host, "1.7.24~ds1 1.7.24~ds1-6")
+    answer = host.run("check", "--device-list-strategy=cdi")
     assert str(host.cdi_file) in complaint(answer, "FAIL", "CDI")
 
 
 def test_a_containerd_that_cannot_read_the_file_is_named(host: Host) -> None:
     """Debian 12 has 1.6; it matters only with device_list_strategy = "cdi"."""
-    environ = install_containerd(host, "1.6.20~ds1 1.6.20~ds1-1+deb12u1")
+    install_containerd(host, "1.6.20~ds1 1.6.20~ds1-1+deb12u1")
     write_cdi(host, {FIRST: str(host.node.chips[0].device_node)})
-    assert host.run("check", **environ).complaints == []
-    answer = host.run("check", "--device-list-strategy=cdi", **environ)
+    assert host.run("check").complaints == []
+    answer = host.run("check", "--device-list-strategy=cdi")
     assert "containerd 1.6.20 cannot read CDI files" in complaint(answer, "warn", "CDI")

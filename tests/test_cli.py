@@ -81,7 +81,7 @@ def test_a_bad_value_is_status_78_and_one_line(
     words: list[str], environ: dict[str, str], source: str
 ) -> None:
     """The line names the flag, the variable or the file that it comes from."""
-    ended = run("list", *words, **environ)
+    ended = run("run", *words, **environ)
     (line,) = ended.stderr.splitlines()
     assert (ended.returncode, ended.stdout) == (78, "") and source in line
 

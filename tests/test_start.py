@@ -36,7 +36,13 @@ def main():
     return 7
 """
 Completed: TypeAlias = "subprocess.CompletedProcess[str]"
-HEAVY = {"zipfile", "hashlib", "shutil", "py_compile", "_bootstrap.extract"}  # what a program should not carry along
+HEAVY = {
+    "zipfile",
+    "hashlib",
+    "shutil",
+    "py_compile",
+    "_bootstrap.extract",
+}  # what a program should not carry along
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,15 @@ class Zipapp:
     path: Path
     environment: Mapping[str, str]
 
-    def run(self, *arguments: str, within: Sequence[str] = (), **variables: str | None) -> Completed:
+    def run(
+        self, *arguments: str, within: Sequence[str] = (), **variables: str | None
+    ) -> Completed:
         """Run it, in an environment with these variables and without those that are None; `within` another command."""
-        environment = {name: value for name, value in {**self.environment, **variables}.items() if value is not None}
+        environment = {
+            name: value
+            for name, value in {**self.environment, **variables}.items()
+            if value is not None
+        }
         command = [*within, sys.executable, "-I", "-S", str(self.path), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -72,7 +84,9 @@ def pack(path: Path, abis: tuple[str, ...] = (ABI, "cpython-39-abacus")) -> None
         archive.writestr("__main__.py", "import _bootstrap.start\n_bootstrap.start.start()\n")
         for name, text in bootstrap("build", "program:main", abis).items():
             archive.writestr(f"_bootstrap/{name}", text)
-        archive.writestr("site-packages/program.py", PROGRAM.format(module=module.name.removesuffix(SUFFIX)))
+        archive.writestr(
+            "site-packages/program.py", PROGRAM.format(module=module.name.removesuffix(SUFFIX))
+        )
         archive.writestr("site-packages/extension/__init__.py", "")
         archive.write(module, f"site-packages/extension/{module.name}")
         archive.writestr("site-packages/extension/stable.abi3.so", "for all Pythons")
@@ -93,7 +107,11 @@ def tree_of(zipapp: Zipapp) -> Path:
 def test_only_what_this_python_can_load_is_extracted(zipapp: Zipapp) -> None:
     """The extension modules of other Pythons stay packed; sources are compiled."""
     zipapp.answer()
-    files = {str(path.relative_to(tree_of(zipapp))) for path in tree_of(zipapp).rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(tree_of(zipapp)))
+        for path in tree_of(zipapp).rglob("*")
+        if path.is_file()
+    }
     assert "site-packages/extension/stable.abi3.so" in files
     assert not [name for name in files if "abacus" in name]
     assert f"site-packages/__pycache__/program.{sys.implementation.cache_tag}.pyc" in files
@@ -139,11 +157,26 @@ def no_directory(tree: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "changed": ("program.py has changed", lambda tree: (tree / "site-packages/program.py").write_text("broken")),
-    "missing": ("__init__.py is missing", lambda tree: (tree / "site-packages/extension/__init__.py").unlink()),
-    "cut": ("stable.abi3.so has changed", lambda tree: cut(tree / "site-packages/extension/stable.abi3.so")),
-    "foreign": ("stray.py is not ours", lambda tree: (tree / "site-packages/stray.py").write_text("broken")),
-    "compiled": (".pyc has changed", lambda tree: cut(next(tree.glob("site-packages/__pycache__/program.*")))),
+    "changed": (
+        "program.py has changed",
+        lambda tree: (tree / "site-packages/program.py").write_text("broken"),
+    ),
+    "missing": (
+        "__init__.py is missing",
+        lambda tree: (tree / "site-packages/extension/__init__.py").unlink(),
+    ),
+    "cut": (
+        "stable.abi3.so has changed",
+        lambda tree: cut(tree / "site-packages/extension/stable.abi3.so"),
+    ),
+    "foreign": (
+        "stray.py is not ours",
+        lambda tree: (tree / "site-packages/stray.py").write_text("broken"),
+    ),
+    "compiled": (
+        ".pyc has changed",
+        lambda tree: cut(next(tree.glob("site-packages/__pycache__/program.*"))),
+    ),
     "stamp cut": ("stamp is not complete", lambda tree: cut(tree / "stamp")),
     "stamp empty": ("stamp is not complete", lambda tree: os.truncate(tree / "stamp", 0)),
     "no stamp": ("No such file", lambda tree: (tree / "stamp").unlink()),
@@ -159,9 +192,14 @@ def test_a_damaged_tree_is_told_of_and_extracted_anew(zipapp: Zipapp, damage: st
     act(tree_of(zipapp))
     done = zipapp.run()
     assert done.returncode == 7 and json.loads(done.stdout)["tree"] == str(tree_of(zipapp)), done
-    assert done.stderr.count("\n") == 1 and words in done.stderr and "extracted anew" in done.stderr, done.stderr
+    assert (
+        done.stderr.count("\n") == 1 and words in done.stderr and "extracted anew" in done.stderr
+    ), done.stderr
     zipapp.answer()
-    assert set(os.listdir(tree_of(zipapp).parent)) == {f".{tree_of(zipapp).name}.lock", tree_of(zipapp).name}
+    assert set(os.listdir(tree_of(zipapp).parent)) == {
+        f".{tree_of(zipapp).name}.lock",
+        tree_of(zipapp).name,
+    }
 
 
 def test_a_tree_that_was_moved_is_hashed_once(zipapp: Zipapp) -> None:
@@ -197,14 +235,24 @@ def test_several_first_starts_at_once(zipapp: Zipapp) -> None:
     with (root / f".{tree_of(zipapp).name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         starts = [
-            subprocess.Popen(command, env=zipapp.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env=zipapp.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for _ in range(3)
         ]
         waiter = re.compile(rf"(?m)^\d+: +-> FLOCK .*:{os.fstat(lock.fileno()).st_ino} ")
-        wait_until(lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait")
+        wait_until(
+            lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait"
+        )
     for start in starts:
         out, error = start.communicate(timeout=60)
-        assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(tree_of(zipapp))
+        assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(
+            tree_of(zipapp)
+        )
 
 
 def test_no_wheel_for_this_python(zipapp: Zipapp) -> None:
@@ -262,10 +310,14 @@ def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
         found = os.fstat(journal.fileno())
         for stream in (f"{found.st_dev}:{found.st_ino}", f"{found.st_dev}:1"):
             environment = {**zipapp.environment, "SHIV_ROOT": "/dev/null", "JOURNAL_STREAM": stream}
-            subprocess.run([sys.executable, "-I", "-S", str(zipapp.path)], env=environment, stderr=journal)
+            subprocess.run(
+                [sys.executable, "-I", "-S", str(zipapp.path)], env=environment, stderr=journal
+            )
         journal.seek(0)
         first, second = journal.readlines()
-    assert first.startswith("<3>there is no place") and second.startswith("tt-device-plugin: there is no place")
+    assert first.startswith("<3>there is no place") and second.startswith(
+        "tt-device-plugin: there is no place"
+    )
 
 
 # ------------------------------------------------------------------------------- file systems that refuse, of our own
@@ -278,9 +330,14 @@ NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "
 def namespace() -> list[str]:
     """A command that runs another in a mount namespace of its own."""
     for command in NAMESPACES:
-        if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode:
+        if (
+            shutil.which("unshare")
+            and not subprocess.run([*command, "true"], capture_output=True).returncode
+        ):
             return command
-    pytest.skip("neither root nor allowed to make user namespaces: no small, read-only or noexec file system to be had")
+    pytest.skip(
+        "neither root nor allowed to make user namespaces: no small, read-only or noexec file system to be had"
+    )
 
 
 MOUNTS = {
@@ -291,7 +348,9 @@ MOUNTS = {
 
 
 @pytest.mark.parametrize("kind", MOUNTS)
-def test_a_place_that_refuses(zipapp: Zipapp, namespace: list[str], tmp_path: Path, kind: str) -> None:
+def test_a_place_that_refuses(
+    zipapp: Zipapp, namespace: list[str], tmp_path: Path, kind: str
+) -> None:
     """A full disk, a read-only one, a noexec one: one line, which says so, and nothing is left behind."""
     options, words = MOUNTS[kind]
     root = Path(zipapp.environment["SHIV_ROOT"])
@@ -299,7 +358,9 @@ def test_a_place_that_refuses(zipapp: Zipapp, namespace: list[str], tmp_path: Pa
     script = f'mount -t tmpfs -o {options} tmpfs {root}; "$@"; status=$?; ls -A {root} >{tmp_path}/left; exit $status'
     line = zipapp.refusal(within=(*namespace, "sh", "-c", script, "sh"))
     assert words in line and str(root) in line
-    assert [name for name in (tmp_path / "left").read_text().split() if not name.endswith(".lock")] == []
+    assert [
+        name for name in (tmp_path / "left").read_text().split() if not name.endswith(".lock")
+    ] == []
 
 
 def test_a_tree_that_has_become_noexec(zipapp: Zipapp, namespace: list[str]) -> None:

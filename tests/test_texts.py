@@ -59,21 +59,31 @@ def test_readme_has_every_option_with_its_default() -> None:
     rows = [row[:4] for row in cells("Configuration") if row[0].startswith("--")]
     config_file = ["--config-file", "TTDP_CONFIG_FILE", "", ttdp.DEFAULT_CONFIG_FILE]
     defaults = {option.key: str(getattr(ttdp.Settings(), option.key)) for option in ttdp.OPTIONS}
-    options = [[o.flag, o.variable, o.key, defaults[o.key].replace("False", "false")] for o in ttdp.OPTIONS]
+    options = [
+        [o.flag, o.variable, o.key, defaults[o.key].replace("False", "false")] for o in ttdp.OPTIONS
+    ]
     assert rows == [config_file, *options]
     keys = {row[2]: row[3] for row in cells("Configuration") if row[2].startswith("[")}
-    settings = {f"{table} {field.name}": field for table, kind in TABLES.items() for field in fields(kind)}
+    settings = {
+        f"{table} {field.name}": field for table, kind in TABLES.items() for field in fields(kind)
+    }
     assert keys.keys() == settings.keys() - {"[sharing] resources"}
     for key in keys:
-        if settings[key].default not in (None, "") and isinstance(settings[key].default, (str, int, float)):
-            assert keys[key] == str(settings[key].default).replace("True", "true").replace("False", "false"), key
+        if settings[key].default not in (None, "") and isinstance(
+            settings[key].default, (str, int, float)
+        ):
+            assert keys[key] == str(settings[key].default).replace("True", "true").replace(
+                "False", "false"
+            ), key
 
 
 def test_readme_names_every_resource() -> None:
     """Every board's, and those of whole boards."""
     for card, (_, arch) in NAMES.items():
         for unit in get_args(ttdp.Unit):
-            name = ttdp.resource_name(device("0000:01:00.0", arch=arch, pci_card=card), ttdp.Settings(unit=unit))
+            name = ttdp.resource_name(
+                device("0000:01:00.0", arch=arch, pci_card=card), ttdp.Settings(unit=unit)
+            )
             assert f"`tenstorrent.com/{name}`" in README, (card, unit)
 
 
@@ -81,14 +91,25 @@ def limits(document: Any) -> Iterator[str]:
     """What a manifest, or a part of one, asks for."""
     if isinstance(document, dict):
         yield from document.get("limits", ())
-    for part in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+    for part in (
+        document.values()
+        if isinstance(document, dict)
+        else document
+        if isinstance(document, list)
+        else ()
+    ):
         yield from limits(part)
 
 
 def test_readme_manifests_ask_for_what_there_is() -> None:
     """They are YAML, and every resource of ours in them is one that the program offers."""
     blocks = fenced("yaml")
-    wanted = {name for block in blocks for name in limits(yaml.safe_load(block)) if name.startswith("tenstorrent.com/")}
+    wanted = {
+        name
+        for block in blocks
+        for name in limits(yaml.safe_load(block))
+        if name.startswith("tenstorrent.com/")
+    }
     assert len(blocks) >= 3 and wanted
     assert wanted <= {f"tenstorrent.com/{board}" for board, _ in NAMES.values()}
 
@@ -105,7 +126,9 @@ def test_readme_names_every_metric_and_fault() -> None:
     """Those that the program writes, and no others."""
     prefixes = "device|resource|kubelet|allocations|plugin"
     source = (ROOT / "ttdp.py").read_text()
-    named = {name for row in cells("Metrics") for name in re.findall(rf"tt_(?:{prefixes})_\w+", row[0])}
+    named = {
+        name for row in cells("Metrics") for name in re.findall(rf"tt_(?:{prefixes})_\w+", row[0])
+    }
     assert named == set(re.findall(rf'"(tt_(?:{prefixes})_\w+)"', source))
     faults = next(row[1] for row in cells("Metrics") if row[0].startswith("tt_device_fault"))
     assert re.findall(r"`(\w+)", faults)[1:] == [fault.name.lower() for fault in ttdp.Fault]
@@ -113,13 +136,16 @@ def test_readme_names_every_metric_and_fault() -> None:
 
 def test_readme_queries_are_those_that_are_tested() -> None:
     """Word for word, so that what is copied works."""
-    assert [query.strip() for query in fenced("promql")] == [query.strip() for query in (FREE, UNHEALTHY, HOTTEST)]
+    assert [query.strip() for query in fenced("promql")] == [
+        query.strip() for query in (FREE, UNHEALTHY, HOTTEST)
+    ]
 
 
 def test_readme_links_lead_somewhere() -> None:
     """To files that are there, and to headings of its own."""
     headings = {
-        re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"(?m)^#+ (.*)$", PROSE)
+        re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"(?m)^#+ (.*)$", PROSE)
     }
     targets = re.findall(r"\]\((?!https://)([^)]*)\)", PROSE)
     assert targets
@@ -130,10 +156,16 @@ def test_readme_links_lead_somewhere() -> None:
 
 def test_readme_commands_exist() -> None:
     """Every `make` target that it names."""
-    makefiles = "".join((ROOT / name).read_text() for name in ("Makefile", "packaging/packaging.mk"))
+    makefiles = "".join(
+        (ROOT / name).read_text() for name in ("Makefile", "packaging/packaging.mk")
+    )
     targets = set(re.findall(r"(?m)^([a-z0-9-]+):", makefiles))
     named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
-    assert {"demo", "test", "deb"} <= {word for words in named for word in " ".join(words).split()} <= targets
+    assert (
+        {"demo", "test", "deb"}
+        <= {word for words in named for word in " ".join(words).split()}
+        <= targets
+    )
 
 
 def test_alerts_are_installed_where_readme_says() -> None:
@@ -166,15 +198,20 @@ def test_installed_configuration_shows_every_option_with_its_default(tmp_path: P
     assert set(shown["health"]) == {field.name for field in fields(ttdp.HealthSettings)}
     assert set(shown["sharing"]) == {field.name for field in fields(ttdp.Sharing)}
     assert all(
-        set(entry) == {field.name for field in fields(ttdp.SharedResource)} for entry in shown["sharing"]["resources"]
+        set(entry) == {field.name for field in fields(ttdp.SharedResource)}
+        for entry in shown["sharing"]["resources"]
     )
-    assert all(set(mount) == {field.name for field in fields(ttdp.Mount)} for mount in shown["mounts"])
+    assert all(
+        set(mount) == {field.name for field in fields(ttdp.Mount)} for mount in shown["mounts"]
+    )
     loaded, default = ttdp.load_settings({"config_file": str(file)}, {}), ttdp.Settings()
     for option in ttdp.OPTIONS:
         assert getattr(loaded, option.key) == getattr(default, option.key), option.key
     for field in fields(ttdp.HealthSettings):
         if field.name != "temperature_limit":  # its default is the card's own
-            assert getattr(loaded.health, field.name) == getattr(default.health, field.name), field.name
+            assert getattr(loaded.health, field.name) == getattr(default.health, field.name), (
+                field.name
+            )
     assert replace(loaded.sharing, resources=()) == default.sharing
     assert [mount.host for mount in loaded.mounts or ()] == ["/dev/hugepages-1G", "/dev/hugepages"]
 
@@ -191,9 +228,12 @@ def test_man_page_describes_every_flag_and_variable() -> None:
     for table, settings in TABLES.items():
         for field in fields(settings):
             assert (
-                re.search(rf"^\.It Li {re.escape(table)} .*\b{field.name}\b", plain, re.M) or field.name == "resources"
+                re.search(rf"^\.It Li {re.escape(table)} .*\b{field.name}\b", plain, re.M)
+                or field.name == "resources"
             )
-    flags = {f"-{flag}" for flag in re.findall(r"--([a-z-]+)", ttdp.argument_parser().format_help())}
+    flags = {
+        f"-{flag}" for flag in re.findall(r"--([a-z-]+)", ttdp.argument_parser().format_help())
+    }
     assert flags == set(re.findall(r"^\.It Fl (-[a-z-]+)", plain, re.MULTILINE))
     assert {"0", "1", "2", "78"} <= set(re.findall(r"^\.It (\d+)$", plain, re.MULTILINE))
 
@@ -235,7 +275,10 @@ def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
     for architecture in bundled["architectures"]:
         for abi in bundled["abis"]:
             wheel = f"grpcio-{bundled['requirements']['grpcio']}-{abi}-{abi}-"
-            assert any(file.startswith(wheel) and machines[architecture] in file for file in bundled["sha256"]), (
+            assert any(
+                file.startswith(wheel) and machines[architecture] in file
+                for file in bundled["sha256"]
+            ), (
                 architecture,
                 abi,
             )
