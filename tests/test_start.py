@@ -1,4 +1,4 @@
-"""The zipapp's start: a program is extracted once, checked cheaply ever after, and never run damaged."""
+"""The zipapp's start: extracted once, checked cheaply ever after, and never run damaged."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ import extension.{module}
 
 def main():
     umask = os.umask(0)
-    print(json.dumps({{"tree": os.path.dirname(os.path.dirname(__file__)), "arguments": sys.argv[1:],
-                      "environment": dict(os.environ), "umask": umask, "modules": sorted(sys.modules)}}))
+    tree = os.path.dirname(os.path.dirname(__file__))
+    print(json.dumps({{"tree": tree, "arguments": sys.argv[1:], "environment": dict(os.environ),
+                      "umask": umask, "modules": sorted(sys.modules)}}))
     return 7
 """
 Completed: TypeAlias = "subprocess.CompletedProcess[str]"
@@ -55,7 +56,7 @@ class Zipapp:
     def run(
         self, *arguments: str, within: Sequence[str] = (), **variables: str | None
     ) -> Completed:
-        """Run it, in an environment with these variables and without those that are None; `within` another command."""
+        """Run it with these variables, without those that are None; `within` another command."""
         environment = {
             name: value
             for name, value in {**self.environment, **variables}.items()
@@ -129,7 +130,7 @@ def test_arguments_status_and_umask_pass_through(zipapp: Zipapp) -> None:
 
 
 def test_the_program_carries_nothing_of_its_bootstrap(zipapp: Zipapp) -> None:
-    """What extracts and checks in full is not in the program's process, at the first start neither."""
+    """What extracts and checks in full is not in the program's process, not even at first."""
     for _ in range(2):
         modules = zipapp.answer()["modules"]
         assert not HEAVY & set(modules)
@@ -186,7 +187,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_tree_is_told_of_and_extracted_anew(zipapp: Zipapp, damage: str) -> None:
-    """One line names what was wrong; the program that then runs is the packed one; the next start is silent."""
+    """One line names what was wrong; what runs then is as packed; the next start is silent."""
     words, act = DAMAGES[damage]
     zipapp.answer()
     act(tree_of(zipapp))
@@ -203,7 +204,7 @@ def test_a_damaged_tree_is_told_of_and_extracted_anew(zipapp: Zipapp, damage: st
 
 
 def test_a_tree_that_was_moved_is_hashed_once(zipapp: Zipapp) -> None:
-    """Other times and inode numbers, but the same contents: nothing is extracted, and the new ones are noted."""
+    """Other times and inode numbers, but the same contents: those are noted, and that is all."""
     zipapp.answer()
     tree, stamp = tree_of(zipapp), tree_of(zipapp) / "stamp"
     tree.rename(tree.with_name("moved"))
@@ -273,7 +274,7 @@ def test_a_damaged_zipapp(zipapp: Zipapp) -> None:
 
 
 def test_without_a_home(zipapp: Zipapp, tmp_path: Path) -> None:
-    """Run by hand: below $XDG_CACHE_HOME or ~/.cache, or if neither can be, in a private temporary directory."""
+    """Run by hand: below $XDG_CACHE_HOME or ~/.cache, else in a private temporary directory."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     home = tmp_path / "home"
@@ -289,7 +290,7 @@ def test_without_a_home(zipapp: Zipapp, tmp_path: Path) -> None:
 
 
 def test_a_directory_of_somebody_else_is_not_used(zipapp: Zipapp, tmp_path: Path) -> None:
-    """Whoever makes our directory in /tmp before us, or can write there, does not choose what runs."""
+    """Who makes our directory in /tmp before us, or can write there, does not choose what runs."""
     private = tmp_path / f"tt-device-plugin-{os.geteuid()}"
     zipapp.answer()
     shutil.copytree(tree_of(zipapp).parent, private)
@@ -320,7 +321,7 @@ def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
     )
 
 
-# ------------------------------------------------------------------------------- file systems that refuse, of our own
+# -- file systems that refuse, of our own ----------------------------------------------------------
 
 
 NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]]
@@ -336,7 +337,7 @@ def namespace() -> list[str]:
         ):
             return command
     pytest.skip(
-        "neither root nor allowed to make user namespaces: no small, read-only or noexec file system to be had"
+        "neither root nor allowed to make user namespaces: no file system of our own to be had"
     )
 
 
@@ -351,11 +352,12 @@ MOUNTS = {
 def test_a_place_that_refuses(
     zipapp: Zipapp, namespace: list[str], tmp_path: Path, kind: str
 ) -> None:
-    """A full disk, a read-only one, a noexec one: one line, which says so, and nothing is left behind."""
+    """A full disk, a read-only one, a noexec one: one line says so, and nothing is left behind."""
     options, words = MOUNTS[kind]
     root = Path(zipapp.environment["SHIV_ROOT"])
     root.mkdir()
-    script = f'mount -t tmpfs -o {options} tmpfs {root}; "$@"; status=$?; ls -A {root} >{tmp_path}/left; exit $status'
+    mount = f"mount -t tmpfs -o {options} tmpfs {root}"
+    script = f'{mount}; "$@"; status=$?; ls -A {root} >{tmp_path}/left; exit $status'
     line = zipapp.refusal(within=(*namespace, "sh", "-c", script, "sh"))
     assert words in line and str(root) in line
     assert [
@@ -372,7 +374,7 @@ def test_a_tree_that_has_become_noexec(zipapp: Zipapp, namespace: list[str]) -> 
 
 
 def test_a_read_only_tree_runs(zipapp: Zipapp, namespace: list[str]) -> None:
-    """Nothing needs to be written to run what is extracted, not even if its times are not those that were noted."""
+    """Nothing needs to be written to run what is extracted, even if its times are not as noted."""
     zipapp.answer()
     root = zipapp.environment["SHIV_ROOT"]
     os.utime(tree_of(zipapp) / "site-packages/program.py")
