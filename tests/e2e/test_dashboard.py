@@ -284,6 +284,12 @@ def test_honor_labels_decides_whose_pod_it_is(metrics: str, tmp_path: Path) -> N
             assert pods() == {"ours": ("train", ""), "theirs": ("node-exporter-x", "train")}
 
 
+def test_promtool_has_no_objection_to_a_node_at_work(metrics: str) -> None:
+    """Names, units and help texts of everything that there is, faults and errors, too."""
+    done = promtool("check", "metrics", text=metrics)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_the_rules_file_names_what_exists(metrics: str) -> None:
     """Every metric of ours in rules and dashboard is one that the daemon writes."""
     written = set(re.findall(r"(?m)^# TYPE (\S+)", metrics))
