@@ -183,8 +183,10 @@ def test_pods_select_nodes_by_them(program: Program, version: str) -> None:
         node.machine.path(DIRECTORY).mkdir()
         node.cards.add("n300")
         node.start_daemon(config=f'labels_dir = "{DIRECTORY}"')
+        features = node.machine.path(f"{DIRECTORY}/tt-device-plugin")
+        wait_until(features.exists, "the feature file")
         node.kubelet.stop()
-        node.label(read_features(node.machine.path(f"{DIRECTORY}/tt-device-plugin").read_text()))
+        node.label(read_features(features.read_text()))
         node.kubelet.start()  # it has read its node's labels before it admits a pod
         node.wait_complete()
         fitting = {
