@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -48,9 +49,36 @@ def of(bdf: str, found: dict[str, float]) -> dict[str, float]:
     return mine
 
 
-async def metrics(daemon: RunningDaemon) -> dict[str, float]:
-    """What a scrape would get."""
-    return samples(await daemon.daemon._take_metrics())
+class Scraper:
+    """What takes the metrics from the socket that systemd has handed in."""
+
+    def __init__(self) -> None:
+        self._port = 0
+
+    def hand_in(self, name: str) -> list[socket.socket]:
+        """Make a socket for the daemon that starts now."""
+        if name != "metrics":
+            return []
+        listening = socket.create_server(("127.0.0.1", 0))
+        self._port = listening.getsockname()[1]
+        return [listening]
+
+    async def text(self) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+        return answer.decode().partition("\r\n\r\n")[2]
+
+    async def samples(self) -> dict[str, float]:
+        return samples(await self.text())
+
+
+@pytest.fixture
+def scraper(monkeypatch: pytest.MonkeyPatch) -> Scraper:
+    found = Scraper()
+    monkeypatch.setattr(ttdp.ServiceManager, "sockets", lambda _, name: found.hand_in(name))
+    return found
 
 
 @pytest.fixture
@@ -77,7 +105,7 @@ def count_errors(card: Card, correctable: int, nonfatal: int = 0, fatal: int = 0
 
 @pytest.mark.usefixtures("fresh")
 async def test_a_card_shows_what_the_driver_does_in_base_units(
-    tmp_path: Path, directory: Path
+    tmp_path: Path, directory: Path, scraper: Scraper
 ) -> None:
     """Of a p150a as it was captured on the real driver: watts, amperes, volts, hertz, transfers."""
     node = SimulatedNode.from_capture(tmp_path / "captured", "p150ax2")
@@ -85,7 +113,7 @@ async def test_a_card_shows_what_the_driver_does_in_base_units(
     count_errors(card, 7, 1)
     async with RunningDaemon(node, settings_of(node, directory)) as daemon:
         await until(lambda: daemon.notified("READY=1"))
-        found = of(card.bdf, await metrics(daemon))
+        found = of(card.bdf, await scraper.samples())
     assert found == {
         "healthy": 1,
         "temperature_celsius": 41.5,
@@ -113,7 +141,7 @@ async def test_a_card_shows_what_the_driver_does_in_base_units(
 
 @pytest.mark.usefixtures("fresh")
 async def test_what_a_card_does_not_offer_has_no_sample(
-    node: SimulatedNode, start: StartDaemon
+    node: SimulatedNode, start: StartDaemon, scraper: Scraper
 ) -> None:
     """A Wormhole has no fan and counts no trips; a link that is not known has no width or speed."""
     (card,) = node.add("n150")
@@ -123,7 +151,7 @@ async def test_what_a_card_does_not_offer_has_no_sample(
     card.fail("in0_input", "ENODATA")
     daemon = await start()
     await until(lambda: daemon.notified("READY=1"))
-    found = of(card.bdf, await metrics(daemon))
+    found = of(card.bdf, await scraper.samples())
     missing = {"fan_rpm", "thermal_trips_total", "power_limit_watts", "voltage_volts"}
     missing |= {"pcie_link_width", "pcie_link_transfers_per_second"}
     assert missing.isdisjoint(found) and found["pcie_link_width_max"] == 16
@@ -141,16 +169,17 @@ async def test_a_dead_or_blocked_chip_has_no_figures(
     start: StartDaemon,
     monkeypatch: pytest.MonkeyPatch,
     ail: Callable[[Card], None],
+    scraper: Scraper,
 ) -> None:
     """Neither all ones nor what it showed last; its health and its fault stay."""
     monkeypatch.setattr("ttdp.READ_DEADLINE", 0.3)
     card, other = node.add("p150a") + node.add("p150a")
     daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
-    assert "power_watts" in of(card.bdf, await metrics(daemon))
+    assert "power_watts" in of(card.bdf, await scraper.samples())
     ail(card)
     fault = await until(lambda: daemon.chip(card.bdf).health.fault)
-    found = await metrics(daemon)
+    found = await scraper.samples()
     assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{fault.name.lower()}"}}': 1}
     assert of(other.bdf, found)["power_watts"] == 24
     if ail is Card.block:
@@ -158,7 +187,9 @@ async def test_a_dead_or_blocked_chip_has_no_figures(
 
 
 @pytest.mark.usefixtures("fresh")
-async def test_a_chip_is_introduced_by_what_it_is(node: SimulatedNode, start: StartDaemon) -> None:
+async def test_a_chip_is_introduced_by_what_it_is(
+    node: SimulatedNode, start: StartDaemon, scraper: Scraper
+) -> None:
     """Identity stays known while a chip is away; what nobody knows is empty."""
     (card,) = node.add("n300", numa_node=1)
     node.add("p150a", firmware=False)
@@ -167,7 +198,7 @@ async def test_a_chip_is_introduced_by_what_it_is(node: SimulatedNode, start: St
     card.vanish()
     await until(lambda: not daemon.chip(card.bdf).present)
     serial = card.facts.telemetry["tt_serial"]
-    found = await metrics(daemon)
+    found = await scraper.samples()
     assert {series for series in found if series.startswith("tt_device_info")} == {
         f'tt_device_info{{device="{card.bdf}",board="n300",card="n300",arch="wormhole",'
         f'serial="{serial}",firmware="19.4.0.0",numa_node="1",resource="tenstorrent.com/n300"}}',
@@ -209,17 +240,17 @@ async def test_nobody_takes_the_metrics_and_nothing_is_read_for_them(
 
 
 async def test_figures_are_read_for_the_file_every_15_seconds_at_most(
-    node: SimulatedNode, start: StartDaemon, directory: Path, reads: Counter[str]
+    node: SimulatedNode, start: StartDaemon, directory: Path, reads: Counter[str], scraper: Scraper
 ) -> None:
     """Polls that come more often do without; a scrape in between takes what is there."""
     file = Path(outlets(directory.parent)["metrics_file"])
     file.parent.mkdir()
     node.add("p150a")
-    daemon = await start(interval=0.02)
+    await start(interval=0.02)
     await until(file.exists)
     await until(lambda: reads["telemetry"] > 20)
     for _ in range(3):
-        await metrics(daemon)
+        await scraper.samples()
     assert reads["figures"] == 1
     assert "tt_device_power_watts" in file.read_text()
 
@@ -239,25 +270,27 @@ async def test_the_file_is_written_again_though_nothing_changes(
 
 
 async def test_a_scrape_has_figures_though_polls_are_rare(
-    node: SimulatedNode, start: StartDaemon, reads: Counter[str]
+    node: SimulatedNode, start: StartDaemon, reads: Counter[str], scraper: Scraper
 ) -> None:
     """They are read for it, on the threads where telemetry is."""
     (card,) = node.add("p150a")
     daemon = await start(interval=3600)
     await until(lambda: daemon.notified("READY=1"))
-    assert of(card.bdf, await metrics(daemon))["power_watts"] == 24
+    assert of(card.bdf, await scraper.samples())["power_watts"] == 24
     assert reads["figures"] == 1
 
 
 # -- what the daemon counts ------------------------------------------------------------------------
 
 
-async def test_counters_begin_at_zero(node: SimulatedNode, start: StartDaemon) -> None:
+async def test_counters_begin_at_zero(
+    node: SimulatedNode, start: StartDaemon, scraper: Scraper
+) -> None:
     """A rate of what has not happened yet is 0, not unknown."""
     node.add("n150")
     daemon = await start(interval=3600)
     await until(lambda: daemon.notified("READY=1"))
-    found = await metrics(daemon)
+    found = await scraper.samples()
     for result in ("granted", "refused"):
         assert found[f'tt_allocations_total{{resource="{N150}",result="{result}"}}'] == 0
     assert found[f'tt_kubelet_registrations_total{{resource="{N150}"}}'] == 0
@@ -265,7 +298,7 @@ async def test_counters_begin_at_zero(node: SimulatedNode, start: StartDaemon) -
 
 
 async def test_metrics_count_what_happens(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, scraper: Scraper
 ) -> None:
     """Registrations, allocations and refusals, and who has what by the kubelet's own account."""
     first, second = node.add("n150") + node.add("n150")
@@ -278,7 +311,7 @@ async def test_metrics_count_what_happens(
         await kubelet.admit("other", "main", {N150: 1})
     await until(lambda: daemon.chip(second.bdf).health.fault)
     holder = f'device="{first.bdf}",namespace="team-a",pod="train",container="main"'
-    found = await metrics(daemon)
+    found = await scraper.samples()
     assert (
         found.items()
         >= {
@@ -296,7 +329,7 @@ async def test_metrics_count_what_happens(
 
 
 async def test_two_shares_of_a_container_are_one_series(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path, scraper: Scraper
 ) -> None:
     """node_exporter takes no series twice. Resources count IDs, as the kubelet has them."""
     (card,) = node.add("n150")
@@ -305,11 +338,11 @@ async def test_two_shares_of_a_container_are_one_series(
         lock_dir=str(short_tmp / "locks"),
         resources=(SharedResource("n150", 4),),
     )
-    daemon = await start(interval=0.1, sharing=sharing)
+    await start(interval=0.1, sharing=sharing)
     await kubelet.registered(N150)
     await kubelet.admit("train", "main", {N150: 2})
     await kubelet.admit("train", "helper", {N150: 1})
-    found = await metrics(daemon)
+    found = await scraper.samples()
     holders = [series for series in found if series.startswith("tt_device_allocated")]
     labels = f'device="{card.bdf}",namespace="default",pod="train"'
     assert sorted(holders) == [
@@ -333,6 +366,7 @@ async def test_names_come_back_after_an_outage_of_the_api_server(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     way_out: str,
+    scraper: Scraper,
 ) -> None:
     """Meanwhile a pod goes by its UID; both ways out have its name once the kubelet tells it."""
     monkeypatch.setattr("ttdp.METRICS_PAUSE", 1.0)
@@ -344,7 +378,7 @@ async def test_names_come_back_after_an_outage_of_the_api_server(
     async def pods(daemon: RunningDaemon) -> list[str]:
         if way_out == "file":
             return allocated(file.read_text()) if file.exists() else []
-        return allocated(await daemon.daemon._take_metrics())
+        return allocated(await scraper.text())
 
     async def eventually(daemon: RunningDaemon, name: str) -> None:
         async def named() -> None:
