@@ -128,12 +128,13 @@ def test_names_that_others_choose_are_escaped(host: Host) -> None:
 
 
 def test_an_ascii_terminal_gets_ascii(host: Host) -> None:
-    """No traceback for a degree sign or a multiplication sign."""
-    host.node.add("n150")
+    """No traceback for a degree sign, a multiplication sign or a process called so."""
+    (chip,) = host.node.add("n150")
+    host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], "naïve")
     config = host.root / "config.toml"
     config.write_text('[[sharing.resources]]\nname = "n150"\nreplicas = 4\n')
     answer = host.run("list", f"--config-file={config}", PYTHONIOENCODING="ascii")
-    assert answer.out.isascii() and "n150 x4" in answer.out
+    assert answer.out.isascii() and "n150 x4" in answer.out and "[7]" in answer.out
     assert (answer.status, answer.err) == (0, "")
 
 
