@@ -82,7 +82,7 @@ def built(name: str, package: str, sources: Sequence[Path]) -> Path:
 def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of the programs of our own below judges/."""
     sources = [JUDGES / file for file in ("go.mod", "go.sum", f"{name}/main.go")]
-    command = [built(name, f"./{name}", sources), *arguments]
+    command = [str(built(name, f"./{name}", sources)), *arguments]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
 
 
