@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import re
 import socket
@@ -253,6 +254,28 @@ async def test_figures_are_read_for_the_file_every_15_seconds_at_most(
         await scraper.samples()
     assert reads["figures"] == 1
     assert "tt_device_power_watts" in file.read_text()
+
+
+@pytest.mark.xfail(strict=True, reason="each chip's job starts a thread of its own")
+async def test_a_poll_of_many_chips_needs_one_thread(
+    node: SimulatedNode, start: StartDaemon, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read one after another: a thread for each would cost more than the reading."""
+    node.add("galaxy-blackhole")
+    await start(interval=0.2)
+    await until(lambda: reads["telemetry"] >= 2 * 32)
+    genuine = _thread.start_new_thread
+    threads = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal threads
+        threads += 1
+        return genuine(*arguments)
+
+    monkeypatch.setattr(_thread, "start_new_thread", counted)
+    before = reads["telemetry"]
+    await until(lambda: reads["telemetry"] >= before + 10 * 32)
+    assert threads < 32
 
 
 async def test_the_file_is_written_again_though_nothing_changes(
