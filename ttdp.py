@@ -390,7 +390,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
-    """Return keyword arguments for Settings from a TOML file, which exists if something names it."""
+    """Return keyword arguments for Settings from a TOML file; named_by: what names it, if any."""
     shown = path if path.isprintable() else repr(path)
     try:
         with open(path, "rb") as file:
@@ -1981,6 +1981,7 @@ class ThreadPool(Generic[Job, Result]):
         self._next: dict[str, Job] = {}  # what comes after a key's present job
         self._since: dict[str, float] = {}  # when a job was first seen to have left the queue
         self._timer: asyncio.TimerHandle | None = None
+        self._is_attending = False  # soon
         self._lacks_threads = False  # the system gives us none, which was said
 
     def submit(self, key: str, job: Job) -> None:
@@ -1990,7 +1991,9 @@ class ThreadPool(Generic[Job, Result]):
             return
         self._pending[key] = None
         self._jobs.put((key, job))
-        self._loop.call_soon(self._attend)  # later, when all that comes now is in the queue
+        if not self._is_attending:
+            self._is_attending = True
+            self._loop.call_soon(self._attend)  # later, when all that comes now is in the queue
 
     def is_pending(self, key: str) -> bool:
         return key in self._pending
@@ -2007,6 +2010,7 @@ class ThreadPool(Generic[Job, Result]):
 
     def _attend(self) -> None:
         """Hand on results; let a thread go on with what waits, unless one is at work."""
+        self._is_attending = False
         done = []
         while not self._results.empty():
             key, job, result = self._results.get()
@@ -2215,7 +2219,8 @@ class Memory:
     """What outlives the daemon, in a file of this boot; what is read is checked value by value."""
 
     def __init__(self, settings: Settings) -> None:
-        self._boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._parts = {"boot": json.dumps(boot)}
         self._file = None
         content: Any = None
         if settings.state_dir:
@@ -2224,21 +2229,22 @@ class Memory:
             errors = (OSError, ValueError, RecursionError)  # none, or garbage
             with contextlib.suppress(*errors), open(path, encoding="utf-8") as file:
                 content = json.load(file)
-        if not isinstance(content, dict) or content.get("boot") != self._boot:
+        if not isinstance(content, dict) or content.get("boot") != boot:
             content = {}
         self.chips: dict[str, Any] = _table_of(content.get("chips"), dict)
         custody = _table_of(content.get("custody"), (dict, list))
+        allocations = custody.get("allocations", ())
         self.custody = {
             "cgroups": _table_of(custody.get("cgroups"), str),
-            "allocations": [
-                each for each in custody.get("allocations", ()) if _is_allocation(each)
-            ],
+            "allocations": [each for each in allocations if _is_allocation(each)],
         }
 
-    def save(self, chips: Mapping[str, Any], custody: Mapping[str, Any]) -> None:
+    def save(self, **parts: Mapping[str, Any]) -> None:
+        """Keep these parts, `chips` or `custody`, and the others as they are."""
+        self._parts |= {name: json.dumps(content) for name, content in parts.items()}
         if self._file:
-            content = {"boot": self._boot, "chips": chips, "custody": custody}
-            self._file.want(json.dumps(content))
+            text = ", ".join(f'"{name}": {part}' for name, part in self._parts.items())
+            self._file.want(f"{{{text}}}")
             self._file.keep()
 
 
@@ -2621,7 +2627,7 @@ class Allocator:
     async def allocate(
         self, listed: Callable[[], Resource], containers: Sequence[Sequence[str]]
     ) -> list[pb.ContainerAllocateResponse]:
-        """Return what containers with these IDs get; raises Refusal. listed: the present resource."""
+        """Return what containers with these IDs get; raises Refusal. listed: the resource now."""
         result = "refused"
         try:
             mounts = await self.existing_mounts()
@@ -2644,19 +2650,25 @@ class Allocator:
 
     async def existing_mounts(self) -> list[Mount]:
         """Return the mounts whose host paths exist; raises Refusal if one does not answer."""
-        if self.settings.mounts is None:
-            dev = self.settings.dev_root
-            names = ("hugepages-1G", "hugepages")
-            return [Mount(f"{dev}/{n}", f"/dev/{n}") for n in names if os.path.exists(f"{dev}/{n}")]
-        found = []
-        for mount in self.settings.mounts:
-            exists = await self._host_paths.exists(mount.host, MOUNT_PATIENCE)
+        found = await self._look_for_mounts()
+        for mount, exists in found.items():
             if exists is None:
                 reason = f"the host's {mount.host}, a mount, does not answer"
                 raise Refusal(Status.UNAVAILABLE, reason)
-            if exists:
-                found.append(mount)
-        return found
+        return [mount for mount, exists in found.items() if exists]
+
+    async def mounts_that_answer(self) -> list[Mount]:
+        """Return those that exist; one that a runtime would wait for is better not named."""
+        return [mount for mount, exists in (await self._look_for_mounts()).items() if exists]
+
+    async def _look_for_mounts(self) -> dict[Mount, bool | None]:
+        """Return whether each mount's host path exists; None: it does not answer."""
+        mounts = self.settings.mounts
+        if mounts is None:
+            dev = self.settings.dev_root
+            defaults = [Mount(f"{dev}/{n}", f"/dev/{n}") for n in ("hugepages-1G", "hugepages")]
+            return {mount: os.path.exists(mount.host) for mount in defaults}
+        return {each: await self._host_paths.exists(each.host, MOUNT_PATIENCE) for each in mounts}
 
     async def _wait_for_links(
         self, resource: Resource, containers: Iterable[Iterable[str]]
@@ -3913,6 +3925,7 @@ class Registrar:
         self._offered: set[Offered] = set()
         self._withheld: dict[str, str] = {}  # and why, which was logged
         self._nameless: Collection[str] = ()  # pods of which the kubelet was asked last
+        self._asked_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     def configure(self, settings: Settings) -> None:
@@ -3957,7 +3970,7 @@ class Registrar:
             }
         self._log_withheld(listed)
         self._bring_sessions(listed)
-        self._save()
+        self._memory.save(chips=self._fleet.memory(), custody=self.custody.memory())
         self._changed()
 
     def _bring_sessions(self, listed: Mapping[str, Resource]) -> None:
@@ -4010,7 +4023,8 @@ class Registrar:
         nameless = pods - self.custody.names.keys() - {""}
         if self._withheld or self.custody.has_doubts():
             self._run(self._prune())
-        elif nameless and nameless != self._nameless:
+        elif nameless and (nameless != self._nameless or now - self._asked_at >= METRICS_PAUSE):
+            self._asked_at = now
             self._run(self.learn_names())
         self._nameless = nameless
 
@@ -4052,7 +4066,7 @@ class Registrar:
         task.add_done_callback(self._tasks.discard)
 
     def _save(self) -> None:
-        self._memory.save(self._fleet.memory(), self.custody.memory())
+        self._memory.save(custody=self.custody.memory())
 
 
 class Daemon:
@@ -4136,6 +4150,7 @@ class Daemon:
             await session.tried_to_serve.wait()
         present = [chip.function for chip in chips.values() if chip.present]
         await wait_for_links(self.settings, present)
+        await self._describe()
         self._stage = "ready"
         self._show_status()
         self._manager.notify("READY=1")
@@ -4166,8 +4181,10 @@ class Daemon:
         is_sound = True
         while True:
             due = polled_at + self.settings.health.interval - time.monotonic()
-            self._wake.clear()
             await event_within(self._wake, max(0, min(due, self._manager.watchdog_pause)))
+            self._wake.clear()
+            with log_and_continue("the files for others"):
+                await self._describe()
             if time.monotonic() - polled_at >= self.settings.health.interval:
                 polled_at = time.monotonic()
                 polls += 1
@@ -4186,14 +4203,17 @@ class Daemon:
         is_due = time.monotonic() - self._measured_at >= METRICS_PAUSE
         wants_figures = is_due and self._publication.wants_metrics()
         self.monitor.poll(is_thorough=is_thorough, wants_figures=wants_figures)
-        with contextlib.suppress(Refusal):  # what a runtime would wait for is better not named
-            mounts = await self.registrar.allocator.existing_mounts()
-            listed = [each.resource for each in self.registrar.listed()]
-            self._publication.describe(self._listed_chips(), listed, mounts)
+        await self._describe()
         if wants_figures:
             self._measured_at = time.monotonic()
             await self.monitor.until_settled()
             self._publication.write_metrics(await self._scrapes.text())
+
+    async def _describe(self) -> None:
+        """Bring the files for runtimes and for node-feature-discovery in line."""
+        mounts = await self.registrar.allocator.mounts_that_answer()
+        listed = [each.resource for each in self.registrar.listed()]
+        self._publication.describe(self._listed_chips(), listed, mounts)
 
     async def _take_metrics(self) -> str:
         """Return the metrics, with figures that are not old."""
@@ -4266,6 +4286,7 @@ class Daemon:
             self.end(EXIT_LOST)
 
     def _show_status(self) -> None:
+        self._wake.set()  # the files for others follow
         listed = [(each.resource, each.state) for each in self.registrar.listed()]
         status = status_line(listed)
         self._manager.status("; ".join(filter(None, [status, self._refused])))

@@ -116,8 +116,6 @@ async def test_an_allocation_by_cdi_names_devices_and_leaves_the_rest_to_the_fil
 
 # -- files that follow -----------------------------------------------------------------------------
 
-BY_EVENTS = pytest.mark.xfail(strict=True, reason="files are brought in line at polls only")
-
 
 async def test_the_files_follow_what_is_there(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
@@ -140,7 +138,6 @@ async def test_the_files_follow_what_is_there(
     assert described(cdi) == nodes_of(node)
 
 
-@BY_EVENTS
 async def test_the_files_follow_by_events_alone(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
 ) -> None:
@@ -153,7 +150,6 @@ async def test_the_files_follow_by_events_alone(
     await until(lambda: described(places["cdi_dir"]) == nodes_of(node), seconds=3)
 
 
-@BY_EVENTS
 async def test_the_cdi_file_is_right_before_the_kubelet_starts(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
 ) -> None:
@@ -318,7 +314,6 @@ async def test_swapped_chips_and_a_full_disk_leave_no_file_that_is_false(
     await until(lambda: described(file) == nodes_of(node))
 
 
-@pytest.mark.xfail(strict=True, reason="while a mount does not answer, no file is brought in line")
 async def test_a_mount_that_does_not_answer_leaves_no_file_that_is_false(
     node: SimulatedNode,
     start: StartDaemon,

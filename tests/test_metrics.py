@@ -256,7 +256,6 @@ async def test_figures_are_read_for_the_file_every_15_seconds_at_most(
     assert "tt_device_power_watts" in file.read_text()
 
 
-@pytest.mark.xfail(strict=True, reason="each chip's job starts a thread of its own")
 async def test_a_poll_of_many_chips_needs_one_thread(
     node: SimulatedNode, start: StartDaemon, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,10 +378,7 @@ def allocated(text: str) -> list[str]:
     return re.findall(r'tt_device_allocated\{.*pod="(.*?)"', text)
 
 
-NOT_FOR_THE_FILE = pytest.mark.xfail(strict=True, reason="only scrapes ask for names again")
-
-
-@pytest.mark.parametrize("way_out", [pytest.param("file", marks=NOT_FOR_THE_FILE), "socket"])
+@pytest.mark.parametrize("way_out", ["file", "socket"])
 async def test_names_come_back_after_an_outage_of_the_api_server(
     node: SimulatedNode,
     kubelet: Kubelet,

@@ -98,9 +98,8 @@ class RunningDaemon:
         self._kernel, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         )
-        self._make = lambda: ttdp.Daemon(
-            settings, lambda: self.loaded(), manager, lambda: theirs, trusted
-        )
+        self._manager = manager
+        self._events = theirs
         self._errors = contextlib.ExitStack()
 
     def notified(self, beginning: str) -> bool:
@@ -113,7 +112,9 @@ class RunningDaemon:
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
         self.node.on_uevent = self._send
-        self.daemon = self._make()
+        self.daemon = ttdp.Daemon(
+            self.settings, lambda: self.loaded(), self._manager, lambda: self._events, trusted
+        )
         self._run = asyncio.get_running_loop().create_task(self.daemon.run())
         return self
 
@@ -157,8 +158,8 @@ def main(arguments: Sequence[str]) -> int:
 
         genuine = ttdp.Daemon
 
-        def daemon(*arguments: Any) -> ttdp.Daemon:
-            return genuine(*arguments, from_unix_socket, trusted)
+        def daemon(settings: Any, load: Any, manager: Any) -> ttdp.Daemon:
+            return genuine(settings, load, manager, from_unix_socket, trusted)
 
         ttdp.Daemon = daemon  # type: ignore[assignment, misc]
     with kernel_errors():
