@@ -17,11 +17,9 @@ PCI_ATTRIBUTES = (
     "vendor", "device", "subsystem_vendor", "subsystem_device", "class", "revision",
     "numa_node", "local_cpulist", "current_link_speed", "current_link_width",
     "max_link_speed", "max_link_width", "modalias", "driver_override",
-    "config", "uevent",
+    "config", "uevent", "aer_dev_correctable", "aer_dev_nonfatal", "aer_dev_fatal",
 )  # fmt: skip
-CONFIG_BYTES = (
-    64  # of the configuration space: its header, which is all that an ordinary user may read
-)
+CONFIG_BYTES = 64  # of the configuration space: its header, all that an ordinary user may read
 SENSOR = re.compile(r"(temp|power|in|curr|fan)\d+_\w+|name")
 
 
