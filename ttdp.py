@@ -1063,7 +1063,9 @@ CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
 SETTLING = 3.0  # seconds by which a kubelet has written an answer, or never will
 LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
-CGROUP_DEPTH = 6  # directories from the root of the hierarchy down to a pod's
+CGROUP_DEPTH = 6  # directories from the hierarchy's root down to a pod's
+
+ChipAt = Callable[[str], "str | None"]  # the address of the chip with this node
 
 
 class Allocation(NamedTuple):
@@ -1075,25 +1077,19 @@ class Allocation(NamedTuple):
     pod: str = ""  # its UID; "": a grant, an answer that no checkpoint has contained yet
     container: str = ""
 
-    def overlaps(self, chips: Collection[str]) -> bool:
-        return not self.chips.isdisjoint(chips)
-
 
 class Checkpoint(NamedTuple):
     """The kubelet's record of its devices, as far as it is about ours."""
 
-    allocations: frozenset[Allocation] = frozenset()
-    registered: Mapping[str, frozenset[str]] = {}  # IDs that it takes for healthy, by resource
+    allocations: Collection[Allocation]
+    registered: Mapping[str, frozenset[str]]  # IDs that it takes for healthy, by resource
 
 
-def parse_checkpoint(
-    content: bytes, ours: Collection[str], chip_at: Callable[[str], str | None]
-) -> Checkpoint:
+def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
     """Return what a checkpoint says of us; raises ValueError if it is none.
 
-    ours: names of resources, whose entries count even if another plugin gave the answer: that has
-    no addresses, but nodes. chip_at: the address of the chip with this node, if any.
-    Its form is data and PodDevicesEntry in kubernetes' pkg/kubelet/cm/devicemanager/checkpoint.
+    ours: names of resources, whose entries count even if another plugin gave the answer: that
+    names no addresses, but nodes. The form: checkpoint.go in kubernetes' devicemanager/checkpoint.
     """
     try:
         data = json.loads(content)["Data"]
@@ -1104,23 +1100,16 @@ def parse_checkpoint(
             if ADDRESSES.encode() in answer or resource in ours:
                 chips = _chips_in_answer(answer, chip_at)
                 ids = frozenset().union(*map(_texts, entry["DeviceIDs"].values()))
-                names = _texts([resource, entry["PodUID"], entry["ContainerName"]])
-                if chips and all(names):
-                    allocation = (entry["PodUID"], entry["ContainerName"])
-                    allocations.add(Allocation(resource, ids, chips, *allocation))
+                names = (entry["PodUID"], entry["ContainerName"])
+                if chips and all(_texts([resource, *names])):
+                    allocations.add(Allocation(resource, ids, chips, *names))
         registered = data["RegisteredDevices"] or {}
-        return Checkpoint(
-            frozenset(allocations), {name: _texts(ids or []) for name, ids in registered.items()}
-        )
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        DecodeError,
-    ) as error:
+        healthy = {name: _texts(ids or []) for name, ids in registered.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    return Checkpoint(allocations, healthy)
 
 
 def _texts(value: Any) -> frozenset[str]:
@@ -1130,7 +1119,7 @@ def _texts(value: Any) -> frozenset[str]:
     return frozenset(value)
 
 
-def _chips_in_answer(answer: bytes, chip_at: Callable[[str], str | None]) -> frozenset[str]:
+def _chips_in_answer(answer: bytes, chip_at: ChipAt) -> frozenset[str]:
     response = pb.ContainerAllocateResponse.FromString(answer)
     if response.envs.get(ADDRESSES):
         return frozenset(response.envs[ADDRESSES].split(","))
@@ -1140,9 +1129,9 @@ def _chips_in_answer(answer: bytes, chip_at: Callable[[str], str | None]) -> fro
 class Cgroups:
     """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
 
-    A pod's cgroup has its UID in its name, "pod<UID>" or "…-pod<UID with _>.slice", on cgroup v1
-    and v2 (pod_container_manager_linux.go). It is made before the first container and goes after
-    the last; after a reboot it is missing until the kubelet has started the pod.
+    A pod's has its UID in its name, "pod<UID>" or "…-pod<UID with _>.slice" (kubernetes'
+    pod_container_manager_linux.go). It is there before the first container and until after the
+    last; after a reboot it is missing until the kubelet has started the pod.
     """
 
     def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
@@ -1152,88 +1141,77 @@ class Cgroups:
         self._root = f"{sysfs_root}/fs/cgroup"
 
     def look(self, pods: Collection[str], now: float) -> None:
-        """Find out which of these pods have a cgroup; the others are forgotten."""
+        """Find out which of these pods have one; the others are forgotten."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
-        missing = [pod for pod in pods if not self.exists(pod)]
+        missing = {pod.replace("-", "_"): pod for pod in pods if not self.exists(pod)}
         if missing:
-            self.seen |= self._find(missing)
-        self._gone_at = {
-            pod: self._gone_at.get(pod, now) for pod in self.seen if not self.exists(pod)
-        }
+            self._find(missing)
+        gone = (pod for pod in self.seen if not self.exists(pod))
+        self._gone_at = {pod: self._gone_at.get(pod, now) for pod in gone}
 
     def exists(self, pod: str) -> bool:
         """Whether a pod's cgroup is where it was seen."""
         return pod in self.seen and os.path.isdir(self.seen[pod])
 
     def seconds_gone(self, pod: str, now: float) -> float | None:
-        """Return for how long a cgroup has been gone; None if it was never seen."""
+        """Return for how long it has been gone; None if it was never seen."""
         return now - self._gone_at.get(pod, now) if pod in self.seen else None
 
-    def _find(self, pods: Iterable[str]) -> dict[str, str]:
-        root = self._root
-        if not os.path.exists(f"{root}/cgroup.controllers"):  # v1: every controller has them all
-            controllers = (name for name in ("devices", "memory", "pids") if name in names_in(root))
-            root = f"{root}/{next(controllers, 'systemd')}"
-        wanted = {pod.replace("-", "_"): pod for pod in pods}
-        found: dict[str, str] = {}
-        level = [root]
+    def _find(self, missing: Mapping[str, str]) -> None:
+        there = names_in(self._root)
+        controllers = [name for name in ("devices", "memory", "systemd") if name in there]
+        level = ["/".join([self._root, *controllers[:1]])]  # v1: each controller has them all
         for _ in range(CGROUP_DEPTH):
-            level = list(self._descend(level, wanted, found))
-        return found
+            level = [path for directory in level for path in self._descend(directory, missing)]
 
-    def _descend(
-        self, level: Iterable[str], wanted: Mapping[str, str], found: dict[str, str]
-    ) -> Iterator[str]:
-        for directory in level:
-            with contextlib.suppress(OSError), os.scandir(directory) as entries:
-                for entry in entries:
-                    match = re.search(r"pod([0-9a-f_-]{32,36})(\.slice)?$", entry.name)
-                    uid = match and wanted.get(match[1].replace("-", "_"))
-                    if uid:
-                        found[uid] = entry.path
-                    elif not match and entry.is_dir(follow_symlinks=False):
-                        yield entry.path
+    def _descend(self, directory: str, missing: Mapping[str, str]) -> Iterator[str]:
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                match = re.search(r"pod([0-9a-f_-]{32,36})(\.slice)?$", entry.name)
+                pod = match and missing.get(match[1].replace("-", "_"))
+                if pod:
+                    self.seen[pod] = entry.path
+                elif not match and entry.is_dir(follow_symlinks=False):
+                    yield entry.path
 
 
 class Custody:
     """Who has what: the allocations that count, from the checkpoint and our own grants.
 
-    The checkpoint is the kubelet's intention and errs on both sides: writings overtake each other,
-    an entry goes while its containers run on (a forced deletion), or stays when they have ended.
-    So an allocation ends when its entry and its pod's cgroup are gone; one that no writing contains
-    and whose cgroup was never seen ends by a later writing, which we brought about, without it.
+    The checkpoint is the kubelet's intention, and errs: writings overtake each other, an entry goes
+    while its containers run on (a forced deletion), or stays when they have ended. So an allocation
+    ends when its entry and its pod's cgroup are gone; one whose cgroup was never seen, by a writing
+    without it that we brought about.
     """
 
     def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
         """memory: what `memory` said before a restart of the daemon, in the same boot."""
-        self.checkpoint = Checkpoint()
+        self.checkpoint = Checkpoint((), {})
         self.fault: str | None = None  # why the checkpoint that is there cannot be understood
         self.names: dict[str, str] = {}  # "namespace/name" by UID, as far as the kubelet tells
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
         self._identity: FileIdentity | None = None  # of the file that was read
-        # Allocations with the time at which a writing should have contained them; inf: one does.
+        # Since when an allocation is not in the file; inf: it is.
         self._missing_since: dict[Allocation, float] = {}
-        self._asked: tuple[float, FileIdentity | None] | None = None  # for a writing, and when
-        self._proven_at = -math.inf  # a writing is known that was begun after this
-        for resource, ids, chips, pod, container in memory.get("allocations", ()):
-            former = Allocation(resource, frozenset(ids), frozenset(chips), pod, container)
+        self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
+        self._written_since = -math.inf  # the file is of a writing that was begun after this
+        for resource, ids, chips, *pod in memory.get("allocations", ()):
+            former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = time.monotonic()
 
-    def refresh(
-        self, ours: Collection[str], chip_at: Callable[[str], str | None], now: float
-    ) -> bool:
+    def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has. See parse_checkpoint.
 
-        A file that vanishes changes nothing: without it a starting kubelet knows of nobody, while
-        pods run on.
+        A file that vanishes changes nothing: a kubelet that starts without it knows of nobody,
+        while pods run on.
         """
         identity = file_identity(self._path)
         if identity in (None, self._identity):
             return False
         try:
             with open(self._path, "rb") as file:
-                checkpoint = parse_checkpoint(file.read(), ours, chip_at)
+                self.checkpoint = parse_checkpoint(file.read(), ours, chip_at)
         except FileNotFoundError:
             return False
         except (OSError, ValueError) as error:
@@ -1243,17 +1221,22 @@ class Custody:
             self._identity = identity
             return True
         self._identity = identity
-        self.checkpoint, self.fault = checkpoint, None
-        if self._asked and self._asked[1] != identity:
-            self._proven_at, self._asked = self._asked[0], None
-        for allocation in checkpoint.allocations:
+        self.fault = None
+        if self._expected and self._expected[1] != identity:
+            self._written_since = self._expected[0]
+            self._expected = None
+        self._compare(now)
+        return True
+
+    def _compare(self, now: float) -> None:
+        filed = self.checkpoint.allocations
+        for allocation in filed:
             if allocation not in self._missing_since:  # a new one: the grant is in the file
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
         for allocation, since in self._missing_since.items():
-            if since == math.inf and allocation not in checkpoint.allocations:
+            if since == math.inf and allocation not in filed:
                 self._missing_since[allocation] = now
-        return True
 
     def reread(self) -> None:
         """Have the next refresh read the checkpoint in any case."""
@@ -1265,9 +1248,8 @@ class Custody:
         for allocation in [*self._missing_since]:
             if not self._counts(allocation, now) and not self.is_filed(allocation):
                 del self._missing_since[allocation]
-        self.names = {
-            each.pod: self.names[each.pod] for each in self._missing_since if each.pod in self.names
-        }
+        pods = {allocation.pod for allocation in self._missing_since}
+        self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
     def grant(self, allocation: Allocation, now: float) -> None:
         """Record an answer that is about to be given."""
@@ -1278,33 +1260,33 @@ class Custody:
         return [each for each in self._missing_since if self._counts(each, now)]
 
     def is_filed(self, allocation: Allocation) -> bool:
-        """Whether the checkpoint contains an allocation, so that the kubelet knows of it."""
+        """Whether the checkpoint contains an allocation: the kubelet knows of it."""
         return self._missing_since.get(allocation) == math.inf
 
     def has_doubts(self) -> bool:
-        """Whether an allocation counts that the kubelet does not know of, or no longer."""
+        """Whether something counts that the kubelet does not know of, or no longer."""
         return any(since < math.inf for since in self._missing_since.values())
 
     def expect_writing(self, now: float) -> None:
         """Take the next change of the file for a writing that was begun after now."""
-        self._asked = (now, file_identity(self._path))
+        self._expected = (now, file_identity(self._path))
 
     def _counts(self, allocation: Allocation, now: float) -> bool:
-        since = self._missing_since[allocation]
         if self.cgroups.exists(allocation.pod):
             return True
+        since = self._missing_since[allocation]
         seconds_gone = self.cgroups.seconds_gone(allocation.pod, now)
-        if since == math.inf:  # kubelets before 1.34 keep the entry of the pod admitted last
+        if since == math.inf:  # before 1.34 the entry of the pod admitted last stays
             return seconds_gone is None or seconds_gone < LINGERING
-        return seconds_gone is None and self._proven_at < since + SETTLING
+        return seconds_gone is None and self._written_since < since + SETTLING
 
     def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
         """Take over the names of pods, by resource, ID and container."""
-        for allocation in self._missing_since:
-            for identifier in allocation.ids if self.is_filed(allocation) else ():
-                name = listed.get((allocation.resource, identifier, allocation.container))
-                if name:
-                    self.names[allocation.pod] = name
+        for allocation in filter(self.is_filed, self._missing_since):
+            for identifier in allocation.ids:
+                key = (allocation.resource, identifier, allocation.container)
+                if key in listed:
+                    self.names[allocation.pod] = listed[key]
 
     def describe(self, allocation: Allocation) -> str:
         """Return who has an allocation, in words."""
@@ -1612,8 +1594,10 @@ class Resource(NamedTuple):
 
     @property
     def distinct(self) -> list[Device]:
-        """Each of the devices once."""
-        found = {(each.identifier, each.addresses): each for each in self.devices.values()}
+        """Each of the devices once; as the configuration gives it, if it does."""
+        found: dict[tuple[str, frozenset[str]], Device] = {}
+        for device in self.devices.values():
+            found.setdefault((device.identifier, device.addresses), device)
         return list(found.values())
 
 
@@ -1782,7 +1766,7 @@ def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | 
     replicas = replica_ids(device.identifier, resource.replicas)
     for allocation in claims.allocations:
         fellow = allocation.resource == resource.name and not allocation.ids.isdisjoint(replicas)
-        if allocation.overlaps(device.addresses) and not fellow:
+        if allocation.chips & device.addresses and not fellow:
             return _held_by(allocation, claims)
     if claims.fault and Offered(resource.name, identifier, device.addresses) not in claims.offered:
         return claims.fault
@@ -2804,11 +2788,12 @@ class Allocator:
         return None
 
     def _has_open(self, pod: str, chip: Chip) -> bool:
-        """Whether a pod has a chip's node open; where that is not told, whether it has processes."""
+        """Whether a pod has a chip's node open; where nobody tells, whether it has a cgroup."""
         if not chip.present:
             return False
         processes = processes_on(self.settings, chip.function.ordinal)
         if processes is None:
+            self._custody.look(time.monotonic())
             return self._custody.cgroups.exists(pod)
         names = (pod, pod.replace("-", "_"))
         return any(name in process.cgroup for process in processes for name in names)
@@ -3110,22 +3095,32 @@ class KubeletSession:
             concerns_us |= self._endpoint.is_lost() or kubelet != self._endpoint.kubelet
         if is_disturbed:
             self._pause = BACKOFF[0]
-        if concerns_us and not self._disturbance.done():
+        if concerns_us:
+            self.start_anew()
+
+    def start_anew(self) -> None:
+        """End the attempt or the pause that is under way."""
+        if not self._disturbance.done():
             self._disturbance.set_result(None)
 
-    def check_registered(self, healthy: frozenset[str] | None, now: float) -> None:
-        """Compare our list with the IDs that the kubelet's file has; another plugin can have come.
+    def check_registered(self, healthy: frozenset[str], now: float) -> None:
+        """Compare our list with the IDs that the kubelet's file takes for healthy.
 
-        Our stream stays open then, and silent (devicemanager/manager.go, addEndpoint).
+        When another plugin registers our name, our stream stays open, and what it sends still
+        counts, but allocations go to the other one (devicemanager/manager.go, addEndpoint). So IDs
+        that are none of ours tell of it. Others are of a writing that was overtaken.
         """
-        if self.state != REGISTERED or healthy in (None, self.listing.healthy):
+        ours = self.listing.resource.devices.keys()
+        if self.state != REGISTERED or healthy == self.listing.healthy:
             self._differs_since = None
         elif self._differs_since is None:
             self._differs_since = now
-            self.listing.repeat()
-        elif now - self._differs_since > RIVAL_PATIENCE and self._endpoint:
+        elif now - self._differs_since > RIVAL_PATIENCE:
             self._differs_since = None
-            self._endpoint.lose("another plugin has registered this name; stop it")
+            if healthy <= ours:
+                self.listing.repeat()
+            elif self._endpoint:
+                self._endpoint.lose("another plugin has registered this name; stop it")
 
     async def _run(self) -> None:
         while True:
@@ -4070,7 +4065,7 @@ class Registrar:
         self._withheld = {
             f"{name} {device.identifier}": device.withheld
             for name, resource in listed.items()
-            for device in resource.distinct
+            for device in resource.devices.values()
             if device.withheld and device.withheld != self.custody.fault
         }
         for what, reason in sorted(self._withheld.items() - before.items()):
@@ -4086,7 +4081,8 @@ class Registrar:
         self.publish()
         for name, session in self.sessions.items():
             self._make_locks(session.listing.resource)
-            session.check_registered(self.custody.checkpoint.registered.get(name), now)
+            healthy = self.custody.checkpoint.registered.get(name, session.listing.healthy)
+            session.check_registered(healthy, now)
         pods = {each.pod for each in self.custody.allocations(now)}
         nameless = pods - self.custody.names.keys() - {""}
         if self._withheld or self.custody.has_doubts():

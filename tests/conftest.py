@@ -19,7 +19,16 @@ StartDaemon = Callable[..., Any]
 
 def plugin_sockets(directory: Path) -> list[str]:
     """The names of the sockets in the device plugin directory, the kubelet's apart."""
-    return [path.name for path in directory.iterdir() if path.is_socket() and path.name != "kubelet.sock"]
+    return [
+        path.name
+        for path in directory.iterdir()
+        if path.is_socket() and path.name != "kubelet.sock"
+    ]
+
+
+def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
+    """A kubelet whose pods have cgroups and processes on this node."""
+    return Kubelet(directory, cgroups=node.root / "sys/fs/cgroup", host=node, **options)
 
 
 @pytest.fixture
@@ -49,9 +58,9 @@ def ticking(node: SimulatedNode) -> Iterator[None]:
 
 
 @pytest.fixture
-async def kubelet(directory: Path) -> AsyncIterator[Kubelet]:
-    """A running kubelet; a test that uses it also asserts that the daemon did nothing a good plugin never does."""
-    async with Kubelet(directory) as running:
+async def kubelet(node: SimulatedNode, directory: Path) -> AsyncIterator[Kubelet]:
+    """A running kubelet of this node; at the end the daemon has done nothing that a good one does not."""
+    async with kubelet_of(node, directory) as running:
         yield running
     assert running.violations == []
 
@@ -61,7 +70,9 @@ async def start(node: SimulatedNode, directory: Path) -> AsyncIterator[StartDaem
     """Starts the daemon on the node with these settings; it is stopped at the end."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start_daemon(environ: Mapping[str, str] | None = None, **settings: Any) -> RunningDaemon:
+        async def start_daemon(
+            environ: Mapping[str, str] | None = None, **settings: Any
+        ) -> RunningDaemon:
             return await stack.enter_async_context(
                 RunningDaemon(node, settings_of(node, directory, **settings), environ)
             )

@@ -384,7 +384,8 @@ class Cards(Story):
             await daemon.ready()
             await self._registered()
             stage.fact("registered", f"{self._latest_list(appeared):.1f} s after kubelet.sock appeared")
-            check(not kubelet.allocated(N300), "a pod that was refused holds a device")
+            got = await self._admit("newcomer", {N300: len(kubelet.healthy(N300))})
+            check(got.ids[N300] == kubelet.healthy(N300), "a pod that was refused holds a device")
             stage.fact("so", "the devices are there again, and nobody has them: a pod that was refused stays refused")
             await daemon.stop()
 

@@ -33,7 +33,7 @@ def node(node: SimulatedNode) -> SimulatedNode:
 
 
 def state(daemon: RunningDaemon) -> str:
-    session = daemon.daemon.sessions.get(NAME)
+    session = daemon.sessions.get(NAME)
     return session.state if session else ""
 
 
@@ -53,7 +53,7 @@ async def test_waits_for_a_directory_that_does_not_exist_yet(
     daemon = await start(interval=3600)
     await until(lambda: state(daemon).startswith("waiting"))
     async with Kubelet(directory) as kubelet:
-        await kubelet.registered(NAME, 1)
+        await kubelet.registered(NAME)
 
 
 async def test_a_directory_that_goes_and_comes_back_is_used_again(
@@ -65,7 +65,7 @@ async def test_a_directory_that_goes_and_comes_back_is_used_again(
         await kubelet.registered(NAME)
     shutil.rmtree(directory)
     async with Kubelet(directory) as kubelet:
-        await kubelet.registered(NAME, 1)
+        await kubelet.registered(NAME)
 
 
 async def test_a_directory_that_is_put_in_the_place_of_another_is_found_by_the_next_poll(
@@ -79,7 +79,7 @@ async def test_a_directory_that_is_put_in_the_place_of_another_is_found_by_the_n
         directory.rename(short_tmp / "old")
         deep.mkdir(parents=True)
         async with Kubelet(deep) as kubelet:
-            await kubelet.registered(NAME, 2)
+            await kubelet.registered(NAME)
 
 
 @pytest.mark.parametrize("version", [(1, 32), (1, 36), (1, 37)])
@@ -119,8 +119,8 @@ async def test_a_deleted_socket_is_bound_anew_and_registered_within_a_second(
         for _ in range(5):
             (old,) = plugin_sockets(directory)
             (directory / old).unlink()
-            await kubelet.wait_for(functools.partial(registered_anew, kubelet, old), 1)
-            await kubelet.wait_for(lambda: kubelet.healthy(NAME), 1)
+            await kubelet.wait_for(functools.partial(registered_anew, kubelet, old))
+            await kubelet.wait_for(lambda: kubelet.healthy(NAME))
             await kubelet.admit("pod", "main", {NAME: 1})
             kubelet.remove_pod("pod")
         assert kubelet.violations == []
@@ -134,7 +134,7 @@ async def test_a_stream_that_the_kubelet_drops_leads_to_a_new_registration(
     await kubelet.registered(NAME)
     await kubelet.wait_for(lambda: kubelet.healthy(NAME))
     await kubelet.drop_streams()
-    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2 and kubelet.healthy(NAME), 2)
+    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2 and kubelet.healthy(NAME))
 
 
 async def test_a_kubelet_that_refuses_is_asked_again_ever_more_slowly_and_says_why_once(
@@ -144,11 +144,14 @@ async def test_a_kubelet_that_refuses_is_asked_again_ever_more_slowly_and_says_w
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
     daemon = await start(interval=3600)
     await until(lambda: "not welcome" in state(daemon))
-    await kubelet.registered(NAME, PATIENCE)
+    await kubelet.registered(NAME)
     attempts = [event.at for event in kubelet.find("register")]
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
     # What an attempt itself takes comes on top: milliseconds, on a busy machine some hundreds.
-    assert all(least <= pause < least + 0.6 for least, pause in zip([0.1, 0.2, 0.4, 0.8], pauses, strict=True))
+    assert all(
+        least <= pause < least + 0.6
+        for least, pause in zip([0.1, 0.2, 0.4, 0.8], pauses, strict=True)
+    )
     assert sum("not welcome" in record.message for record in caplog.records) == 1
 
 
@@ -158,9 +161,11 @@ async def test_something_new_in_the_directory_ends_the_pause(
     """A pause of seconds is cut short when anything else happens where the kubelet lives."""
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "no", times=5)
     await start(interval=3600)
-    await kubelet.wait_for(lambda: len(kubelet.find("register")) == 5)  # the next would come after 1.6 s
+    await kubelet.wait_for(
+        lambda: len(kubelet.find("register")) == 5
+    )  # the next would come after 1.6 s
     (directory / "another-plugin.sock").touch()
-    await kubelet.registered(NAME, 0.5)
+    await kubelet.registered(NAME)
 
 
 async def test_a_kubelet_that_hangs_blocks_nobody_and_its_successor_is_not_kept_waiting(
@@ -173,11 +178,11 @@ async def test_a_kubelet_that_hangs_blocks_nobody_and_its_successor_is_not_kept_
     node.add("p150a")
     await until(lambda: len(kubelet.find("register")) == 2)
     await kubelet.admit("pod", "main", {NAME: 1})
-    assert daemon.daemon.sessions[NAME].state == "registered with kubelet"
+    assert daemon.sessions[NAME].state == "registered with kubelet"
     await kubelet.kill()
     await kubelet.start()
-    await kubelet.registered(NAME, 1)
-    await kubelet.registered("tenstorrent.com/p150", 1)
+    await kubelet.registered(NAME)
+    await kubelet.registered("tenstorrent.com/p150")
 
 
 async def test_a_deaf_kubelet_is_given_up_after_its_time(
@@ -190,7 +195,7 @@ async def test_a_deaf_kubelet_is_given_up_after_its_time(
     daemon = await start(interval=3600)
     await until(lambda: "has not answered within" in state(daemon))
     await kubelet.restart()
-    await kubelet.registered(NAME, 1)
+    await kubelet.registered(NAME)
     await kubelet.stop()
 
 
@@ -204,10 +209,12 @@ async def test_a_socket_that_a_dead_kubelet_left_is_told_from_a_live_one(
     daemon = await start(interval=3600)
     await until(lambda: "nobody listens" in state(daemon))
     async with Kubelet(directory) as kubelet:
-        await kubelet.registered(NAME, 1)
+        await kubelet.registered(NAME)
 
 
-async def test_what_a_killed_daemon_left_is_removed(node: SimulatedNode, start: StartDaemon, directory: Path) -> None:
+async def test_what_a_killed_daemon_left_is_removed(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
     """Dead sockets of ours go at the start; a live one, another plugin's, and files stay."""
     directory.mkdir()
     live = socket.socket(socket.AF_UNIX)
@@ -244,8 +251,8 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
         await kubelet.registered(name)
     await kubelet.wait_for(lambda: kubelet.healthy("tenstorrent.com/p150"))
     daemon.reload(resource_naming="card")
-    await kubelet.registered("tenstorrent.com/p150a", 1)
-    await kubelet.wait_for(lambda: not kubelet.healthy("tenstorrent.com/p150"), 1)
+    await kubelet.registered("tenstorrent.com/p150a")
+    await kubelet.wait_for(lambda: not kubelet.healthy("tenstorrent.com/p150"))
     assert len(kubelet.find("registered", NAME)) == 1 and not kubelet.find("ended", NAME)
 
 
@@ -253,12 +260,14 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
     node: SimulatedNode, start: StartDaemon, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Begun anew hundreds of times, after any number of steps of the last attempt, it ends up registered, once."""
-    async with Kubelet(directory) as kubelet:  # hears of sockets that are gone when it looks: that is no violation here
+    async with Kubelet(
+        directory
+    ) as kubelet:  # hears of sockets that are gone when it looks: that is no violation here
         daemon = await start(interval=3600)
         await kubelet.registered(NAME)
-        session = daemon.daemon.sessions[NAME]
+        session = daemon.sessions[NAME]
         for number in range(400):
-            session.check_sockets(kubelet_is_new=True, disturbed=False)
+            session.start_anew()
             for _ in range(number % 40):
                 await asyncio.sleep(0)
 
@@ -270,9 +279,13 @@ async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clea
         await until(lambda: settled() and state(daemon) == "registered with kubelet")
         (path,) = plugin_sockets(directory)
         (directory / path).unlink()
-        await kubelet.wait_for(functools.partial(registered_anew, kubelet, path), 1)
+        await kubelet.wait_for(functools.partial(registered_anew, kubelet, path))
     # The kubelet's own gRPC may log of calls that were dropped under its hands.
-    assert not [record for record in caplog.records if record.levelname == "ERROR" and "grpc" not in record.name]
+    assert not [
+        record
+        for record in caplog.records
+        if record.levelname == "ERROR" and "grpc" not in record.name
+    ]
 
 
 @pytest.mark.parametrize("since", ["before the registration", "after it"])
@@ -286,7 +299,9 @@ async def test_a_stream_of_somebody_else_does_not_hide_that_the_kubelet_is_gone(
     if since == "after it":
         await kubelet.registered(NAME)
     await until(lambda: plugin_sockets(directory))
-    async with grpc.aio.insecure_channel(f"unix:{directory}/{plugin_sockets(directory)[0]}") as channel:
+    async with grpc.aio.insecure_channel(
+        f"unix:{directory}/{plugin_sockets(directory)[0]}"
+    ) as channel:
         stream = rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty())  # type: ignore[no-untyped-call]
         assert (await stream.read()).devices
         if since == "before the registration":
@@ -294,5 +309,7 @@ async def test_a_stream_of_somebody_else_does_not_hide_that_the_kubelet_is_gone(
             await kubelet.registered(NAME)
         before = len(kubelet.find("registered"))
         await kubelet.drop_streams()
-        await kubelet.wait_for(lambda: len(kubelet.find("registered")) > before and kubelet.healthy(NAME), 2)
+        await kubelet.wait_for(
+            lambda: len(kubelet.find("registered")) > before and kubelet.healthy(NAME)
+        )
         stream.cancel()

@@ -1,11 +1,16 @@
-"""A reference kubelet: its side of the device plugin API and the pod resources API, as strict as the original.
+"""A reference kubelet: its side of the device plugin API and of the pod resources API.
 
-It behaves as `pkg/kubelet/cm/devicemanager` of Kubernetes 1.31 to 1.37 does, oddities included, over real gRPC on real
-sockets, and can in addition be killed, restarted, made deaf and asked what happened when. `Kubelet.violations` lists
-what the original swallows or chokes on but a good plugin never does; tests assert that it stays empty.
+It is as strict as the original and behaves as Kubernetes 1.30 to 1.37 do, errors included, over
+real gRPC on real sockets, and can in addition be killed, restarted, made deaf and asked what
+happened when. `Kubelet.violations` lists what the original swallows or chokes on but a good plugin
+never does; tests assert that it stays empty. That it is right is shown by running the same
+scenarios against the original: tests.world.scenarios.
 
-Left out: the scheduler and the kubelet's resource predicates (both would stop a pod that asks for too much before the
-device manager sees it), the plugin watcher, sidecar containers, and every topology policy but the two named below.
+Its parts: eventlog, plugins (connections), devicemanager, checkpoint, topology, pods.
+
+Left out: the scheduler and the kubelet's resource predicates (both would stop a pod that asks for
+too much before the device manager sees it), the plugin watcher, and topology scopes but the
+container's.
 
 By hand: `python -m tests.world.kubelet --help`.
 """
@@ -14,13 +19,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import contextlib
-import json
 import os
 import random
-import re
-import shlex
 import signal
 import socket
 import stat
@@ -28,10 +29,9 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -40,87 +40,43 @@ import grpc
 import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
-from generated import deviceplugin_pb2_grpc
 from generated import podresources_pb2 as pods_pb
+from tests.world.checkpoint import CHECKPOINT, CheckpointFile, Corruption, Snapshot
+from tests.world.devicemanager import (
+    NO_NUMA_NODE,
+    Admission,
+    AdmissionError,
+    Allocation,
+    Claim,
+    DeviceManager,
+    Panic,
+    Preparation,
+)
+from tests.world.eventlog import PATIENCE, Event, EventLog
+from tests.world.plugins import Config, Failure, is_extended_resource, rpc
+from tests.world.pods import Container, Host, Kind, Layout, Pod, Pods, Quality, Runtime, Worker
+from tests.world.topology import Policy, numa_nodes
 
-rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
+__all__ = [
+    "CHECKPOINT",
+    "AdmissionError",
+    "Allocation",
+    "Corruption",
+    "Event",
+    "Kubelet",
+    "Panic",
+    "Snapshot",
+    "is_extended_resource",
+]
 
-CHECKPOINT = "kubelet_internal_checkpoint"
-HEALTHY = "Healthy"
-NO_NUMA_NODE = -1
-PRE_START_TIMEOUT = 30.0  # seconds; the only call to a plugin for which the kubelet has a deadline
-POD_CALLS_BURST, POD_CALLS_A_SECOND = 10, 100  # all callers of the pod resources API together; more are refused
+POD_CALLS_BURST, POD_CALLS_A_SECOND = 10, 100  # all callers of pod resources together; no more
 
-Policy = Literal["none", "single-numa-node"]
 Method = Literal["Register", "List"]
 T = TypeVar("T")
-
-# ------------------------------------------------------------------------------------------------------------- records
-
-
-class AdmissionError(Exception):
-    """A pod that the kubelet rejects, or a container that it cannot start: what `kubectl describe` would say.
-
-    `reason` is UnexpectedAdmissionError, TopologyAffinityError, or CreateContainerConfigError: PreStartContainer
-    failed, the pod stays admitted and keeps its devices, and the kubelet would try to start the container again.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(f"{reason}: {message}")
-        self.reason = reason
-        self.message = message
+K = TypeVar("K", bound="_Alive")
 
 
-class _Failure(Exception):
-    """What is a plain `error` in the original: Register answers it with UNKNOWN, admission wraps it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened, with `time.monotonic()` of the moment."""
-
-    at: float
-    kind: str
-    fields: Mapping[str, Any]
-
-    @property
-    def resource(self) -> str:
-        return str(self.fields.get("resource", ""))
-
-    def line(self) -> str:
-        """`kind key=value …`, lists comma-separated, values quoted as for a shell: stable, made to be grepped."""
-        return " ".join([self.kind, *(f"{key}={_text(value)}" for key, value in self.fields.items())])
-
-    def json(self) -> str:
-        return json.dumps({"event": self.kind, "at": self.at, **self.fields})
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6f}"
-    return shlex.quote(",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
-
-
-@dataclass(slots=True)
-class Allocation:
-    """What a container gets: the answers to Allocate for all of its resources, merged as the kubelet merges them."""
-
-    ids: dict[str, frozenset[str]] = field(default_factory=dict)  # by resource
-    envs: dict[str, str] = field(default_factory=dict)
-    mounts: list[pb.Mount] = field(default_factory=list)
-    devices: list[pb.DeviceSpec] = field(default_factory=list)
-    annotations: dict[str, str] = field(default_factory=dict)
-    cdi_devices: list[str] = field(default_factory=list)
-
-    def fields(self) -> dict[str, Any]:
-        return {
-            "ids": [f"{resource}={ident}" for resource, ids in sorted(self.ids.items()) for ident in sorted(ids)],
-            "env": [f"{key}={value}" for key, value in sorted(self.envs.items())],
-            "devices": [f"{d.host_path}:{d.container_path}:{d.permissions}" for d in self.devices],
-            "mounts": [f"{m.host_path}:{m.container_path}:{'ro' if m.read_only else 'rw'}" for m in self.mounts],
-            "annotations": [f"{key}={value}" for key, value in sorted(self.annotations.items())],
-            "cdi": self.cdi_devices,
-        }
+# ------------------------------------------------------------------------------------ faults
 
 
 @dataclass(slots=True)
@@ -134,100 +90,452 @@ class _Fault:
     answer: bytes | None = None
 
 
-@dataclass(eq=False, slots=True)
-class _Client:
-    """The connection to a plugin's socket, and the ListAndWatch stream on it."""
+class Faults:
+    """What goes wrong with the calls to come."""
 
-    resource: str
-    path: str
-    channel: grpc.aio.Channel
-    stub: Any
-    lists: int = 0  # messages on the stream so far
-    last: list[bytes] | None = None  # the latest of them
-    closed: bool = False
+    def __init__(self) -> None:
+        self._next: dict[str, deque[_Fault]] = {"Register": deque(), "List": deque()}
+
+    def add(self, method: Method, fault: _Fault) -> None:
+        """Let calls of a method meet this, after those that were added before."""
+        self._next[method].append(fault)
+
+    def any(self) -> bool:
+        """Tell whether a call that comes will fail or wait."""
+        return any(self._next.values())
+
+    def clear(self) -> None:
+        """Let all go well from now on."""
+        for faults in self._next.values():
+            faults.clear()
+
+    async def meet(self, method: Method) -> _Fault | None:
+        """Return the fault that this call has to suffer, after the time that it takes."""
+        faults = self._next[method]
+        if not faults:
+            return None
+        fault = faults[0]
+        fault.times -= 1
+        if fault.times < 1:
+            faults.popleft()
+        await asyncio.sleep(fault.seconds)
+        return fault
+
+
+class RateLimit:
+    """The rate limiter of the pod resources API: a bucket of tokens."""
+
+    def __init__(self) -> None:
+        self._tokens = float(POD_CALLS_BURST)
+        self._at = time.monotonic()
+
+    def allows(self) -> bool:
+        """Take a token, if there is one."""
+        now = time.monotonic()
+        refilled = self._tokens + (now - self._at) * POD_CALLS_A_SECOND
+        self._tokens, self._at = min(POD_CALLS_BURST, refilled), now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class Sockets:
+    """The sockets that a kubelet listens on."""
+
+    def __init__(self) -> None:
+        self._servers: list[grpc.aio.Server] = []
+        self._deaf: list[socket.socket] = []
+
+    def open(self) -> bool:
+        """Tell whether there are any."""
+        return bool(self._servers or self._deaf)
+
+    def new_server(self, deaf: bool) -> grpc.aio.Server | None:
+        """Return a server; None where nobody shall answer."""
+        if deaf:
+            return None
+        self._servers.append(grpc.aio.server())
+        return self._servers[-1]
+
+    @contextlib.asynccontextmanager
+    async def bound(
+        self, server: grpc.aio.Server | None, path: Path, workspace: Path
+    ) -> AsyncIterator[None]:
+        """Bind to a private name, and at the end to `path`; without a server it only listens.
+
+        gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing: so
+        `path` is a second name of the same socket.
+        """
+        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=workspace) as private:
+            if server:
+                server.add_insecure_port(f"unix:{private}/s")
+            else:
+                self._deaf.append(listening := socket.socket(socket.AF_UNIX))
+                listening.bind(f"{private}/s")
+                listening.listen()
+            yield
+            os.link(f"{private}/s", path)
 
     async def close(self) -> None:
-        self.closed = True
-        await self.channel.close()
+        """Answer nobody any more; the files stay."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            await server.stop(None)
+        for listening in self._deaf:
+            listening.close()
+        self._deaf = []
 
 
-@dataclass(eq=False, slots=True)
-class _Endpoint:
-    client: _Client | None  # None: known from the checkpoint only
-    options: pb.DevicePluginOptions | None
-    stopped_at: float | None = None
+# -------------------------------------------------------------------------------------- node
 
 
-@dataclass(slots=True)
-class _Held:
-    """The devices of one resource that a container holds, with the plugin's answer to Allocate."""
+class Node:
+    """What of a node outlives its kubelet: pods, and what of them runs."""
 
-    per_node: dict[int, list[str]]
-    answer: pb.ContainerAllocateResponse
+    def __init__(self, log: EventLog, runtime: Runtime, back_off: float) -> None:
+        self.log = log
+        self.pods = Pods()
+        self.runtime = runtime
+        self.alive = False  # the kubelet
+        self._back_off = back_off
+        self._workers: dict[str, Worker] = {}
+
+    def work(self, pod: Pod, prepare: Callable[[Claim], Coroutine[Any, Any, Allocation]]) -> None:
+        """Start what of an admitted pod does not run yet."""
+        if worker := self._workers.get(pod.uid):
+            worker.wake()
+        else:
+            worker = Worker(pod, self.runtime, self.log, prepare, self._back_off)
+            self._workers[pod.uid] = worker
+
+    def stop_work(self, pod: Pod) -> None:
+        """Start nothing of the pod any more."""
+        if worker := self._workers.pop(pod.uid, None):
+            worker.cancel()
+
+    async def stop_all_work(self) -> None:
+        """Start nothing any more, as the end of the kubelet does."""
+        ending = [worker.cancel() for worker in self._workers.values()]
+        self._workers.clear()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    def end(self, pod: Pod) -> None:
+        """End a pod's containers, and remove its cgroup."""
+        self.stop_work(pod)
+        for container in pod.containers.values():
+            self.runtime.stop(pod, container)
+        self.runtime.remove_cgroup(pod)
+        pod.over = True
+
+    def delete(self, pod: Pod, *, force: bool) -> None:
+        """Delete a pod's object, and let the kubelet do what it does if it hears of that."""
+        pod.wanted = False
+        if not self.alive or not self.pods.is_heard_of(pod):
+            return
+        if force:
+            self.stop_work(pod)
+        else:
+            self.end(pod)
+        pod.known = False
+
+    def halt(self, pod: Pod) -> None:
+        """End a pod's containers without anybody's notice, as a reboot does."""
+        self.stop_work(pod)
+        for container in pod.containers.values():
+            self.runtime.stop(pod, container)
+            container.over = False
+        self.runtime.remove_cgroup(pod)
+
+    def crash(self, pod: Pod, container: Container) -> None:
+        """End a container; the kubelet starts it again."""
+        self.runtime.stop(pod, container)
+        if worker := self._workers.get(pod.uid):
+            worker.wake()
+
+    def learn_of_the_gone(self) -> None:
+        """Let the kubelet take notice of pods that were deleted while nobody told it."""
+        for pod in self.pods:
+            if pod.known and not pod.wanted:
+                self.stop_work(pod)
+                pod.known = False
+
+    def lose_power(self) -> None:
+        """End all processes; init containers will have to run again."""
+        for pod in self.pods:
+            self.halt(pod)
+        self.runtime.lose_power()
+
+
+# ----------------------------------------------------------------------------------- kubelet
+
+
+class _Observed:
+    """What tests ask a kubelet, and what they let go wrong with it."""
+
+    def __init__(self, config: Config, node: Node) -> None:
+        self.config = config
+        self.log = node.log
+        self.node = node
+        self.faults = Faults()
+        self.file = CheckpointFile(config.directory, self.log, config.random)
+        self.manager = DeviceManager(config, self.log, self.file, node.pods)  # in its latest life
 
     @property
-    def ids(self) -> set[str]:
-        return {ident for ids in self.per_node.values() for ident in ids}
+    def directory(self) -> Path:
+        """Where plugins' sockets are."""
+        return self.config.directory
+
+    @property
+    def socket(self) -> Path:
+        """Where plugins register."""
+        return self.directory / "kubelet.sock"
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened."""
+        return self.log.events
+
+    @property
+    def violations(self) -> list[str]:
+        """What no good plugin would have done."""
+        return self.log.violations
+
+    def find(self, kind: str, resource: str | None = None, since: float = 0.0) -> list[Event]:
+        """Return the events of a kind since a moment of `time.monotonic()`."""
+        return self.log.find(kind, resource, since)
+
+    async def wait_for(self, predicate: Callable[[], T], timeout: float = PATIENCE) -> T:
+        """Return the predicate's first true value; it is evaluated again after every event."""
+        return await self.log.wait_for(predicate, timeout)
+
+    async def registered(self, resource: str, timeout: float = PATIENCE) -> None:
+        """Wait until a plugin of the resource is connected and has sent its first list."""
+        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout)
+
+    def capacity(self) -> dict[str, int]:
+        """Return devices by resource, the unhealthy among them; removes what has expired."""
+        return {resource: capacity for resource, (capacity, _) in self.manager.status().items()}
+
+    def allocatable(self) -> dict[str, int]:
+        """Return healthy devices by resource, whether they are taken or not."""
+        status = self.manager.status().items()
+        return {resource: allocatable for resource, (_, allocatable) in status}
+
+    def healthy(self, resource: str) -> frozenset[str]:
+        """Return the IDs that are listed as healthy, none after the end of the stream."""
+        return frozenset(self.manager.devices.healthy.get(resource, ()))
+
+    def unhealthy(self, resource: str) -> frozenset[str]:
+        """Return the IDs that are not healthy."""
+        return frozenset(self.manager.devices.unhealthy.get(resource, ()))
+
+    def devices(self, resource: str) -> dict[str, pb.Device]:
+        """Return the latest list, whatever became of the plugin since."""
+        return dict(self.manager.devices.listed.get(resource, {}))
+
+    def allocated(self, resource: str) -> frozenset[str]:
+        """Return the devices that pods have."""
+        return frozenset(self.manager.pods.allocated.get(resource, ()))
+
+    def uid(self, pod: str) -> str:
+        """Return the UID of the latest pod of this name."""
+        return self.node.pods.get(pod).uid
+
+    def allocation(self, pod: str, container: str) -> Allocation:
+        """Return what a container has, as the kubelet remembers it."""
+        found = self.node.pods.get(pod)
+        return self.manager.edits(found.claim(container, running=False))
+
+    async def running(self, pod: str, container: str, timeout: float = PATIENCE) -> None:
+        """Wait until a container runs; one of init may have done its work already."""
+
+        def runs() -> bool:
+            found = self.node.pods.get(pod).containers[container]
+            return found.pid is not None or found.over
+
+        await self.wait_for(runs, timeout)
+
+    def refuse_with(
+        self,
+        code: grpc.StatusCode,
+        message: str = "refused",
+        times: float = 1,
+        method: Method = "Register",
+    ) -> None:
+        """Let the next `times` calls fail; UNIMPLEMENTED: a kubelet that does not know List."""
+        self.faults.add(method, _Fault(times, code=code, message=message))
+
+    def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
+        """Let the next `times` calls be taken up only after that long."""
+        self.faults.add(method, _Fault(times, seconds=seconds))
+
+    def garble(self, answer: bytes = b"\xff\xff\xff", times: float = 1) -> None:
+        """Let the next `times` calls of List be answered with these bytes."""
+        self.faults.add("List", _Fault(times, answer=answer))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no call that comes will fail or wait."""
+        return not self.faults.any()
+
+    def heal(self) -> None:
+        """Make it sound."""
+        self.faults.clear()
+
+    def corrupt(self, how: Corruption | bytes) -> None:
+        """Damage the checkpoint, or replace it by these bytes, until the next writing."""
+        self.file.corrupt(how)
+
+    def overtake(self, overtaking: bool = True) -> None:
+        """Let writings of the checkpoint overtake each other, see CheckpointFile."""
+        self.file.overtaking = overtaking
 
 
-def is_extended_resource(name: str) -> bool:
-    """Whether the kubelet takes `name` for an extended resource, the only kind that a plugin may register.
-
-    The name must still be a qualified one as a quota's key, that is with `requests.` in front.
-    """
-    if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
-        return False
-    domain, _, rest = f"requests.{name}".partition("/")
-    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    return (
-        len(domain) <= 253
-        and re.fullmatch(rf"{label}(\.{label})*", domain) is not None
-        and len(rest) <= 63
-        and re.fullmatch(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]", rest) is not None
-    )
+def sweep(config: Config) -> None:
+    """Delete what plugins left behind: before 1.33 all files, since then sockets."""
+    for path in config.directory.iterdir():
+        if path.name == CHECKPOINT:
+            continue
+        try:
+            mode = (path.lstat() if config.sweeps_every_file else path.stat()).st_mode
+        except OSError:
+            continue
+        if not stat.S_ISDIR(mode) and (config.sweeps_every_file or stat.S_ISSOCK(mode)):
+            path.unlink(missing_ok=True)  # its owner may have been faster
 
 
-def _nodes(device: pb.Device | None) -> list[int]:
-    return [node.ID for node in device.topology.nodes] if device is not None else []
+class _Alive(_Observed):
+    """A kubelet's own life: it starts, serves, and ends in one way or another."""
+
+    def __init__(self, config: Config, node: Node, pod_resources: Path | None) -> None:
+        super().__init__(config, node)
+        self.pod_resources = pod_resources
+        self.limit = RateLimit()
+        self._sockets = Sockets()
+        self._learning: asyncio.Task[None] | None = None  # of the API server's pods
+        self._dying: asyncio.Task[None] | None = None
+
+    async def start(self, *, deaf: bool = False) -> None:
+        """Read the checkpoint, empty the directory, make `kubelet.sock`; `deaf`: never answer."""
+        if self._sockets.open():
+            raise RuntimeError("the kubelet runs already")
+        self.limit = RateLimit()
+        self.node.pods.forget()
+        self.node.alive = True
+        self.manager = DeviceManager(self.config, self.log, self.file, self.node.pods)
+        # 0755: the checkpoint's store makes the directory before the registration server would make
+        # it 0750.
+        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if self.pod_resources:
+            await self._serve_pod_resources(self.pod_resources, deaf)
+        self.manager.read_checkpoint()
+        sweep(self.config)
+        server = self._sockets.new_server(deaf)
+        if server:
+            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
+        async with self._sockets.bound(server, self.socket, self.directory.parent):
+            pass
+        version = ".".join(map(str, self.config.version))
+        self.log.record("started", socket=str(self.socket), version=version, deaf=deaf)
+        await self._meet_pods()
+        if server:
+            await server.start()
+
+    async def _serve_pod_resources(self, path: Path, deaf: bool) -> None:
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        server = self._sockets.new_server(deaf)
+        if server:
+            server.add_generic_rpc_handlers((_PodResources(self),))
+        # It accepts from the moment on at which it is there.
+        async with self._sockets.bound(server, path, self.directory.parent):
+            if server:
+                await server.start()
+
+    async def _meet_pods(self) -> None:
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Stop in an orderly manner: streams end, everything turns unhealthy, `kubelet.sock` goes.
+
+        No released kubelet does this when it is stopped; it exits as if killed.
+        """
+        await self.manager.plugins.disconnect_all()
+        await self._fall_silent()
+        self.socket.unlink(missing_ok=True)
+        self.log.record("stopped")
+
+    async def kill(self) -> None:
+        """Leave what SIGKILL, SIGTERM and a crash leave: a `kubelet.sock` that refuses."""
+        await self._fall_silent()
+        self.log.record("killed")
+
+    async def restart(self, *, orderly: bool = False, deaf: bool = False) -> None:
+        """Restart the kubelet; the pods run on."""
+        await (self.stop() if orderly else self.kill())
+        await self.start(deaf=deaf)
+
+    async def power_cut(self) -> None:
+        """Kill it and end all processes of the node; `start` is then a reboot."""
+        await self.kill()
+        self.node.lose_power()
+
+    async def _fall_silent(self) -> None:
+        self.node.alive = False
+        if self._dying and self._dying is not asyncio.current_task():
+            await asyncio.wait({self._dying})
+        if self._learning:
+            self._learning.cancel()
+            await asyncio.wait({self._learning})
+        await self.node.stop_all_work()
+        self.file.abandon()
+        await self._sockets.close()
+        await self.manager.plugins.abandon()
+
+    def _panic(self, panic: Panic) -> asyncio.Task[None]:
+        """Die of a nil dereference; returns what ends when it is dead."""
+        self.node.alive = False
+        self.log.violation(f"the kubelet panics: {panic}")
+        self.log.record("panicked", message=str(panic))
+        self._learning, learning = None, self._learning  # it may be what panics
+        if learning and learning is not asyncio.current_task():
+            learning.cancel()
+        self._dying = asyncio.create_task(self._fall_silent())
+        return self._dying
+
+    async def __aenter__(self: K) -> K:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def drop_streams(self, resource: str | None = None) -> None:
+        """Break the connections to plugins from this side, as after an error on a stream."""
+        await self.manager.plugins.drop(resource)
 
 
-def _go_error(error: grpc.aio.AioRpcError) -> str:
-    code = "".join(word.capitalize() for word in error.code().name.split("_")).replace("Cancelled", "Canceled")
-    return f"rpc error: code = {code} desc = {error.details()}"
+class Kubelet(_Alive):
+    """A kubelet that serves in `directory`, and the pods of its node.
 
+    Stopping or killing it forgets all but the checkpoint; pods run on. What starts again admits the
+    pods that there are: static ones at once, before any plugin can register, and those of the API
+    server when all resources are listed again, or after `pods_come` seconds (the original: 0.8 s
+    after `kubelet.sock` is there). Until then nothing is forgotten, and List does not name them.
 
-async def _answer(client: _Client, call: Any) -> Any:
-    """The answer to a call, or _Failure, also where our own closing of the channel cancelled it."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise _Failure(_go_error(error)) from error
-    except asyncio.CancelledError:
-        if not client.closed:
-            raise
-        raise _Failure("rpc error: code = Canceled desc = grpc: the client connection is closing") from None
+    The pod resources API is served on the socket `pod_resources`, by default
+    `pod-resources/kubelet.sock` beside the directory, None for nowhere. `clock` counts the grace
+    period (seconds); `seed` drives what is random order in the original (Go's maps). `back_off`:
+    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
+    then 12 to 15 s). For `cgroups`, `layout` and `host` see tests.world.pods.Runtime.
 
-
-# ------------------------------------------------------------------------------------------------------------- kubelet
-
-
-class Kubelet:
-    """A kubelet's device manager in `directory`. Stopping or killing it forgets all but the checkpoint and the pods.
-
-    `version` chooses between what differs in the original:
-
-    - before 1.33 a starting kubelet deletes every file in the directory, since then only the sockets;
-    - before 1.37 it knows one connection a resource: **when any stream of the resource ends, the newest connection is
-      taken down**, so a plugin that registers anew first and ends its old stream afterwards loses both;
-    - since 1.37 it knows one a socket: registering a socket that is still connected is refused ("already connected"),
-      **and because the kubelet then forgets the old connection without closing it, that socket's name is refused from
-      then on** until the kubelet restarts.
-
-    The pod resources API is served on the socket `pod_resources`, by default `pod-resources/kubelet.sock` beside the
-    directory, None for nowhere. Like the original's, a List right after a start knows of no pod: they are named from
-    their admission in this life of the kubelet on.
-
-    `clock` counts the grace period (seconds); `seed` drives what is random order in the original (Go's maps).
+    Methods that name a pod take its name, for the latest pod of that name, or its UID.
     """
 
     def __init__(
@@ -243,885 +551,297 @@ class Kubelet:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
+        back_off: float = 0.2,
+        pods_come: float = 5.0,
+        cgroups: Path | None = None,
+        layout: Layout = "cgroupfs",
+        host: Host | None = None,
     ) -> None:
-        self.directory = Path(directory)
-        self.version = version
-        self.policy = policy
-        self.numa_nodes = tuple(numa_nodes)
-        self.grace_period = grace_period
-        self.dial_timeout = dial_timeout
-        beside = self.directory.parent / "pod-resources/kubelet.sock"
-        self.pod_resources = beside if pod_resources == "beside" else pod_resources
-        self.events: list[Event] = []
-        self.violations: list[str] = []
-        self._clock = clock
-        self._random = random.Random(seed)
-        self._on_event = on_event
-        self._changed = asyncio.Event()
-        self._faults: dict[str, deque[_Fault]] = {"Register": deque(), "List": deque()}
-        # The pods that the API server has for this node, their containers' requests, and which are init containers.
-        self._pods: dict[str, dict[str, tuple[dict[str, int], bool]]] = {}
-        self._servers: list[grpc.aio.Server] = []
-        self._deaf: list[socket.socket] = []
-        self._timers: list[asyncio.TimerHandle] = []
-        self._streams: set[asyncio.Task[None]] = set()
-        self._forget()
+        config = Config(Path(directory), version, policy, tuple(numa_nodes))
+        config.grace_period, config.dial_timeout = grace_period, dial_timeout
+        config.clock, config.random = clock, random.Random(seed)
+        node = Node(EventLog(on_event), Runtime(cgroups, layout, host), back_off)
+        beside = config.directory.parent / "pod-resources/kubelet.sock"
+        super().__init__(config, node, beside if pod_resources == "beside" else pod_resources)
+        self._pods_come = pods_come
 
-    def _forget(self) -> None:
-        self._clients: dict[str, list[_Client]] = {}
-        self._endpoints: dict[str, _Endpoint] = {}
-        self._by_socket: dict[str, dict[str, _Endpoint]] = {}  # since 1.37
-        self._devices: dict[str, dict[str, pb.Device]] = {}
-        self._healthy: dict[str, set[str]] = {}
-        self._unhealthy: dict[str, set[str]] = {}
-        self._allocated: dict[str, set[str]] = {}
-        self._held: dict[str, dict[str, dict[str, _Held]]] = {}  # pod, container, resource
-        self._reusable: tuple[str, dict[str, set[str]]] = ("", {})  # a pod, and what its init containers leave behind
-        self._admitted: set[str] = set()  # pods, in this life
-        self._tokens, self._tokens_at = float(POD_CALLS_BURST), time.monotonic()
+    # Hearing of pods
 
-    # --------------------------------------------------------------------------------------------------- what happened
+    def api_server_away(self) -> None:
+        """Let the API server be away: a kubelet that starts learns of none of its pods."""
+        self.node.pods.api_away = True
 
-    def find(self, kind: str, resource: str | None = None, since: float = 0.0) -> list[Event]:
-        """The events of a kind since a moment of `time.monotonic()`."""
-        return [e for e in self.events if e.kind == kind and resource in (None, e.resource) and e.at >= since]
+    def api_server_back(self) -> asyncio.Future[None]:
+        """Let the API server answer again; what is returned ends when all pods are heard of."""
+        self.node.pods.api_away = False
+        if self.node.alive:
+            self.node.learn_of_the_gone()
+            if not self.node.pods.all_sources_ready():
+                self._hear_of_api_pods()
+        return self._learning or asyncio.ensure_future(asyncio.sleep(0))
 
-    async def wait_for(self, predicate: Callable[[], T], timeout: float = 5.0) -> T:
-        """The predicate's first true value; it is evaluated again after every event. TimeoutError with the latest."""
+    async def _meet_pods(self) -> None:
+        await self._learn(static=True)
+        if not self.node.pods.api_away:
+            self._hear_of_api_pods()
 
-        async def wait() -> T:
-            while not (value := predicate()):
-                self._changed.clear()
-                await self._changed.wait()
-            return value
+    def _hear_of_api_pods(self) -> None:
+        async def hear() -> None:
+            plugins, resources = self.manager.plugins, list(self.manager.devices.healthy)
+            with contextlib.suppress(TimeoutError):
+                await self.wait_for(lambda: all(map(plugins.is_listed, resources)), self._pods_come)
+            await self._learn(static=False)
+            if self.node.alive:
+                self.node.pods.sources_are_ready()
+                self.log.record("sources-ready")
 
-        try:
-            return await asyncio.wait_for(wait(), timeout)
-        except asyncio.TimeoutError:
-            latest = "\n".join(event.line() for event in self.events[-8:])
-            raise TimeoutError(f"nothing of the kind within {timeout} s; the kubelet's latest:\n{latest}") from None
+        self._learning = asyncio.create_task(hear())
 
-    async def registered(self, resource: str, timeout: float = 5.0) -> None:
-        """Waits until a plugin of the resource is connected and has sent its first list."""
-
-        def listed() -> bool:
-            endpoint = self._endpoints.get(resource)
-            client = endpoint.client if endpoint and endpoint.stopped_at is None else None
-            return client is not None and client.lists > 0
-
-        await self.wait_for(listed, timeout)
-
-    def _record(self, kind: str, **fields: Any) -> None:
-        event = Event(time.monotonic(), kind, fields)
-        self.events.append(event)
-        self._changed.set()
-        if self._on_event:
-            self._on_event(event)
-
-    def _violation(self, text: str) -> None:
-        self.violations.append(text)
-        self._record("violation", text=text)
-
-    # ------------------------------------------------------------------------------------------------- its own lifetime
-
-    @property
-    def socket(self) -> Path:
-        return self.directory / "kubelet.sock"
-
-    async def start(self, *, deaf: bool = False) -> None:
-        """Reads the checkpoint, empties the directory, creates `kubelet.sock`; `deaf`: and never answers on it."""
-        if self._servers or self._deaf:
-            raise RuntimeError("the kubelet runs already")
-        self._forget()
-        if self.pod_resources:
-            self.pod_resources.unlink(missing_ok=True)
-            self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-            server = self._new_server(deaf)
-            if server:
-                server.add_generic_rpc_handlers((_PodResources(self),))
-            async with self._bound(server, self.pod_resources):  # it accepts from the moment on at which it is there
-                if server:
-                    await server.start()
-        # 0755: the checkpoint's store makes the directory before the registration server would make it 0750.
-        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._read_checkpoint()
-        self._sweep()
-        server = self._new_server(deaf)
-        if server:
-            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
-        async with self._bound(server, self.socket):
-            pass
-        self._record("started", socket=str(self.socket), version=".".join(map(str, self.version)), deaf=deaf)
-        if server:
-            await server.start()
-
-    def _new_server(self, deaf: bool) -> grpc.aio.Server | None:
-        if deaf:
-            return None
-        self._servers.append(grpc.aio.server())
-        return self._servers[-1]
-
-    @contextlib.asynccontextmanager
-    async def _bound(self, server: grpc.aio.Server | None, path: Path) -> AsyncIterator[None]:
-        """Bound to a name of its own inside, and at the end to this path; a socket that only listens without a server.
-
-        gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing: so `path` is a second
-        name of the same socket.
-        """
-        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=self.directory.parent) as private:
-            if server:
-                server.add_insecure_port(f"unix:{private}/s")
-            else:
-                self._deaf.append(listening := socket.socket(socket.AF_UNIX))
-                listening.bind(f"{private}/s")
-                listening.listen()
-            yield
-            os.link(f"{private}/s", path)
-
-    async def stop(self) -> None:
-        """The original's orderly `Stop`: the streams end, everything turns unhealthy, `kubelet.sock` is removed.
-
-        No released kubelet does this when it is stopped; it exits as if killed.
-        """
-        for clients in list(self._clients.values()):
-            for client in clients:
-                await self._disconnect(client)
-        await self._silence()
-        self.socket.unlink(missing_ok=True)
-        self._record("stopped")
-
-    async def kill(self) -> None:
-        """What SIGKILL, SIGTERM and a crash leave: no connections, and a `kubelet.sock` that refuses them."""
-        await self._silence()
-        self._record("killed")
-
-    async def restart(self, *, orderly: bool = False, deaf: bool = False) -> None:
-        """A restart of the kubelet; the pods run on."""
-        await (self.stop() if orderly else self.kill())
-        await self.start(deaf=deaf)
-
-    async def _silence(self) -> None:
-        abandoned = [client for clients in self._clients.values() for client in clients]
-        self._clients.clear()
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
-        for server in self._servers:
-            await server.stop(None)
-        for listening in self._deaf:
-            listening.close()
-        self._servers, self._deaf = [], []
-        for client in abandoned:
-            await client.close()
-        for stream in self._streams:  # those that a newer registration replaced are in nobody's list any more
-            stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
-        for endpoint in self._endpoints.values():
-            endpoint.stopped_at = endpoint.stopped_at or self._clock()
-
-    async def __aenter__(self) -> Kubelet:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    def _sweep(self) -> None:
-        """Deletes what plugins left behind: before 1.33 all files, since then sockets (and links to sockets)."""
-        for path in self.directory.iterdir():
-            if path.name == CHECKPOINT:
+    async def _learn(self, *, static: bool) -> None:
+        """Admit the pods of a source that there are, the oldest first."""
+        for pod in list(self.node.pods):
+            if pod.static != static or not pod.wanted:
                 continue
+            if static and pod.rejected:  # a manifest is tried again at each start
+                pod.over = pod.rejected = False
+            pod.known = True
+            containers = [] if pod.over else list(pod.containers.values())
             try:
-                mode = (path.lstat() if self.version < (1, 33) else path.stat()).st_mode
-            except OSError:
+                for container in containers:
+                    await self._admit(pod, container, running=container.pid is not None)
+            except AdmissionError:
                 continue
-            if not stat.S_ISDIR(mode) and (self.version < (1, 33) or stat.S_ISSOCK(mode)):
-                path.unlink(missing_ok=True)  # its owner may have been faster
+            except Panic:
+                return
 
-    # ---------------------------------------------------------------------------------------------------------- faults
+    # Admission
 
-    def refuse_with(
-        self, code: grpc.StatusCode, message: str = "refused", times: float = 1, method: Method = "Register"
-    ) -> None:
-        """The next `times` calls fail with this status; UNIMPLEMENTED from List is a kubelet that does not know it."""
-        self._faults[method].append(_Fault(times, code=code, message=message))
+    async def admit(
+        self,
+        pod: str,
+        container: str,
+        request: Mapping[str, int],
+        *,
+        init: bool = False,
+        restartable: bool = False,
+        static: bool = False,
+        quality: Quality = "besteffort",
+    ) -> Allocation:
+        """Admit a container of a pod, which is then started in the background, see `running`.
 
-    def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
-        """The next `times` calls are taken up only after that long."""
-        self._faults[method].append(_Fault(times, seconds=seconds))
-
-    def garble(self, answer: bytes = b"\xff\xff\xff", times: float = 1) -> None:
-        """The next `times` calls of List are answered with these bytes."""
-        self._faults["List"].append(_Fault(times, answer=answer))
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether no call that comes will fail or wait."""
-        return not any(self._faults.values())
-
-    def heal(self) -> None:
-        """It is, from now on."""
-        for faults in self._faults.values():
-            faults.clear()
-
-    async def _meet_fault(self, method: Method) -> _Fault | None:
-        """The fault that this call has to suffer, after the time that it takes."""
-        faults = self._faults[method]
-        if not faults:
-            return None
-        fault = faults[0]
-        fault.times -= 1
-        if fault.times < 1:
-            faults.popleft()
-        await asyncio.sleep(fault.seconds)
-        return fault
-
-    async def drop_streams(self, resource: str | None = None) -> None:
-        """Breaks the connections to plugins from this side, as when the original meets an error on a stream."""
-        for name, clients in list(self._clients.items()):
-            for client in clients if resource in (None, name) else []:
-                await client.close()
-
-    # ---------------------------------------------------------------------------------------------------- registration
-
-    async def _register(self, request: pb.RegisterRequest) -> None:
-        resource = request.resource_name
-        if request.version != "v1beta1":
-            quoted = json.dumps(request.version)
-            raise _Failure(
-                f'requested API version {quoted} is not supported by kubelet. Supported version is ["v1beta1"]'
-            )
-        if not is_extended_resource(resource):
-            raise _Failure(f"the ResourceName {json.dumps(resource)} is invalid")
-        if not request.endpoint or "/" in request.endpoint:
-            self._violation(f"{resource} registers the endpoint {request.endpoint!r}, not a file name")
-        client = self._new_client(resource, os.path.normpath(self.directory / request.endpoint))
-        if self.version < (1, 37):
-            self._clients[resource] = [client]  # the one before is neither closed nor remembered
-        else:
-            self._clients.setdefault(resource, []).append(client)
-        try:
-            await self._connect(client, request)
-        except BaseException:
-            self._deregister(client)
-            await client.close()
-            raise
-        task = asyncio.create_task(self._run(client))
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
-
-    def _new_client(self, resource: str, path: str) -> _Client:
-        channel = grpc.aio.insecure_channel(
-            f"unix:{path}",
-            options=[
-                ("grpc.default_authority", "localhost"),
-                # As in Go, every connection stands alone: a back-off from an older socket must not delay this one.
-                ("grpc.use_local_subchannel_pool", 1),
-            ],
-        )
-        return _Client(resource, path, channel, rpc.DevicePluginStub(channel))
-
-    async def _connect(self, client: _Client, request: pb.RegisterRequest) -> None:
-        """Dials back and asks for the options, all within the plugin's call of Register."""
-        try:
-            await asyncio.wait_for(self._dial(client), self.dial_timeout)
-        except asyncio.TimeoutError:
-            raise _Failure("failed to dial device plugin: context deadline exceeded") from None
-        try:
-            options: pb.DevicePluginOptions = await _answer(client, client.stub.GetDevicePluginOptions(pb.Empty()))
-        except _Failure as failure:
-            raise _Failure(f"failed to get device plugin options: {failure}") from failure
-        if request.HasField("options") and request.options != options:
-            self._violation(f"{client.resource} registers other options than it answers to GetDevicePluginOptions")
-        endpoint = _Endpoint(client, options)
-        if self.version >= (1, 37):
-            connected = self._by_socket.setdefault(client.resource, {})
-            if client.path in connected:
-                self._violation(f"{client.resource} registers {client.path} again while it is still connected")
-                raise _Failure(f"device plugin already connected: {client.path}")
-            connected[client.path] = endpoint
-        self._endpoints[client.resource] = endpoint
-
-    async def _dial(self, client: _Client) -> None:
-        """Until the plugin answers; retried after 1 s, 1.6 s, … as gRPC does, which is what serving late costs."""
-        failed = False
-        while (state := client.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not failed:
-                failed = True
-                self._violation(f"{client.resource} registers {client.path} before it serves there")
-            await client.channel.wait_for_state_change(state)
-
-    def _deregister(self, client: _Client) -> None:
-        """Forgets the resource's connection; since 1.37 all those to this socket, whichever was meant."""
-        others = [c for c in self._clients.get(client.resource, []) if c.path != client.path]
-        if others and self.version >= (1, 37):
-            self._clients[client.resource] = others
-        else:
-            self._clients.pop(client.resource, None)
-
-    async def _run(self, client: _Client) -> None:
-        """Follows one ListAndWatch stream to its end, and then takes down what the original takes down."""
-        try:
-            async for response in client.stub.ListAndWatch(pb.Empty()):
-                self._list(client, response)
-            reason = "the plugin ended it"
-        except grpc.aio.AioRpcError as error:
-            reason = _go_error(error)
-        except asyncio.CancelledError:
-            if not client.closed:
-                await client.close()
-                raise
-            reason = "closed by the kubelet"
-        except grpc.aio.UsageError:  # the channel was closed before the call began
-            reason = "closed by the kubelet"
-        known = self._clients.get(client.resource, [])
-        target = next((c for c in known if self.version < (1, 37) or c.path == client.path), None)
-        self._record("ended", resource=client.resource, endpoint=os.path.basename(client.path), reason=reason)
-        if target:
-            if target is not client:
-                self._violation(f"{client.resource} ended a stream after registering anew: the new one is lost as well")
-            await self._disconnect(target)
-        if not client.closed:
-            await client.close()
-
-    async def _disconnect(self, client: _Client) -> None:
-        resource = client.resource
-        self._deregister(client)
-        if self.version < (1, 37):
-            if endpoint := self._endpoints.get(resource):
-                self._lose(resource, endpoint)
-        elif endpoint := self._by_socket.get(resource, {}).pop(client.path, None):
-            if others := self._by_socket[resource]:
-                endpoint.stopped_at = self._clock()
-                self._endpoints[resource] = self._random.choice(list(others.values()))
-            else:
-                self._lose(resource, endpoint)
-        await client.close()
-
-    def _lose(self, resource: str, endpoint: _Endpoint) -> None:
-        """No plugin is left: its devices are unhealthy at once, and the resource goes when the grace period is over."""
-        lost = self._healthy.get(resource, set())
-        self._unhealthy.setdefault(resource, set()).update(lost)
-        self._healthy[resource] = set()
-        self._stopped(endpoint)
-        self._record("lost", resource=resource, ids=sorted(lost))
-
-    def _stopped(self, endpoint: _Endpoint) -> None:
-        endpoint.stopped_at = self._clock()
-        # The original looks whenever it reports the node's status, every few seconds.
-        loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(self.grace_period + 0.001, self.capacity))
-
-    def _list(self, client: _Client, response: pb.ListAndWatchResponse) -> None:
-        resource = client.resource
-        self._inspect(client, response)
-        self._devices[resource] = {device.ID: device for device in response.devices}
-        self._healthy[resource] = {device.ID for device in response.devices if device.health == HEALTHY}
-        self._unhealthy[resource] = {device.ID for device in response.devices if device.health != HEALTHY}
-        self._write_checkpoint()
-        client.lists += 1
-        healthy, unhealthy = self._healthy[resource], self._unhealthy[resource]
-        counts = {"healthy": len(healthy), "unhealthy": len(unhealthy), "number": client.lists}
-        ids = {"healthy_ids": sorted(healthy), "unhealthy_ids": sorted(unhealthy)}
-        self._record("list", resource=resource, **counts, endpoint=os.path.basename(client.path), **ids)
-
-    def _inspect(self, client: _Client, response: pb.ListAndWatchResponse) -> None:
-        seen: set[str] = set()
-        for device in response.devices:
-            what = f"{client.resource} lists device {device.ID!r}"
-            if not 0 < len(device.ID) <= 63:
-                self._violation(f"{what}: an ID has 1 to 63 characters")
-            if device.ID in seen:
-                self._violation(f"{what} twice")
-            if device.health not in (HEALTHY, "Unhealthy"):
-                self._violation(f"{what} with health {device.health!r}")
-            if any(node < 0 for node in _nodes(device)):
-                self._violation(f"{what} with a negative NUMA node")
-            seen.add(device.ID)
-        content = sorted(device.SerializeToString(deterministic=True) for device in response.devices)
-        if content == client.last:
-            self._violation(f"{client.resource} sends the same list twice in a row")
-        client.last = content
-
-    # ------------------------------------------------------------------------------------------- what the node reports
-
-    def _status(self) -> dict[str, tuple[int, int]]:
-        expired = []
-        for resource in {*self._healthy, *self._unhealthy}:
-            endpoint = self._endpoints.get(resource)
-            stopped_at = endpoint.stopped_at if endpoint else float("-inf")
-            if stopped_at is not None and self._clock() - stopped_at > self.grace_period:
-                expired.append(resource)
-        for resource in expired:
-            for table in (self._endpoints, self._healthy, self._unhealthy):
-                table.pop(resource, None)
-        if expired:
-            self._write_checkpoint()
-        for resource in expired:
-            self._record("removed", resource=resource)
-        return {
-            resource: (len(healthy) + len(self._unhealthy.get(resource, ())), len(healthy))
-            for resource, healthy in self._healthy.items()
-        }
-
-    def capacity(self) -> dict[str, int]:
-        """Devices by resource, the unhealthy among them. Asking also removes resources whose grace period is over."""
-        return {resource: capacity for resource, (capacity, _) in self._status().items()}
-
-    def allocatable(self) -> dict[str, int]:
-        """Healthy devices by resource, whether they are taken or not."""
-        return {resource: allocatable for resource, (_, allocatable) in self._status().items()}
-
-    def healthy(self, resource: str) -> frozenset[str]:
-        return frozenset(self._healthy.get(resource, ()))
-
-    def unhealthy(self, resource: str) -> frozenset[str]:
-        return frozenset(self._unhealthy.get(resource, ()))
-
-    def devices(self, resource: str) -> dict[str, pb.Device]:
-        """The latest list, whatever became of the plugin since."""
-        return dict(self._devices.get(resource, {}))
-
-    def allocated(self, resource: str) -> frozenset[str]:
-        """The devices that pods hold."""
-        return frozenset(self._allocated.get(resource, ()))
-
-    # ------------------------------------------------------------------------------------------------------------ pods
-
-    def listed_pods(self) -> pods_pb.ListPodResourcesResponse:
-        """What List of the pod resources API answers, in no order.
-
-        One entry for each device, or for each of its NUMA nodes if it has any; of resources whose plugin is gone, too.
-        What an init container holds by itself is not named. A pod's name can be `namespace/name`.
+        Raises AdmissionError: the pod is rejected as a whole. What an `init` container got, the
+        pod's later containers get again: the plugin then sees *must-include* IDs. One that is
+        `restartable` too keeps its own. A resource that the kubelet has never heard of is ignored,
+        as the original does: the container gets nothing. A pod that has ended, or was deleted, is
+        followed by a new one of its name, with another UID. A pod's name can be `namespace/name`.
         """
-        answer = pods_pb.ListPodResourcesResponse()
-        for pod in self._shuffled(self._admitted):
-            *namespace, name = pod.split("/")
-            listed = answer.pod_resources.add(name=name, namespace=namespace[0] if namespace else "default")
-            for container, (_, init) in self._pods[pod].items():
-                if init:
-                    continue
-                devices = listed.containers.add(name=container).devices
-                for resource, held in self._shuffled(self._held.get(pod, {}).get(container, {}).items()):
-                    for ident in self._shuffled(ident for ids in held.per_node.values() for ident in ids):
-                        devices.add(resource_name=resource, device_ids=[ident])
-        return answer
-
-    def allocatable_devices(self) -> pods_pb.AllocatableResourcesResponse:
-        """What GetAllocatableResources answers: every healthy device, held or not, as List names them."""
-        answer = pods_pb.AllocatableResourcesResponse()
-        for resource, healthy in self._shuffled(self._healthy.items()):
-            for ident in self._shuffled(healthy):
-                for _ in _nodes(self._devices.get(resource, {}).get(ident)) or [NO_NUMA_NODE]:
-                    answer.devices.add(resource_name=resource, device_ids=[ident])
-        return answer
-
-    def _may_call(self) -> bool:
-        """Takes one of the tokens of the pod resources API, if there is one."""
-        now = time.monotonic()
-        refilled = self._tokens + (now - self._tokens_at) * POD_CALLS_A_SECOND
-        self._tokens, self._tokens_at = min(POD_CALLS_BURST, refilled), now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
-
-    async def admit(self, pod: str, container: str, request: Mapping[str, int], *, init: bool = False) -> Allocation:
-        """Admits a container of a pod and starts it. AdmissionError if not; a rejected pod gives back all it had.
-
-        What an `init` container got, the pod's later containers get again: the plugin then sees *must-include* IDs. A
-        resource that the kubelet has never heard of is ignored, as the original does: the container gets nothing.
-        """
-        self._pods.setdefault(pod, {})[container] = (dict(request), init)
-        return await self._admit(pod, container, running=False)
+        if not self.node.alive:
+            raise RuntimeError("the kubelet does not run")
+        if not static:
+            if self.node.pods.api_away:
+                raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
+            if self._learning:
+                await asyncio.wait({self._learning})  # older pods come first
+        found = self.node.pods.get_or_add(pod, static, quality)
+        kind: Kind = "restartable" if restartable else "init" if init else "main"
+        known = found.containers.setdefault(container, Container(container, {}, kind))
+        known.request = dict(request)
+        return await self._admit(found, known, running=False)
 
     async def readmit(self, pod: str, *, running: bool = False) -> dict[str, Allocation]:
-        """A restarted kubelet admits a pod that it had before; by container, what each gets.
+        """Admit a pod again, as a kubelet does that has started; by container, what each gets.
 
-        After a reboot no container is `running`, and one whose devices are not listed as healthy by then costs the pod
-        its life. After a mere restart of the kubelet its containers run, and nothing is checked.
+        After a reboot no container is `running`, and one whose devices are not listed as healthy by
+        then costs the pod its life. After a mere restart of the kubelet its containers run, and
+        nothing is checked. (Unless the API server is away, a start does this by itself.)
         """
-        return {container: await self._admit(pod, container, running) for container in list(self._pods.get(pod, {}))}
+        found = self.node.pods.get(pod)
+        if not running:
+            self.node.halt(found)
+        containers = list(found.containers.values())
+        return {each.name: await self._admit(found, each, running=running) for each in containers}
 
-    def remove_pod(self, pod: str) -> None:
-        """The pod is gone. (The original notices at the next admission, and writes the checkpoint only then.)"""
-        self._pods.pop(pod, None)
-        self._admitted.discard(pod)
-        if self._held.pop(pod, None) is not None:
-            self._write_checkpoint()
-        self._recount()
-        self._record("freed", pod=pod)
-
-    def _recount(self) -> None:
-        self._allocated = {}
-        for containers in self._held.values():
-            for resources in containers.values():
-                for resource, held in resources.items():
-                    self._allocated.setdefault(resource, set()).update(held.ids)
-
-    async def _admit(self, pod: str, container: str, running: bool) -> Allocation:
-        request, init = self._pods[pod][container]
+    async def _admit(self, pod: Pod, container: Container, *, running: bool) -> Allocation:
+        pod.known = True
+        claim = pod.claim(container.name, running=running)
         try:
-            known = {r: n for r, n in request.items() if r in self._healthy or r in self._allocated}
-            node = self._numa_node(pod, container, known)
-            try:
-                await self._allocate(pod, container, known, init, node, running)
-            except _Failure as failure:
-                message = f"Allocate failed due to {failure}, which is unexpected"
-                raise AdmissionError("UnexpectedAdmissionError", message) from failure
-            if not running:
-                try:
-                    await self._pre_start(pod, container, known)
-                except _Failure as failure:
-                    raise AdmissionError("CreateContainerConfigError", str(failure)) from failure
+            allocation = await Admission(self.manager, claim).run()
         except AdmissionError as error:
-            self._record("rejected", pod=pod, container=container, reason=error.reason, message=error.message)
-            if error.reason != "CreateContainerConfigError":
-                self.remove_pod(pod)
+            text = {"reason": error.reason, "message": error.message}
+            self.log.record("rejected", pod=pod.name, container=container.name, **text)
+            self.node.end(pod)
+            pod.rejected = True
             raise
-        self._admitted.add(pod)
-        allocation = self._edits(pod, container)
-        self._record("admitted", pod=pod, container=container, **allocation.fields())
+        except Panic as panic:
+            await self._panic(panic)
+            raise
+        where = {"pod": pod.name, "container": container.name}
+        self.log.record("admitted", **where, **allocation.fields())
+        self.node.work(pod, self._prepare)
         return allocation
 
-    def _numa_node(self, pod: str, container: str, request: Mapping[str, int]) -> int | None:
-        """The Topology Manager's answer: the node on which all resources must lie, None where that does not matter."""
-        if self.policy == "none":
-            return None
-        candidates = set(self.numa_nodes)
-        matters = False
-        for resource, needed in request.items():
-            devices = self._devices.get(resource, {})
-            if not any(_nodes(device) for device in devices.values()):
-                continue  # no device says where it is: no preference
-            matters = True
-            held = self._held.get(pod, {}).get(container, {}).get(resource)
-            if held:
-                usable, reusable = (held.ids if len(held.ids) == needed else set()), set[str]()
-            else:
-                usable = self._healthy.get(resource, set()) - self._allocated.get(resource, set())
-                reusable = self._reuse(pod).get(resource, set())
-            for ident in (usable | reusable) - devices.keys():
-                self._violation(f"{resource} no longer lists {ident!r}, which a pod holds: the kubelet would panic")
-            candidates = {
-                node
-                for node in candidates
-                if sum(node in _nodes(devices.get(ident)) for ident in usable | reusable) >= needed
-                and all(node in _nodes(devices.get(ident)) for ident in reusable)
-            }
-        if not candidates:
-            raise AdmissionError("TopologyAffinityError", "Resources cannot be allocated with Topology locality")
-        return min(candidates) if matters and len(self.numa_nodes) > 1 else None
-
-    async def _allocate(
-        self, pod: str, container: str, request: Mapping[str, int], init: bool, node: int | None, running: bool
-    ) -> None:
-        reusable = self._reuse(pod)
-        allocated = False
-        for resource, needed in self._shuffled(request.items()):
-            spare = reusable.get(resource, set())
-            ids = await self._choose(pod, container, resource, needed, spare, node, running)
-            if not ids:
-                continue
-            endpoint = self._endpoints.get(resource)
-            if not endpoint:
-                self._recount()
-                raise _Failure(f"unknown Device Plugin {resource}")
-            begin = time.monotonic()
-            requests = [pb.ContainerAllocateRequest(devices_ids=self._shuffled(ids))]
-            try:
-                client = self._running(resource, endpoint)
-                call = client.stub.Allocate(pb.AllocateRequest(container_requests=requests))
-                response: pb.AllocateResponse = await _answer(client, call)
-            except _Failure:
-                self._recount()
-                raise
-            seconds = time.monotonic() - begin
-            self._record("allocate", resource=resource, pod=pod, container=container, ids=sorted(ids), seconds=seconds)
-            if len(response.container_responses) != 1:
-                self._violation(f"{resource} answers Allocate of one container for {len(response.container_responses)}")
-            if not response.container_responses:
-                raise _Failure(f"no containers return in allocation response {response}")
-            answer = response.container_responses[0]
-            for spec in answer.devices:
-                if not spec.permissions or set(spec.permissions) - set("rwm"):
-                    self._violation(f"{resource} gives {spec.host_path} the permissions {spec.permissions!r}")
-            per_node: dict[int, list[str]] = {}
-            for ident in sorted(ids):
-                device = self._devices.get(resource, {}).get(ident)
-                if device is None:
-                    self._violation(f"{resource} dropped {ident!r} during its allocation: the kubelet would panic")
-                for numa_node in _nodes(device) or [NO_NUMA_NODE]:
-                    per_node.setdefault(numa_node, []).append(ident)
-            self._held.setdefault(pod, {}).setdefault(container, {})[resource] = _Held(per_node, answer)
-            allocated = True
-        for resource, held in self._held.get(pod, {}).get(container, {}).items():
-            spare = reusable.get(resource, set())
-            reusable[resource] = spare | held.ids if init else spare - held.ids
-        if allocated:
-            self._write_checkpoint()
-
-    def _reuse(self, pod: str) -> dict[str, set[str]]:
-        if self._reusable[0] != pod:
-            self._reusable = (pod, {})
-        return self._reusable[1]
-
-    def _running(self, resource: str, endpoint: _Endpoint) -> _Client:
-        if endpoint.client is None or endpoint.stopped_at is not None:
-            raise _Failure(f"endpoint {resource} has been stopped")
-        if endpoint.client.closed:  # its stream ended, but another registration had made the kubelet forget it
-            raise _Failure("rpc error: code = Unavailable desc = the plugin is gone")
-        return endpoint.client
-
-    async def _choose(
-        self, pod: str, container: str, resource: str, required: int, spare: set[str], node: int | None, running: bool
-    ) -> set[str]:
-        """The devices that are still to be allocated to the container; none if it has all that it wants."""
-        held = self._held.get(pod, {}).get(container, {}).get(resource)
-        have = held.ids if held else set()
-        needed = required - len(have)
-        if held and needed != 0:
-            change = f"from {len(have)} to {required}"
-            raise _Failure(f'pod "{pod}" container "{container}" changed request for resource "{resource}" {change}')
-        if running:
-            return set()
-        # A node that comes up admits its pods whether their plugins have registered or not: these three checks are
-        # what kills the pods of a plugin that is late.
-        if resource not in self._healthy:
-            raise _Failure(f"cannot allocate unregistered device {resource}")
-        if not self._healthy[resource]:
-            raise _Failure(f"no healthy devices present; cannot allocate unhealthy devices {resource}")
-        if not have <= self._healthy[resource]:
-            raise _Failure(
-                f"previously allocated devices are no longer healthy; cannot allocate unhealthy devices {resource}"
-            )
-        if needed == 0:
-            return set()
-        chosen: set[str] = set()
-
-        def take(candidates: set[str]) -> bool:
-            new = self._shuffled(candidates - chosen)[: required - len(chosen)]
-            chosen.update(new)
-            self._allocated.setdefault(resource, set()).update(new)
-            return len(chosen) == required
-
-        if take(spare):
-            return chosen
-        available = self._healthy[resource] - self._allocated.get(resource, set())
-        needed = required - len(chosen)
-        if len(available) < needed:
-            raise _Failure(
-                f"requested number of devices unavailable for {resource}. "
-                f"Requested: {needed}, Available: {len(available)}"
-            )
-        aligned: set[str] = set()
-        elsewhere: set[str] = set()
-        devices = self._devices.get(resource, {})
-        if node is not None and any(_nodes(device) for device in devices.values()):
-            aligned = {ident for ident in available if node in _nodes(devices.get(ident))}
-            elsewhere = {ident for ident in available - aligned if _nodes(devices.get(ident))}
-        # The plugin is asked only where there is a choice: exactly enough aligned devices are taken unasked.
-        if needed < len(aligned):
-            preferred = await self._prefer(resource, aligned | chosen, set(chosen), required)
-            if take(preferred & aligned) or take(aligned):
-                return chosen
-        elif take(aligned):
-            return chosen
-        preferred = await self._prefer(resource, available | chosen, set(chosen), required)
-        if take(preferred & available) or take(elsewhere) or take(available):
-            return chosen
-        got = len(chosen)
-        raise _Failure(f"unexpectedly allocated less resources than required. Requested: {required}, Got: {got}")
-
-    async def _prefer(self, resource: str, available: set[str], must: set[str], size: int) -> set[str]:
-        """The plugin's preference, if it has one. A wrong one is not refused: what is not available is ignored."""
-        endpoint = self._endpoints.get(resource)
-        if not endpoint:
-            raise _Failure(f"endpoint not found in cache for a registered resource: {resource}")
-        if not endpoint.options or not endpoint.options.get_preferred_allocation_available:
-            return set()
-        question = pb.ContainerPreferredAllocationRequest(
-            available_deviceIDs=self._shuffled(available),
-            must_include_deviceIDs=self._shuffled(must),
-            allocation_size=size,
-        )
-        begin = time.monotonic()
+    async def _prepare(self, claim: Claim) -> Allocation:
         try:
-            client = self._running(resource, endpoint)
-            call = client.stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[question]))
-            response: pb.PreferredAllocationResponse = await _answer(client, call)
-        except _Failure as failure:
-            raise _Failure(f"device plugin GetPreferredAllocation rpc failed with err: {failure}") from failure
-        ids = list(response.container_responses[0].deviceIDs) if response.container_responses else []
-        asked = {"available": sorted(available), "must": sorted(must), "size": size}
-        self._record("preferred", resource=resource, **asked, ids=ids, seconds=time.monotonic() - begin)
-        if len(response.container_responses) != 1 or len(ids) != size or len(set(ids)) != size:
-            self._violation(f"{resource} prefers {ids} where {size} devices were asked for")
-        if not must <= set(ids) <= available:
-            self._violation(f"{resource} prefers {ids}: not all available, or not all that must be included")
-        return set(ids)
+            return await Preparation(self.manager, claim).run()
+        except Panic as panic:
+            self._panic(panic)
+            raise Failure(str(panic)) from panic
 
-    async def _pre_start(self, pod: str, container: str, request: Mapping[str, int]) -> None:
-        for resource, count in request.items():
-            endpoint = self._endpoints.get(resource)
-            if not count:
-                continue
-            if not endpoint:
-                raise _Failure(f"endpoint not found in cache for a registered resource: {resource}")
-            if not endpoint.options or not endpoint.options.pre_start_required:
-                continue
-            held = self._held.get(pod, {}).get(container, {}).get(resource)
-            if not held:
-                where = f"pod {pod}, container {container}, resource {resource}"
-                raise _Failure(f"no devices found allocated in local cache for {where}")
-            question = pb.PreStartContainerRequest(devices_ids=self._shuffled(held.ids))
-            try:
-                client = self._running(resource, endpoint)
-                await _answer(client, client.stub.PreStartContainer(question, timeout=PRE_START_TIMEOUT))
-            except _Failure as failure:
-                raise _Failure(f"device plugin PreStartContainer rpc failed with err: {failure}") from failure
-            self._record("prestart", resource=resource, pod=pod, container=container, ids=sorted(held.ids))
+    # What befalls pods
 
-    def _edits(self, pod: str, container: str) -> Allocation:
-        """Merges the answers of a container's resources: whichever comes first in Go's random order wins."""
-        result = Allocation()
-        for resource, held in self._shuffled(self._held.get(pod, {}).get(container, {}).items()):
-            answer = held.answer
-            result.ids[resource] = frozenset(held.ids)
-            for mine, theirs in ((result.envs, answer.envs), (result.annotations, answer.annotations)):
-                for key, value in theirs.items():
-                    if mine.setdefault(key, value) != value:
-                        self._record("conflict", resource=resource, pod=pod, key=key, ignored=value, kept=mine[key])
-            known = {spec.container_path for spec in result.devices}
-            result.devices.extend(spec for spec in answer.devices if spec.container_path not in known)
-            known = {mount.container_path for mount in result.mounts}
-            result.mounts.extend(mount for mount in answer.mounts if mount.container_path not in known)
-            result.cdi_devices.extend(cdi.name for cdi in answer.cdi_devices if cdi.name not in result.cdi_devices)
-        return result
+    def delete(self, pod: str) -> None:
+        """Delete a pod in an orderly manner: its containers end, its cgroup goes, then its object.
 
-    def _shuffled(self, items: Iterable[T]) -> list[T]:
-        """In no order that a plugin could rely on."""
-        result = sorted(items, key=repr)
-        self._random.shuffle(result)
-        return result
-
-    # ------------------------------------------------------------------------------------------------------ checkpoint
-
-    def _write_checkpoint(self) -> None:
-        """As the original: same keys, written to a dot file beside it and renamed (a plugin sees both events).
-
-        The checksum is a CRC of the JSON here; the original's is a hash of a Go value, which no other program can
-        compute. So neither reads the other's file.
+        The device manager forgets it when a List or the next admission asks, and the file with its
+        next writing. While nobody tells the kubelet, because it is down or the API server away,
+        only the object goes; the kubelet forgets it when it has heard of all pods, and the
+        containers run on until `end`.
         """
-        entries = [
-            {
-                "PodUID": pod,
-                "ContainerName": container,
-                "ResourceName": resource,
-                "DeviceIDs": {str(node): ids for node, ids in held.per_node.items()},
-                "AllocResp": base64.b64encode(held.answer.SerializeToString()).decode(),
-            }
-            for pod, containers in self._held.items()
-            for container, resources in containers.items()
-            for resource, held in resources.items()
-        ]
-        registered = {resource: sorted(ids) for resource, ids in self._healthy.items()}
-        content = {"PodDeviceEntries": entries or None, "RegisteredDevices": registered}
-        text = json.dumps({"Data": content, "Checksum": zlib.crc32(json.dumps(content, sort_keys=True).encode())})
-        with tempfile.NamedTemporaryFile("w", prefix=".", dir=self.directory, delete=False) as file:
-            file.write(text)
-        os.rename(file.name, self.directory / CHECKPOINT)
+        self.node.delete(self.node.pods.get(pod), force=False)
+        self.log.record("deleted", pod=pod)
 
-    def _read_checkpoint(self) -> None:
-        """The pods hold their devices again; their resources are known but empty until a plugin registers them.
+    def force_delete(self, pod: str) -> None:
+        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
+        self.node.delete(self.node.pods.get(pod), force=True)
+        self.log.record("deleted", pod=pod)
 
-        A file that cannot be read or fails its checksum is as good as none.
+    def end(self, pod: str) -> None:
+        """End the containers of a pod whose object is gone, and remove its cgroup."""
+        self.node.end(self.node.pods.get_running(pod))
+        self.log.record("terminated", pod=pod)
+
+    def complete(self, pod: str) -> None:
+        """Let a pod's containers end by themselves, for good: its cgroup goes, its object stays."""
+        self.node.end(self.node.pods.get(pod))
+        self.log.record("completed", pod=pod)
+
+    def crash(self, pod: str, container: str) -> None:
+        """End a container; it is started again, with PreStartContainer and without Allocate."""
+        found = self.node.pods.get(pod)
+        self.node.crash(found, found.containers[container])
+        self.log.record("exited", pod=pod, container=container)
+
+    def remove_pod(self, pod: str) -> None:
+        """Delete a pod in an orderly manner, let the device manager forget it and write that down.
+
+        A short form for tests of something else: the original forgets at the next List or
+        admission.
         """
-        try:
-            stored = json.loads((self.directory / CHECKPOINT).read_text())
-            content = stored["Data"]
-            if stored["Checksum"] != zlib.crc32(json.dumps(content, sort_keys=True).encode()):
-                raise ValueError("checkpoint is corrupted")
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._record("checkpoint-ignored", error=str(error))
-            return
-        for entry in content["PodDeviceEntries"] or []:
-            pod, container, resource = entry["PodUID"], entry["ContainerName"], entry["ResourceName"]
-            answer = pb.ContainerAllocateResponse.FromString(base64.b64decode(entry["AllocResp"]))
-            held = _Held({int(node): ids for node, ids in entry["DeviceIDs"].items()}, answer)
-            self._held.setdefault(pod, {}).setdefault(container, {})[resource] = held
-            # A pod that only the checkpoint knows (a new Kubelet object after a "reboot") is still in the API server.
-            request, _ = self._pods.setdefault(pod, {}).setdefault(container, ({}, False))
-            request.setdefault(resource, len(held.ids))
-        self._recount()
-        for resource in content["RegisteredDevices"] or {}:
-            self._healthy[resource] = set()
-            self._unhealthy[resource] = set()
-            self._endpoints[resource] = _Endpoint(None, None)
-            self._stopped(self._endpoints[resource])
+        with contextlib.suppress(LookupError):
+            found = self.node.pods.get(pod)
+            self.node.delete(found, force=False)
+            if self.node.alive and found.uid in self.manager.pods.held:
+                self.manager.pods.forget([found.uid])
+                self.manager.write_checkpoint_now()
+        self.log.record("freed", pod=pod)
+
+
+# ---------------------------------------------------------------------------------- services
+
+
+def listed_pods(manager: DeviceManager, pods: Pods) -> pods_pb.ListPodResourcesResponse:
+    """Return what List of the pod resources API answers, in no order, and forget who has ended.
+
+    One entry for each device, or for each of its NUMA nodes if it has any; of resources whose
+    plugin is gone, too. What an ordinary init container has is not named.
+    """
+    manager.prune()
+    answer = pods_pb.ListPodResourcesResponse()
+    active = pods.active()
+    for pod in manager.config.shuffled(pods):
+        if pod.uid not in active and not (pod.known and manager.config.names_ended_pods):
+            continue
+        namespace, name = pod.full_name
+        listed = answer.pod_resources.add(name=name, namespace=namespace)
+        for container in pod.containers.values():
+            if container.kind == "init":
+                continue
+            devices = listed.containers.add(name=container.name).devices
+            for resource, held in manager.pods.of(pod.uid, container.name).items():
+                for ident in (ident for ids in held.per_node.values() for ident in ids):
+                    devices.add(resource_name=resource, device_ids=[ident])
+    return answer
+
+
+def allocatable_devices(manager: DeviceManager) -> pods_pb.AllocatableResourcesResponse:
+    """Return what GetAllocatableResources answers: every healthy device, held or not."""
+    answer = pods_pb.AllocatableResourcesResponse()
+    for resource, healthy in manager.config.shuffled(manager.devices.healthy.items()):
+        for ident in manager.config.shuffled(healthy):
+            for _ in numa_nodes(manager.devices.get(resource, ident)) or [NO_NUMA_NODE]:
+                answer.devices.add(resource_name=resource, device_ids=[ident])
+    return answer
 
 
 class _Registration:
-    """The `Registration` service: errors of the device manager reach the plugin as UNKNOWN, with their text."""
+    """The `Registration` service: errors reach the plugin as UNKNOWN, with their text."""
 
-    def __init__(self, kubelet: Kubelet) -> None:
+    def __init__(self, kubelet: _Alive) -> None:
         self._kubelet = kubelet
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
         kubelet, begin = self._kubelet, time.monotonic()
         who = {"resource": request.resource_name, "endpoint": request.endpoint}
-        kubelet._record("register", **who)
+        kubelet.log.record("register", **who)
         code: grpc.StatusCode | None = None
         try:
-            if (fault := await kubelet._meet_fault("Register")) and (code := fault.code):
-                raise _Failure(fault.message)
-            await kubelet._register(request)
-        except _Failure as failure:
-            kubelet._record("refused", **who, message=str(failure))
+            if (fault := await kubelet.faults.meet("Register")) and (code := fault.code):
+                raise Failure(fault.message)
+            await kubelet.manager.plugins.register(request)
+        except Failure as failure:
+            kubelet.log.record("refused", **who, message=str(failure))
             await context.abort(code or grpc.StatusCode.UNKNOWN, str(failure))
-        kubelet._record("registered", **who, seconds=time.monotonic() - begin)
+        kubelet.log.record("registered", **who, seconds=time.monotonic() - begin)
         return pb.Empty()
 
 
 class _PodResources(grpc.GenericRpcHandler):
-    """The service `v1.PodResourcesLister`; generic, so that it can also answer what is no message."""
+    """The service `v1.PodResourcesLister`; generic, so that it can answer what is no message."""
 
-    def __init__(self, kubelet: Kubelet) -> None:
+    def __init__(self, kubelet: _Alive) -> None:
         self._kubelet = kubelet
 
+    def _answer(self, method: str) -> bytes:
+        manager = self._kubelet.manager
+        if method == "List":
+            return listed_pods(manager, self._kubelet.node.pods).SerializeToString()
+        return allocatable_devices(manager).SerializeToString()
+
     def service(self, handler_call_details: Any) -> Any:
-        answers = {"List": self._kubelet.listed_pods, "GetAllocatableResources": self._kubelet.allocatable_devices}
         service, _, method = str(handler_call_details.method)[1:].partition("/")
-        if service != "v1.PodResourcesLister" or method not in answers:
+        known = ("List", "GetAllocatableResources")
+        if service != "v1.PodResourcesLister" or method not in known:
             return None  # UNIMPLEMENTED
 
         async def call(request: bytes, context: Any) -> bytes:
             kubelet = self._kubelet
-            if not kubelet._may_call():
-                kubelet._violation(f"{method} of the pod resources API is called too often")
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-            fault = await kubelet._meet_fault("List") if method == "List" else None
+            if not kubelet.limit.allows():
+                kubelet.log.violation(f"{method} of the pod resources API is called too often")
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                await context.abort(code, "rejected by rate limit")
+            fault = await kubelet.faults.meet("List") if method == "List" else None
             if fault and fault.code:
                 await context.abort(fault.code, fault.message)
-            answer = fault.answer if fault and fault.answer is not None else answers[method]().SerializeToString()
-            kubelet._record("asked", method=method, bytes=len(answer))
+            garbage = fault.answer if fault else None
+            answer = self._answer(method) if garbage is None else garbage
+            kubelet.log.record("asked", method=method, bytes=len(answer))
             return answer
 
         return grpc.unary_unary_rpc_method_handler(call)
 
 
-# -------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------ command line
 
 COMMANDS = """\
 commands on standard input:
   capacity                              capacity and allocatable, a line per resource
   admit POD RESOURCE=N [...] [CONTAINER]  admit a container (default: main) and print what it gets
   readmit POD                           admit it again, as after a reboot
-  remove POD                            free its devices
+  delete | force-delete | end | complete POD
+                                        what befalls a pod: see the methods of these names
+  crash POD CONTAINER                   a container ends, and is started again
+  remove POD                            delete it, and let its devices be free at once
+  away | back                           the API server
   restart | kill | start | stop         the kubelet itself (stop removes the socket, kill does not)
   drop [RESOURCE]                       break the connections to plugins
   violations                            how many so far
@@ -1129,51 +849,87 @@ commands on standard input:
 """
 
 
-async def _command(kubelet: Kubelet, line: str, say: Callable[[Event], None]) -> bool:
-    """Carries out one line of input; False for `quit`."""
+class _Console:
+    """What carries out lines of input."""
 
-    def tell(kind: str, **fields: Any) -> None:
-        say(Event(time.monotonic(), kind, fields))
+    def __init__(self, kubelet: Kubelet, say: Callable[[Event], None]) -> None:
+        self._kubelet = kubelet
+        self._say = say
 
-    verb, *words = line.split() or [""]
-    lifetime: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-        "restart": kubelet.restart,
-        "kill": kubelet.kill,
-        "start": kubelet.start,
-        "stop": kubelet.stop,
-    }
-    try:
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._say(Event(time.monotonic(), kind, fields))
+
+    async def obey(self, line: str) -> bool:
+        """Carry out a line; False for `quit`."""
+        verb, *words = line.split() or [""]
         if verb == "quit":
             return False
-        if verb in lifetime and not words:
-            await lifetime[verb]()
-        elif verb == "capacity":
-            status = kubelet._status()
-            for resource, (capacity, allocatable) in sorted(status.items()):
-                tell("capacity", resource=resource, capacity=capacity, allocatable=allocatable)
-            tell("resources", number=len(status))
-        elif verb == "admit" and words:
-            request = {resource: int(n) for resource, _, n in (w.partition("=") for w in words[1:] if "=" in w)}
-            await kubelet.admit(words[0], next((w for w in words[1:] if "=" not in w), "main"), request)
-        elif verb == "readmit" and words:
-            await kubelet.readmit(words[0])
-        elif verb == "remove" and words:
-            kubelet.remove_pod(words[0])
-        elif verb == "drop":
-            await kubelet.drop_streams(words[0] if words else None)
-        elif verb == "violations":
-            tell("violations", number=len(kubelet.violations))
-        elif verb:
-            tell("error", message=f"no such command: {line.strip()}")
-    except AdmissionError:
-        pass  # told as "rejected"
-    except (OSError, ValueError, RuntimeError) as error:
-        tell("error", message=str(error))
-    return True
+        try:
+            if verb and not await self._act(verb, words):
+                self._tell("error", message=f"no such command: {line.strip()}")
+        except AdmissionError:
+            pass  # told as "rejected"
+        except (OSError, ValueError, RuntimeError, LookupError, Panic) as error:
+            self._tell("error", message=str(error))
+        return True
+
+    async def _act(self, verb: str, words: list[str]) -> bool:
+        """Carry out a command; False if there is none of this name with so many words."""
+        kubelet = self._kubelet
+        alone: dict[str, Callable[[], object]] = {
+            "restart": kubelet.restart,
+            "kill": kubelet.kill,
+            "start": kubelet.start,
+            "stop": kubelet.stop,
+            "away": kubelet.api_server_away,
+            "back": kubelet.api_server_back,
+            "capacity": self._capacity,
+            "violations": self._violations,
+            "drop": kubelet.drop_streams,
+        }
+        with_one: dict[str, Callable[[str], object]] = {
+            "readmit": kubelet.readmit,
+            "delete": kubelet.delete,
+            "force-delete": kubelet.force_delete,
+            "end": kubelet.end,
+            "complete": kubelet.complete,
+            "remove": kubelet.remove_pod,
+            "drop": kubelet.drop_streams,
+        }
+        done: object
+        if verb == "admit" and words:
+            done = self._admit(words)
+        elif verb == "crash" and len(words) == 2:
+            kubelet.crash(*words)
+            done = None
+        elif not words and verb in alone:
+            done = alone[verb]()
+        elif len(words) == 1 and verb in with_one:
+            done = with_one[verb](words[0])
+        else:
+            return False
+        if isinstance(done, Coroutine):
+            await done
+        return True
+
+    async def _admit(self, words: list[str]) -> None:
+        pairs = [word.partition("=") for word in words[1:] if "=" in word]
+        request = {resource: int(number) for resource, _, number in pairs}
+        container = next((word for word in words[1:] if "=" not in word), "main")
+        await self._kubelet.admit(words[0], container, request)
+
+    def _capacity(self) -> None:
+        status = self._kubelet.manager.status()
+        for resource, (capacity, allocatable) in sorted(status.items()):
+            self._tell("capacity", resource=resource, capacity=capacity, allocatable=allocatable)
+        self._tell("resources", number=len(status))
+
+    def _violations(self) -> None:
+        self._tell("violations", number=len(self._kubelet.violations))
 
 
 def _read_lines(put: Callable[[str], object]) -> None:
-    """Reads the descriptor itself: a thread inside `sys.stdin` would make the interpreter abort when it exits."""
+    """Read the descriptor itself: a thread in `sys.stdin` would make Python abort at exit."""
     rest = b""
     with contextlib.suppress(OSError, RuntimeError):  # closed input; closed loop
         while block := os.read(0, 4096):
@@ -1202,6 +958,7 @@ async def _main(options: argparse.Namespace) -> None:
         numa_nodes=options.numa_nodes,
         grace_period=options.grace_period,
         pod_resources=options.pod_resources,
+        cgroups=options.cgroups,
         on_event=say,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -1212,39 +969,48 @@ async def _main(options: argparse.Namespace) -> None:
             loop.call_soon_threadsafe(lines.put_nowait, line)
 
         threading.Thread(target=_read_lines, args=(put,), daemon=True).start()
+    console = _Console(kubelet, say)
     await kubelet.start(deaf=options.deaf)
-    while (line := await lines.get()) is not None and await _command(kubelet, line, say):
+    while (line := await lines.get()) is not None and await console.obey(line):
         pass
     await kubelet.stop()
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.world.kubelet",
-        description="A reference kubelet for device plugins: prints a line for everything that happens.",
+        description="A reference kubelet: prints a line for everything that happens.",
         epilog=COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", type=Path, help="the device plugin directory, made if it is missing")
-    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
-    parser.add_argument(
+    add = parser.add_argument
+    add("directory", type=Path, help="the device plugin directory, made if it is missing")
+    add("--json", action="store_true", help="print events as JSON lines")
+    add(
         "--kubelet-version",
         type=lambda text: tuple(map(int, text.split("."))),
         default=(1, 36),
         metavar="1.N",
-        help="whose behaviour to show: it differs before 1.33, before 1.37, and since (default: 1.36)",
+        help="whose behaviour to show: it differs before 1.32, 1.33, 1.34, 1.37 (default: 1.36)",
     )
-    parser.add_argument("--policy", choices=["none", "single-numa-node"], default="none", help="topology policy")
-    parser.add_argument("--numa-nodes", type=int, nargs="+", default=[0, 1], metavar="N", help="(default: 0 1)")
-    parser.add_argument("--grace-period", type=float, default=300.0, metavar="SECONDS", help="(default: 300)")
-    parser.add_argument(
+    policies = ["none", "best-effort", "restricted", "single-numa-node"]
+    add("--policy", choices=policies, default="none", help="topology policy")
+    add("--numa-nodes", type=int, nargs="+", default=[0, 1], metavar="N", help="(default: 0 1)")
+    add("--grace-period", type=float, default=300.0, metavar="SECONDS", help="(default: 300)")
+    add(
         "--pod-resources",
         type=Path,
         metavar="SOCKET",
         help="serve the pod resources API here (default: not at all)",
     )
-    parser.add_argument("--deaf", action="store_true", help="create the socket, but never answer on it")
-    asyncio.run(_main(parser.parse_args()))
+    add("--cgroups", type=Path, metavar="DIR", help="make pods' cgroups here (default: nowhere)")
+    add("--deaf", action="store_true", help="create the socket, but never answer on it")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run a kubelet by hand."""
+    asyncio.run(_main(_arguments()))
 
 
 if __name__ == "__main__":

@@ -572,6 +572,54 @@ class SimulatedNode:
                 if not function.frozen:
                     self._beat(function, 1)
 
+    def start_process(
+        self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
+    ) -> None:
+        """Show a process that has opened device nodes, each named by its path or by a CDI name.
+
+        `cgroup` is its /proc/<pid>/cgroup. What is no node of a card here is opened without a
+        trace; FileNotFoundError if a path leads nowhere.
+        """
+        with self.changing():
+            ordinals = [self._ordinal_of(node) for node in nodes]
+            process = self.root / f"proc/{pid}"
+            process.mkdir()
+            put(process / "comm", command)
+            put(process / "cgroup", cgroup)
+            for ordinal in ordinals:
+                if ordinal is not None:
+                    self._change_pids(ordinal, lambda pids: [*pids, str(pid)])
+
+    def end_process(self, pid: int) -> None:
+        """Show it no longer: it has closed what it had open."""
+        with self.changing():
+            remove(self.root / f"proc/{pid}")
+            for function in self._functions.values():
+                if function.ordinal is not None:
+                    self._change_pids(
+                        function.ordinal, lambda pids: [p for p in pids if p != str(pid)]
+                    )
+
+    def _ordinal_of(self, node: str) -> int | None:
+        """The number of the card's node that a path leads to, or that a CDI name stands for."""
+        name = node.rpartition("=")[2]
+        if name in self._functions:
+            return self._functions[name].ordinal
+        path = Path(node)
+        path.lstat()
+        while path.is_symlink() and path.parent.name.startswith("by-"):
+            path = path.parent / path.readlink()
+            path.lstat()
+        is_here = path.resolve().parent == (self.root / "dev/tenstorrent").resolve()
+        ours = is_here or path.parent.name == "tenstorrent"
+        return int(path.name) if ours and path.name.isdigit() else None
+
+    def _change_pids(self, ordinal: int, change: Callable[[list[str]], list[str]]) -> None:
+        """Who has a node open; a driver before 2.5 does not tell."""
+        file = self.root / f"proc/driver/tenstorrent/{ordinal}/pids"
+        if file.exists():
+            put(file, "\n".join(change(file.read_text().split())))
+
     # -- where things are --------------------------------------------------------------------------
 
     def _pci(self, function: Function) -> Path:

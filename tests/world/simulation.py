@@ -84,16 +84,23 @@ def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Set
 class RunningDaemon:
     """The daemon in this process and on this loop, on a simulated node whose events reach it at once."""
 
-    def __init__(self, node: SimulatedNode, settings: ttdp.Settings, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, node: SimulatedNode, settings: ttdp.Settings, environ: Mapping[str, str] | None = None
+    ) -> None:
         """environ: what a service manager would set, but for the NOTIFY_SOCKET."""
         self.node = node
         self.settings = settings
         self.loaded: Callable[[], ttdp.Settings] = lambda: self.settings
+        self.daemon: ttdp.Daemon  # made on the loop
         self.notes: list[str] = []  # what systemd would have heard
         manager = ttdp.ServiceManager(environ or {})
         manager.notify = lambda *states: self.notes.append("\n".join(states))  # type: ignore[method-assign]
-        self._kernel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._make = lambda: ttdp.Daemon(settings, lambda: self.loaded(), manager, lambda: theirs, trusted)
+        self._kernel, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        )
+        self._make = lambda: ttdp.Daemon(
+            settings, lambda: self.loaded(), manager, lambda: theirs, trusted
+        )
         self._errors = contextlib.ExitStack()
 
     def notified(self, beginning: str) -> bool:
@@ -127,6 +134,10 @@ class RunningDaemon:
         self.settings = replace(self.settings, **changes)
         self.daemon.reload()
 
+    @property
+    def sessions(self) -> dict[str, ttdp.KubeletSession]:
+        return self.daemon.registrar.sessions
+
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.daemon.monitor.fleet.chips[bdf]
 
@@ -138,7 +149,9 @@ def main(arguments: Sequence[str]) -> int:
         del words[:2]
 
         def from_unix_socket() -> socket.socket:
-            events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            events = socket.socket(
+                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
             events.bind(path)
             return events
 

@@ -1,0 +1,470 @@
+"""The reference kubelet's side of the connections to device plugins: registration, streams, lists.
+
+It follows `pkg/kubelet/cm/devicemanager/plugin/v1beta1` and what of `manager.go` belongs to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc
+from tests.world.eventlog import EventLog
+from tests.world.topology import Policy, numa_nodes
+
+rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
+
+HEALTHY = "Healthy"
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Config:
+    """What distinguishes one kubelet from another."""
+
+    directory: Path
+    version: tuple[int, int] = (1, 36)
+    policy: Policy = "none"
+    numa_nodes: tuple[int, ...] = (0, 1)
+    grace_period: float = 300.0  # seconds after which a resource without a plugin is removed
+    dial_timeout: float = 10.0
+    clock: Callable[[], float] = time.monotonic  # counts the grace period
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def shuffled(self, items: Iterable[T]) -> list[T]:
+        """Return the items in an order that no plugin can rely on, as Go's maps have none."""
+        result = sorted(items, key=repr)
+        self.random.shuffle(result)
+        return result
+
+    @property
+    def sweeps_every_file(self) -> bool:
+        """Whether a start deletes every file, not just sockets: before 1.33."""
+        return self.version < (1, 33)
+
+    @property
+    def keeps_the_last_pod(self) -> bool:
+        """Whether the pod that was admitted last counts as active until another one is admitted.
+
+        `pendingAdmissionPod` of manager.go; it went with 1.32.
+        """
+        return self.version < (1, 32)
+
+    @property
+    def names_ended_pods(self) -> bool:
+        """Whether List names pods that have ended, too, with no devices.
+
+        Since 1.34 the feature gate KubeletPodResourcesListUseActivePods is on.
+        """
+        return self.version < (1, 34)
+
+    @property
+    def dereferences_unlisted(self) -> bool:
+        """Whether the ID of a device that is not listed makes the kubelet panic.
+
+        `ResourceDeviceInstances` (pod_devices.go) holds pointers since 1.34, and
+        generateDeviceTopologyHints and allocateContainerResources follow them unasked.
+        """
+        return self.version >= (1, 34)
+
+    @property
+    def knows_sockets_apart(self) -> bool:
+        """Whether connections are told apart by their sockets: since 1.37 (`endpointStore`)."""
+        return self.version >= (1, 37)
+
+
+class Failure(Exception):
+    """What is a plain `error` in the original: Register answers UNKNOWN, admission wraps it."""
+
+
+def is_extended_resource(name: str) -> bool:
+    """Tell whether a plugin may register `name`, that is whether it is an extended resource.
+
+    The name must still be a qualified one as a quota's key, that is with `requests.` in front.
+    """
+    if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
+        return False
+    domain, _, rest = f"requests.{name}".partition("/")
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    return (
+        len(domain) <= 253
+        and re.fullmatch(rf"{label}(\.{label})*", domain) is not None
+        and len(rest) <= 63
+        and re.fullmatch(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]", rest) is not None
+    )
+
+
+def _go_error(error: grpc.aio.AioRpcError) -> str:
+    words = error.code().name.split("_")
+    code = "".join(word.capitalize() for word in words).replace("Cancelled", "Canceled")
+    return f"rpc error: code = {code} desc = {error.details()}"
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """The connection to a plugin's socket, and the ListAndWatch stream on it."""
+
+    resource: str
+    path: str
+    channel: grpc.aio.Channel
+    stub: Any
+    lists: int = 0  # messages on the stream so far
+    last: list[bytes] | None = None  # the latest of them
+    closed: bool = False
+
+    @classmethod
+    def to(cls, resource: str, path: str) -> Client:
+        """Make one for a plugin's socket; it connects with its first call."""
+        channel = grpc.aio.insecure_channel(
+            f"unix:{path}",
+            options=[
+                ("grpc.default_authority", "localhost"),
+                # As in Go, every connection stands alone: a back-off from an older socket must not
+                # delay this one.
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+        return cls(resource, path, channel, rpc.DevicePluginStub(channel))
+
+    @property
+    def name(self) -> str:
+        """The socket's name, which the plugin has registered."""
+        return os.path.basename(self.path)
+
+    async def dial(self, on_failure: Callable[[], None]) -> None:
+        """Wait until the plugin answers; who serves late pays: gRPC tries again after a second."""
+        failed = False
+        while (state := self.channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not failed:
+                failed = True
+                on_failure()
+            await self.channel.wait_for_state_change(state)
+
+    async def close(self) -> None:
+        """Break the connection."""
+        self.closed = True
+        await self.channel.close()
+
+    async def answer(self, call: Any) -> Any:
+        """Return the answer to a call; Failure, also where our own closing cancelled it."""
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise Failure(_go_error(error)) from error
+        except asyncio.CancelledError:
+            if not self.closed:
+                raise
+            text = "rpc error: code = Canceled desc = grpc: the client connection is closing"
+            raise Failure(text) from None
+
+
+@dataclass(eq=False, slots=True)
+class Endpoint:
+    """What the kubelet calls for a resource."""
+
+    client: Client | None  # None: known from the checkpoint only
+    options: pb.DevicePluginOptions | None
+    stopped_at: float | None = None
+
+    def running(self, resource: str) -> Client:
+        """Return the connection, or raise Failure."""
+        if self.client is None or self.stopped_at is not None:
+            raise Failure(f"endpoint {resource} has been stopped")
+        # Its stream ended, but another registration had made the kubelet forget it.
+        if self.client.closed:
+            raise Failure("rpc error: code = Unavailable desc = the plugin is gone")
+        return self.client
+
+
+class Devices:
+    """What plugins have listed, by resource."""
+
+    def __init__(self) -> None:
+        self.listed: dict[str, dict[str, pb.Device]] = {}
+        self.healthy: dict[str, set[str]] = {}
+        self.unhealthy: dict[str, set[str]] = {}
+
+    def replace(self, resource: str, devices: Sequence[pb.Device]) -> None:
+        """Take over a whole list."""
+        self.listed[resource] = {device.ID: device for device in devices}
+        self.healthy[resource] = {device.ID for device in devices if device.health == HEALTHY}
+        self.unhealthy[resource] = {device.ID for device in devices if device.health != HEALTHY}
+
+    def lose(self, resource: str) -> set[str]:
+        """Make all devices of a resource unhealthy; returns those that were healthy."""
+        lost = self.healthy.get(resource, set())
+        self.unhealthy.setdefault(resource, set()).update(lost)
+        self.healthy[resource] = set()
+        return lost
+
+    def get(self, resource: str, ident: str) -> pb.Device | None:
+        """Return a device as it is listed."""
+        return self.listed.get(resource, {}).get(ident)
+
+    def has_topology(self, resource: str) -> bool:
+        """Tell whether any device of the resource says where it is."""
+        return any(numa_nodes(device) for device in self.listed.get(resource, {}).values())
+
+
+def inspect_list(resource: str, devices: Sequence[pb.Device]) -> Iterator[str]:
+    """Yield what the kubelet swallows in a list, and no good plugin sends."""
+    seen: set[str] = set()
+    for device in devices:
+        what = f"{resource} lists device {device.ID!r}"
+        if not 0 < len(device.ID) <= 63:
+            yield f"{what}: an ID has 1 to 63 characters"
+        if device.ID in seen:
+            yield f"{what} twice"
+        if device.health not in (HEALTHY, "Unhealthy"):
+            yield f"{what} with health {device.health!r}"
+        if any(node < 0 for node in numa_nodes(device)):
+            yield f"{what} with a negative NUMA node"
+        seen.add(device.ID)
+
+
+def refuse_impossible(request: pb.RegisterRequest) -> None:
+    """Raise Failure for a registration that the kubelet refuses at once."""
+    if request.version != "v1beta1":
+        quoted = json.dumps(request.version)
+        raise Failure(
+            f"requested API version {quoted} is not supported by kubelet. "
+            'Supported version is ["v1beta1"]'
+        )
+    if not is_extended_resource(request.resource_name):
+        raise Failure(f"the ResourceName {json.dumps(request.resource_name)} is invalid")
+
+
+class Plugins:
+    """The plugins that have registered, and their streams.
+
+    Before 1.37 the kubelet knows one connection a resource: **when any stream of the resource ends,
+    the newest connection is taken down**, so a plugin that registers anew first and ends its old
+    stream afterwards loses both. Since 1.37 it knows one a socket: registering a socket that is
+    still connected is refused ("already connected"), **and because the kubelet then forgets the old
+    connection without closing it, that socket's name is refused from then on** until it restarts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        log: EventLog,
+        devices: Devices,
+        write: Callable[[], Awaitable[None]],
+        look: Callable[[], object],
+    ) -> None:
+        """`write` writes the checkpoint; `look` removes resources whose grace period is over."""
+        self.endpoints: dict[str, Endpoint] = {}
+        self._config = config
+        self._log = log
+        self._devices = devices
+        self._write = write
+        self._look = look
+        self._timers: list[asyncio.TimerHandle] = []
+        self._clients: dict[str, list[Client]] = {}
+        self._by_socket: dict[str, dict[str, Endpoint]] = {}  # since 1.37
+        self._streams: set[asyncio.Task[None]] = set()
+
+    # Registration
+
+    async def register(self, request: pb.RegisterRequest) -> None:
+        """Answer a plugin's Register; Failure where the original has an error."""
+        resource = request.resource_name
+        refuse_impossible(request)
+        if not request.endpoint or "/" in request.endpoint:
+            self._log.violation(
+                f"{resource} registers the endpoint {request.endpoint!r}, not a file name"
+            )
+        client = Client.to(resource, os.path.normpath(self._config.directory / request.endpoint))
+        if self._config.knows_sockets_apart:
+            self._clients.setdefault(resource, []).append(client)
+        else:
+            self._clients[resource] = [client]  # the one before is neither closed nor remembered
+        try:
+            await self._connect(client, request)
+        except BaseException:
+            self._deregister(client)
+            await client.close()
+            raise
+        task = asyncio.create_task(self._follow(client))
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+
+    async def _connect(self, client: Client, request: pb.RegisterRequest) -> None:
+        """Dial back and ask for the options, all within the plugin's call of Register."""
+
+        def too_early() -> None:
+            self._log.violation(f"{client.resource} registers {client.path} before it serves there")
+
+        try:
+            await asyncio.wait_for(client.dial(too_early), self._config.dial_timeout)
+        except asyncio.TimeoutError:
+            raise Failure("failed to dial device plugin: context deadline exceeded") from None
+        try:
+            call = client.stub.GetDevicePluginOptions(pb.Empty())
+            options: pb.DevicePluginOptions = await client.answer(call)
+        except Failure as failure:
+            raise Failure(f"failed to get device plugin options: {failure}") from failure
+        if request.HasField("options") and request.options != options:
+            self._log.violation(
+                f"{client.resource} registers other options than GetDevicePluginOptions answers"
+            )
+        endpoint = Endpoint(client, options)
+        if self._config.knows_sockets_apart:
+            connected = self._by_socket.setdefault(client.resource, {})
+            if client.path in connected:
+                self._log.violation(
+                    f"{client.resource} registers {client.path} again while it is still connected"
+                )
+                raise Failure(f"device plugin already connected: {client.path}")
+            connected[client.path] = endpoint
+        self.endpoints[client.resource] = endpoint
+
+    def _deregister(self, client: Client) -> None:
+        """Forget the resource's connection; since 1.37 all those to this socket."""
+        others = [c for c in self._clients.get(client.resource, []) if c.path != client.path]
+        if others and self._config.knows_sockets_apart:
+            self._clients[client.resource] = others
+        else:
+            self._clients.pop(client.resource, None)
+
+    # Streams
+
+    async def _follow(self, client: Client) -> None:
+        """Follow a ListAndWatch stream to its end, then take down what the original does."""
+        try:
+            async for response in client.stub.ListAndWatch(pb.Empty()):
+                await self._take(client, response)
+            reason = "the plugin ended it"
+        except grpc.aio.AioRpcError as error:
+            reason = _go_error(error)
+        except asyncio.CancelledError:
+            if not client.closed:
+                await client.close()
+                raise
+            reason = "closed by the kubelet"
+        except grpc.aio.UsageError:  # the channel was closed before the call began
+            reason = "closed by the kubelet"
+        by_path = self._config.knows_sockets_apart
+        known = self._clients.get(client.resource, [])
+        target = next((c for c in known if c.path == client.path or not by_path), None)
+        self._log.record("ended", resource=client.resource, endpoint=client.name, reason=reason)
+        if target:
+            if target is not client:
+                self._log.violation(
+                    f"{client.resource} ended a stream after registering anew: both are lost"
+                )
+            await self._disconnect(target)
+        if not client.closed:
+            await client.close()
+
+    async def _take(self, client: Client, response: pb.ListAndWatchResponse) -> None:
+        """Take over a list and write the checkpoint, also if nothing has changed."""
+        resource = client.resource
+        for text in inspect_list(resource, response.devices):
+            self._log.violation(text)
+        content = sorted(d.SerializeToString(deterministic=True) for d in response.devices)
+        repeated = content == client.last
+        client.last = content
+        self._devices.replace(resource, response.devices)
+        await self._write()
+        client.lists += 1
+        healthy, unhealthy = self._devices.healthy[resource], self._devices.unhealthy[resource]
+        self._log.record(
+            "list",
+            resource=resource,
+            healthy=len(healthy),
+            unhealthy=len(unhealthy),
+            number=client.lists,
+            repeated=repeated,  # nothing in it is new, whatever its order
+            endpoint=client.name,
+            healthy_ids=sorted(healthy),
+            unhealthy_ids=sorted(unhealthy),
+        )
+
+    async def _disconnect(self, client: Client) -> None:
+        resource = client.resource
+        self._deregister(client)
+        if not self._config.knows_sockets_apart:
+            if endpoint := self.endpoints.get(resource):
+                self._lose(resource, endpoint)
+        elif endpoint := self._by_socket.get(resource, {}).pop(client.path, None):
+            if others := self._by_socket[resource]:
+                endpoint.stopped_at = self._config.clock()
+                self.endpoints[resource] = self._config.random.choice(list(others.values()))
+            else:
+                self._lose(resource, endpoint)
+        await client.close()
+
+    def _lose(self, resource: str, endpoint: Endpoint) -> None:
+        """Take notice that no plugin is left: devices are unhealthy at once, nothing is written."""
+        lost = self._devices.lose(resource)
+        self._stop(endpoint)
+        self._log.record("lost", resource=resource, ids=sorted(lost))
+
+    def _stop(self, endpoint: Endpoint) -> None:
+        endpoint.stopped_at = self._config.clock()
+        # The original looks whenever it reports the node's status, every few seconds.
+        later = asyncio.get_running_loop().call_later
+        self._timers.append(later(self._config.grace_period + 0.001, self._look))
+
+    # What others ask and do
+
+    def is_listed(self, resource: str) -> bool:
+        """Tell whether a plugin of the resource is connected and has sent its first list."""
+        endpoint = self.endpoints.get(resource)
+        client = endpoint.client if endpoint and endpoint.stopped_at is None else None
+        return client is not None and client.lists > 0
+
+    def is_expired(self, resource: str) -> bool:
+        """Tell whether the resource has been without a plugin for longer than the grace period."""
+        endpoint = self.endpoints.get(resource)
+        if endpoint is None:
+            return True
+        stopped_at = endpoint.stopped_at
+        if stopped_at is None:
+            return False
+        return self._config.clock() - stopped_at > self._config.grace_period
+
+    def remember(self, resource: str) -> None:
+        """Know a resource from the checkpoint, without a plugin; it is not removed at once."""
+        self.endpoints[resource] = Endpoint(None, None)
+        self._stop(self.endpoints[resource])
+
+    async def drop(self, resource: str | None) -> None:
+        """Break the connections of a resource, or all, as after an error on a stream."""
+        for name, clients in list(self._clients.items()):
+            for client in clients if resource in (None, name) else []:
+                await client.close()
+
+    async def disconnect_all(self) -> None:
+        """Say farewell to every plugin, as an orderly stop does."""
+        for clients in list(self._clients.values()):
+            for client in clients:
+                await self._disconnect(client)
+
+    async def abandon(self) -> None:
+        """End all connections, as the end of the process does."""
+        for timer in self._timers:
+            timer.cancel()
+        abandoned = [client for clients in self._clients.values() for client in clients]
+        self._clients.clear()
+        for client in abandoned:
+            await client.close()
+        # Those that a newer registration replaced are in nobody's list any more.
+        for stream in self._streams:
+            stream.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+        for endpoint in self.endpoints.values():
+            endpoint.stopped_at = endpoint.stopped_at or self._config.clock()
