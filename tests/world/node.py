@@ -1238,10 +1238,7 @@ class Chip:
         """The attribute is not there (firmware that lacks the tag)."""
         with self._changing() as function:
             self.node._keep_heartbeat(function)
-            file = self.node._file(function, attribute)
-            if file.is_fifo():
-                put(file, b"")
-            remove(file)
+            remove(self.node._file(function, attribute))
 
     def block(self, attribute: str = "tt_heartbeat") -> None:
         """Whoever opens the attribute for reading waits until `unblock`."""

@@ -549,11 +549,14 @@ def test_blocked_read_waits_and_gets_its_value(build: Callable[..., SimulatedNod
     assert values == [value] and file.read_text() == value
 
 
-def test_blocked_reader_survives_removal(build: Callable[..., SimulatedNode]) -> None:
+@pytest.mark.parametrize("attribute", ["temp1_input", "tt_heartbeat"])
+def test_blocked_reader_survives_removal(
+    build: Callable[..., SimulatedNode], attribute: str
+) -> None:
     """When the function goes, whoever waits in a blocked read is let go."""
     (chip,) = build("n150").chips
-    file = chip.attribute("temp1_input")
-    chip.block("temp1_input")
+    file = chip.attribute(attribute)
+    chip.block(attribute)
     reader = threading.Thread(target=file.read_text, daemon=True)
     reader.start()
     reader.join(0.05)

@@ -110,10 +110,12 @@ def link(path: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or directory, and let go whoever waits in a FIFO below it."""
-    if path.is_dir() and not path.is_symlink():
-        for fifo in [p for p in path.rglob("*") if p.is_fifo()]:
-            put(fifo, b"")
+    """Remove a file, link or directory, and let go whoever waits in a FIFO there or below it."""
+    is_directory = path.is_dir() and not path.is_symlink()
+    for each in [path, *path.rglob("*")] if is_directory else [path]:
+        if each.is_fifo():
+            put(each, b"")
+    if is_directory:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
