@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,57 +18,34 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.world.processes import finished
-from ttdp import (
-    OPTIONS,
-    ConfigError,
-    HealthSettings,
-    Mount,
-    Option,
-    Settings,
-    SharedResource,
-    Sharing,
-    load_settings,
-)
+from ttdp import OPTIONS, ConfigError, HealthSettings, Mount, Settings, Sharing, load_settings
 
-# What the design says: key and default.
-DEFAULTS: dict[str, Any] = {
-    "device_plugin_dir": "/var/lib/kubelet/device-plugins",
-    "sysfs_root": "/sys",
-    "dev_root": "/dev",
-    "proc_root": "/proc",
-    "resource_domain": "tenstorrent.com",
-    "resource_naming": "board",
-    "device_id_strategy": "bdf",
-    "visible_devices": "bdf",
-    "unit": "chip",
-    "device_list_strategy": "device-specs",
-    "cdi_dir": "/var/run/cdi",
-    "labels_dir": "/etc/kubernetes/node-feature-discovery/features.d",
-    "metrics_file": "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
-    "pod_resources_socket": "/var/lib/kubelet/pod-resources/kubelet.sock",
-    "fail_on_init_error": False,
-    "log_level": "info",
-}
+Shared = ttdp.SharedResource
 
-# Values for file, variable and flag: each another than the next, and than the default if it can.
-SAMPLES: dict[str, tuple[str, str, str]] = {
-    "device_plugin_dir": ("/file/plugins", "/variable/plugins", "/flag/plugins"),
-    "sysfs_root": ("/file/sys", "/variable/sys", "/flag/sys"),
-    "dev_root": ("/file/dev", "/variable/dev", "/flag/dev"),
-    "proc_root": ("/file/proc", "/variable/proc", "/flag/proc"),
-    "resource_domain": ("file.example", "variable.example", "flag.example"),
-    "resource_naming": ("card", "arch", "card"),
-    "device_id_strategy": ("asic", "index", "asic"),
-    "visible_devices": ("index", "none", "index"),
-    "unit": ("board", "chip", "board"),
-    "device_list_strategy": ("cdi", "device-specs", "cdi"),
-    "cdi_dir": ("/file/cdi", "/variable/cdi", "/flag/cdi"),
-    "labels_dir": ("", "/variable/labels", "/flag/labels"),
-    "metrics_file": ("/file/x.prom", "/variable/x.prom", ""),
-    "pod_resources_socket": ("/file/pods.sock", "/variable/pods.sock", "/flag/pods.sock"),
-    "fail_on_init_error": ("true", "false", "true"),
-    "log_level": ("error", "warning", "debug"),
-}
+# What the design says: keys and defaults. Then values for file, variable and flag, each another
+# than the next, and than the default if it can.
+SAMPLES: dict[str, tuple[Any, str, str, str]] = {
+    "device_plugin_dir": ("/var/lib/kubelet/device-plugins", "/file/d", "/variable/d", "/flag/d"),
+    "sysfs_root": ("/sys", "/file/sys", "/variable/sys", "/flag/sys"),
+    "dev_root": ("/dev", "/file/dev", "/variable/dev", "/flag/dev"),
+    "proc_root": ("/proc", "/file/proc", "/variable/proc", "/flag/proc"),
+    "resource_domain": ("tenstorrent.com", "file.example", "variable.example", "flag.example"),
+    "resource_naming": ("board", "card", "arch", "card"),
+    "device_id_strategy": ("bdf", "asic", "index", "asic"),
+    "visible_devices": ("bdf", "index", "none", "index"),
+    "unit": ("chip", "board", "chip", "board"),
+    "device_list_strategy": ("device-specs", "cdi", "device-specs", "cdi"),
+    "cdi_dir": ("/var/run/cdi", "/file/cdi", "/variable/cdi", "/flag/cdi"),
+    "labels_dir": ("/etc/kubernetes/node-feature-discovery/features.d", "",
+                   "/variable/l", "/flag/l"),
+    "metrics_file": ("/var/lib/prometheus/node-exporter/tt-device-plugin.prom", "/file/x.prom",
+                     "/variable/x.prom", ""),
+    "pod_resources_socket": ("/var/lib/kubelet/pod-resources/kubelet.sock", "/file/pods.sock",
+                             "/variable/pods.sock", "/flag/pods.sock"),
+    "fail_on_init_error": (False, "true", "false", "true"),
+    "log_level": ("info", "error", "warning", "debug"),
+}  # fmt: skip
+DEFAULTS = {key: values[0] for key, values in SAMPLES.items()}
 
 # Texts that are no value, and the words by which the message says what would be one.
 LONG = "/" + "x" * 4096
@@ -109,13 +85,15 @@ def toml(value: object) -> str:
     return repr(value)
 
 
-def from_file(content: str | bytes) -> Settings:
-    """The settings from a configuration file with this content, and nothing else."""
+def from_file(
+    content: str | bytes, flags: Mapping[str, str | None] | None = None, **environ: str
+) -> Settings:
+    """The settings from a file with this content; of an error, what comes behind its name."""
     with tempfile.NamedTemporaryFile(suffix=".toml") as file:
         file.write(content if isinstance(content, bytes) else content.encode())
         file.flush()
         try:
-            return load_settings({"config_file": file.name}, {})
+            return load_settings({**(flags or {}), "config_file": file.name}, environ)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix(f"{file.name}: ")) from None
 
@@ -129,16 +107,11 @@ def refusal(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> str:
 
 
 def refusal_of_file(content: str | bytes) -> str:
-    """The one line with which a file of this content is refused, without the file's name."""
+    """The one line with which a file of this content is refused, behind the file's name."""
     with pytest.raises(ConfigError) as refused:
         from_file(content)
     (line,) = str(refused.value).splitlines()
     return line
-
-
-def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The program itself, with no configuration but this one."""
-    return finished([sys.executable, Path(ttdp.__file__), *words], environ)
 
 
 # -- where a value comes from ----------------------------------------------------------------------
@@ -158,22 +131,19 @@ def test_the_options_are_those_of_the_design() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(option: Option) -> None:
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(option: ttdp.Option) -> None:
     """Of every combination of the three sources the strongest counts; of none, the default."""
-    in_file, in_variable, in_flag = SAMPLES[option.key]
+    default, in_file, in_variable, in_flag = SAMPLES[option.key]
     line = f"{option.key} = {in_file if option.is_switch else toml(in_file)}"
     for has_file, has_variable, has_flag in itertools.product((False, True), repeat=3):
-        given = {in_file: has_file, in_variable: has_variable, in_flag: has_flag}
-        wanted: Any = DEFAULTS[option.key]
-        if any((has_file, has_variable, has_flag)):
-            wanted = in_flag if has_flag else in_variable if has_variable else in_file
-            wanted = wanted == "true" if option.is_switch else wanted
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-            file.write(line if has_file else "")
-            file.flush()
-            environ = {option.variable: in_variable} if has_variable else {}
-            flags = {"config_file": file.name, option.key: in_flag if has_flag else None}
-            assert getattr(load_settings(flags, environ), option.key) == wanted, given
+        given = [in_file] * has_file + [in_variable] * has_variable + [in_flag] * has_flag
+        strongest: Any = (
+            given[-1] == "true" if given and option.is_switch else [default, *given][-1]
+        )
+        environ = {option.variable: in_variable} if has_variable else {}
+        flags = {option.key: in_flag if has_flag else None}
+        settings = from_file(line if has_file else "", flags, **environ)
+        assert getattr(settings, option.key) == strongest, given
 
 
 def test_the_default_file_may_be_absent_and_counts_if_it_is_not(
@@ -213,27 +183,20 @@ def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (settings.sysfs_root, settings.dev_root) == (f"{tmp_path}/sys", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("texts", "value"),
-    [
-        (["true", "yes", "on", "1", "True", "YES", "On"], True),
-        (["false", "no", "off", "0", "False", "NO", "Off"], False),
-    ],
-)
-def test_booleans_in_every_spelling(texts: list[str], value: bool) -> None:
+def test_booleans_in_every_spelling() -> None:
     """In variables and flags all usual spellings of a boolean are one."""
-    for text in texts:
-        assert load_settings({}, {"TTDP_FAIL_ON_INIT_ERROR": text}).fail_on_init_error is value
-        assert load_settings({"fail_on_init_error": text}, {}).fail_on_init_error is value
+    spellings = {True: "true yes on 1 True YES On", False: "false no off 0 False NO Off"}
+    for value, texts in spellings.items():
+        for text in texts.split():
+            assert load_settings({}, {"TTDP_FAIL_ON_INIT_ERROR": text}).fail_on_init_error is value
+            assert load_settings({"fail_on_init_error": text}, {}).fail_on_init_error is value
 
 
-@pytest.mark.parametrize(
-    ("variable", "state_dir"), [(None, None), ("", None), ("/one", "/one"), ("/one:/two", "/one")]
-)
-def test_the_state_directory_is_systemds_first(variable: str | None, state_dir: str | None) -> None:
+def test_the_state_directory_is_systemds_first() -> None:
     """STATE_DIRECTORY may hold several; without one nothing outlives the daemon."""
-    environ = {} if variable is None else {"STATE_DIRECTORY": variable}
-    assert load_settings({}, environ).state_dir == state_dir
+    for text, directory in {"": None, "/one": "/one", "/one:/two": "/one"}.items():
+        assert load_settings({}, {"STATE_DIRECTORY": text}).state_dir == directory
+    assert load_settings({}, {}).state_dir is None
 
 
 # -- what cannot be used ---------------------------------------------------------------------------
@@ -243,7 +206,7 @@ def test_the_state_directory_is_systemds_first(variable: str | None, state_dir: 
     ("option", "text"), WRONG_TEXTS, ids=lambda part: getattr(part, "key", None)
 )
 def test_a_wrong_value_is_named_with_its_source_and_what_is_valid(
-    option: Option, text: str
+    option: ttdp.Option, text: str
 ) -> None:
     """From flag, variable and file alike: one line with source, value and every valid choice."""
     lines = {option.flag: refusal({option.key: text}, {})}
@@ -259,7 +222,7 @@ def test_a_wrong_value_is_named_with_its_source_and_what_is_valid(
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
 @pytest.mark.parametrize("value", ["1", "1.5", "[]", "{}", "2024-01-01", "text or boolean"])
-def test_a_value_of_the_wrong_type_is_named(option: Option, value: str) -> None:
+def test_a_value_of_the_wrong_type_is_named(option: ttdp.Option, value: str) -> None:
     """A key takes strings, the switch takes a boolean, and neither takes anything else."""
     if value == "text or boolean":
         value = '"true"' if option.is_switch else "true"
@@ -399,10 +362,10 @@ def test_no_two_mounts_have_one_place(same: str) -> None:
 
 def test_the_shared_memory_of_shared_devices_is_where_their_locks_are() -> None:
     """A mount there would be one of two; without shares or common locks it is a place like any."""
-    shared = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
-    assert "have their locks there" in refusal_of_file(mount("/x", "/dev/shm") + shared)
-    assert from_file(mount("/x", "/dev/shm")).mounts == (Mount("/x", "/dev/shm"),)
-    assert from_file(f"{mount('/x', '/dev/shm')}[sharing]\nlock_dir = ''\n{shared}").mounts
+    there = mount("/x", "/dev/shm")
+    assert "have their locks there" in refusal_of_file(there + SHARED)
+    assert from_file(there).mounts == (Mount("/x", "/dev/shm"),)
+    assert from_file(f"{there}[sharing]\nlock_dir = ''\n{SHARED}").mounts
 
 
 # -- sharing ---------------------------------------------------------------------------------------
@@ -426,9 +389,9 @@ def test_what_is_shared_has_a_name_and_replicas_and_the_rest_has_its_default() -
         devices = 2
     """
     assert from_file(text).sharing.resources == (
-        SharedResource("n300", 4),
-        SharedResource("p300", 2, "p300-half", ("0000:03:00.0", "3")),
-        SharedResource("p150", 100, "p150.many", 2),
+        Shared("n300", 4),
+        Shared("p300", 2, "p300-half", ("0000:03:00.0", "3")),
+        Shared("p150", 100, "p150.many", 2),
     )
     text = "[sharing]\nlock_dir = ''\nrename_by_default = true"
     assert from_file(text).sharing == Sharing(rename_by_default=True, lock_dir="")
@@ -492,12 +455,11 @@ def test_a_refusal_is_one_line_whatever_names_hold(text: str) -> None:
     assert refusal_of_file(text)
 
 
-def test_a_name_of_another_domain_is_right_where_that_is_the_domain(tmp_path: Path) -> None:
-    """Wherever the domain comes from: the file, the environment or a flag."""
-    file = tmp_path / "config.toml"
-    file.write_text(SHARED.replace("n300", "example.org/n300"))
-    flags = {"config_file": str(file), "resource_domain": "example.org"}
-    assert load_settings(flags, {}).sharing.resources == (SharedResource("n300", 4),)
+def test_a_name_of_another_domain_is_right_where_that_is_the_domain() -> None:
+    """Also where the domain is not the file's word."""
+    text = SHARED.replace("n300", "example.org/n300")
+    found = from_file(text, {"resource_domain": "example.org"})
+    assert found.sharing.resources == (Shared("n300", 4),)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -546,19 +508,15 @@ def test_a_name_of_no_file_is_a_wrong_value() -> None:
     [
         (["list", "--fail-on-init-error=perhaps"], {}, "--fail-on-init-error: 'perhaps'"),
         (["run"], {"TTDP_RESOURCE_NAMING": "size"}, "TTDP_RESOURCE_NAMING: 'size'"),
-        (["run", "--config-file={file}"], {}, "{file}: log_level: 3"),
     ],
 )
 def test_the_program_ends_with_status_78_and_one_line(
-    words: list[str], environ: dict[str, str], named: str, tmp_path: Path
+    words: list[str], environ: dict[str, str], named: str
 ) -> None:
     """What cannot be used is for a human to mend: systemd does not restart on this status."""
-    file = tmp_path / "config.toml"
-    file.write_text("log_level = 3")
-    ended = run(*(word.format(file=file) for word in words), **environ)
+    ended = finished([sys.executable, Path(ttdp.__file__), *words], environ)
     (line,) = ended.stderr.splitlines()
-    assert named.format(file=file) in line
-    assert (ended.returncode, ended.stdout) == (78, "")
+    assert named in line and (ended.returncode, ended.stdout) == (78, "")
 
 
 @pytest.mark.parametrize(
@@ -654,9 +612,9 @@ domains = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,9}[a-z0-9])?(\.[a-z0-9]{1,9}){0,3
 mounts = st.builds(Mount, targets, targets, st.booleans())
 selected = st.sets(st.sampled_from(["0000:01:00.0", "0", "7"]), min_size=1).map(tuple)
 shares = st.tuples(
-    st.builds(SharedResource, st.just("n150"), st.integers(2, 100)),
-    st.builds(SharedResource, st.just("n300"), st.integers(2, 100), st.just("one"), selected),
-    st.builds(SharedResource, st.just("n300"), st.just(2), st.just("two"), st.integers(1, 9)),
+    st.builds(Shared, st.just("n150"), st.integers(2, 100)),
+    st.builds(Shared, st.just("n300"), st.integers(2, 100), st.just("one"), selected),
+    st.builds(Shared, st.just("n300"), st.just(2), st.just("two"), st.integers(1, 9)),
 )
 rules = st.builds(
     HealthSettings,
