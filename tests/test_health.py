@@ -14,18 +14,9 @@ from hypothesis import strategies as st
 import ttdp
 from tests.world.node import Chip, SimulatedNode
 from tests.world.simulation import kernel_errors, settings_of
-from ttdp import (
-    FIRMWARE_PATIENCE,
-    Fault,
-    Fleet,
-    Health,
-    HealthSettings,
-    Look,
-    PciFunction,
-    Reading,
-    Telemetry,
-)
+from ttdp import Fault, Fleet, Health, HealthSettings, Look, PciFunction, Reading, Telemetry
 
+PATIENCE = ttdp.FIRMWARE_PATIENCE
 BDF = "0000:05:00.0"
 BLACKHOLE = PciFunction(BDF, "blackhole", "p150a", 0, 0, "/dev/tenstorrent/0", "/sys/devices/x")
 WORMHOLE = BLACKHOLE._replace(arch="wormhole", pci_card="n150")
@@ -41,7 +32,7 @@ class Patient:
         self.circumstances: dict[str, Any] = {"function": BLACKHOLE}
 
     def look(self, *, after: float = 1, periodic: bool = True, **telemetry: Any) -> Fault | None:
-        """The fault after a look that finds this; a poll, unless it says that an event caused it."""
+        """The fault after a look that finds this: a poll, unless an event caused it."""
         self.now += after
         found = Telemetry(**telemetry)
         look = Look(telemetry=found, now=self.now, periodic=periodic, **self.circumstances)
@@ -57,40 +48,37 @@ class Patient:
 # -- heartbeat -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("misses", [1, 2, 5])
-def test_a_heartbeat_has_stalled_at_the_nth_poll_without_a_change(misses: int) -> None:
-    """Not a poll earlier, and not a poll later."""
+@pytest.mark.parametrize(
+    ("misses", "beats", "verdicts"),
+    [
+        (1, "7 7 7", ".SS"),
+        (2, "7 7 7 7", "..SS"),
+        (5, "7 7 7 7 7 7 7", ".....SS"),
+        (2, "1 1 2 2 3 3 3", "......S"),
+        (2, f"7 {'e7 ' * 100} 7 e7 7 e7", f".{'.' * 100}..SS"),
+        (1, "7 e8 8 8", "...S"),
+        (1, "0 0", ".S"),
+        (1, "4294967295 4294967295", ".S"),
+        (1, "- - - 7 - - -", "......."),
+    ],
+    ids=[
+        "of one", "of two", "of five", "a change starts the count again",
+        "what an event causes proves nothing", "and is not what the next poll compares with",
+        "zero is a count", "all ones are one that stands still", "there need not be any",
+    ],
+)  # fmt: skip
+def test_a_heartbeat_has_stalled_at_the_nth_poll_without_a_change(
+    misses: int, beats: str, verdicts: str
+) -> None:
+    """Not a poll earlier, and not a poll later. "e7" is found by an event, "-" is not offered."""
     patient = Patient(heartbeat_misses=misses)
-    verdicts = [patient.look(heartbeat=7) for _ in range(misses + 3)]
-    assert verdicts == [None] * misses + [Fault.STALLED] * 3
-    assert "stalled at 7" in patient.reason
-
-
-def test_a_poll_with_a_change_starts_the_count_again() -> None:
-    """Misses count in a row only."""
-    patient = Patient(heartbeat_misses=2)
-    beats = [1, 1, 2, 2, 3, 3, 3]
-    assert [patient.look(heartbeat=beat) for beat in beats] == [None] * 6 + [Fault.STALLED]
-
-
-def test_looks_that_an_event_caused_do_not_count_as_misses() -> None:
-    """A hundred of them in a row, without a change, prove nothing; nor do they excuse anything."""
-    patient = Patient(heartbeat_misses=2)
-    patient.look(heartbeat=7)
-    assert not any(patient.look(heartbeat=7, periodic=False, after=0.001) for _ in range(100))
-    assert patient.look(heartbeat=7) is None
-    assert patient.look(heartbeat=7, periodic=False) is None
-    assert patient.look(heartbeat=7) is Fault.STALLED
-    assert patient.look(heartbeat=7, periodic=False) is Fault.STALLED
-
-
-def test_the_poll_after_an_event_compares_with_the_poll_before_it() -> None:
-    """The event's look and the poll can be closer together than two beats: that is no miss."""
-    patient = Patient(heartbeat_misses=1)
-    patient.look(heartbeat=7)
-    patient.look(heartbeat=8, periodic=False)
-    assert patient.look(heartbeat=8, after=0.01) is None
-    assert patient.look(heartbeat=8) is Fault.STALLED
+    found = ""
+    for beat in beats.split():
+        heartbeat = ttdp.decimal(beat.strip("e-"))
+        fault = patient.look(heartbeat=heartbeat, temperature=40.0, periodic=beat[0] != "e")
+        found += {None: ".", Fault.STALLED: "S"}[fault]
+        assert not fault or f"stalled at {heartbeat}" in patient.reason
+    assert found == verdicts
 
 
 @pytest.mark.parametrize("later", [8, 6, 0, 4294967294])
@@ -100,22 +88,6 @@ def test_any_change_is_life(later: int, periodic: bool) -> None:
     patient = Patient(heartbeat_misses=1)
     assert [patient.look(heartbeat=beat) for beat in (7, 7)] == [None, Fault.STALLED]
     assert patient.look(heartbeat=later, periodic=periodic) is None
-
-
-@pytest.mark.parametrize("raw", ["0", "4294967295"])
-def test_a_heartbeat_of_zeros_or_all_ones_is_a_heartbeat(raw: str) -> None:
-    """It does not change, and that is proof, also where a dead chip offers nothing else."""
-    patient = Patient(heartbeat_misses=1)
-    heartbeat = ttdp.parse_telemetry({"tt_heartbeat": raw}).heartbeat
-    assert [patient.look(heartbeat=heartbeat) for _ in range(2)] == [None, Fault.STALLED]
-
-
-def test_a_driver_without_a_heartbeat_is_no_fault() -> None:
-    """Before 2.7 there is none; where it went away, there is none either."""
-    patient = Patient(heartbeat_misses=1)
-    assert not any(patient.look(temperature=40.0) for _ in range(5))
-    patient.look(heartbeat=7)
-    assert not any(patient.look(temperature=40.0) for _ in range(5))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +245,7 @@ def test_gone_tells_whether_the_card_or_the_driver_went() -> None:
 def test_silence_of_a_chip_that_has_never_spoken_is_no_fault() -> None:
     """Firmware that is late: healthy for ever as long as nothing contradicts it."""
     patient = Patient(heartbeat_misses=1)
-    assert not any(patient.look(after=FIRMWARE_PATIENCE) for _ in range(5))
+    assert not any(patient.look(after=PATIENCE) for _ in range(5))
 
 
 def test_a_chip_that_spoke_and_was_bound_anew_has_ten_seconds_to_speak() -> None:
@@ -282,7 +254,7 @@ def test_a_chip_that_spoke_and_was_bound_anew_has_ten_seconds_to_speak() -> None
     patient.look(heartbeat=7)
     patient.circumstances["has_spoken"] = True
     assert patient.look() is None
-    assert patient.look(after=FIRMWARE_PATIENCE - 0.1) is None
+    assert patient.look(after=PATIENCE - 0.1) is None
     assert patient.look(after=0.1) is Fault.SILENT
     assert patient.look(after=1000) is Fault.SILENT
     assert patient.look(heartbeat=3) is None
@@ -291,12 +263,12 @@ def test_a_chip_that_spoke_and_was_bound_anew_has_ten_seconds_to_speak() -> None
 
 @pytest.mark.parametrize("all_ones", [False, True])
 def test_what_was_gone_is_not_healthy_again_before_it_speaks(all_ones: bool) -> None:
-    """Bound anew with dead registers it offers nothing; its last fault stays until it is another."""
+    """Bound anew with dead registers it offers nothing; its fault stays until it is another."""
     patient = Patient()
     patient.circumstances["has_spoken"] = True
     patient.health = ttdp.gone(patient.health, BDF, on_bus=True)
     assert patient.look() is Fault.GONE and "has not spoken yet" in patient.reason
-    assert patient.look(after=FIRMWARE_PATIENCE) is Fault.SILENT
+    assert patient.look(after=PATIENCE) is Fault.SILENT
     if all_ones:
         assert patient.look(all_ones=True, off_bus=True) is Fault.NO_RESPONSE
     assert patient.look(heartbeat=3) is None
@@ -307,7 +279,7 @@ def test_what_was_gone_is_not_healthy_again_before_it_speaks(all_ones: bool) -> 
 SICK: dict[Fault, list[dict[str, Any]]] = {
     Fault.STALLED: [{"heartbeat": 7}] * 2,
     Fault.NO_RESPONSE: [{"all_ones": True}],
-    Fault.SILENT: [{}, {"after": FIRMWARE_PATIENCE}],
+    Fault.SILENT: [{}, {"after": PATIENCE}],
 }
 
 
@@ -335,7 +307,6 @@ def test_the_bus_tells_a_chip_that_left_it_from_one_whose_registers_are_dead() -
 
 # -- whatever befalls a chip -----------------------------------------------------------------------
 
-LIMIT = {"temperature_limit": 90, "heartbeat_misses": 1, "trip_holdoff": 60}
 faulty = st.sampled_from(
     [
         {"error": ("tt_heartbeat", errno.ENODATA)},
@@ -355,13 +326,13 @@ def test_whatever_befell_a_chip_it_recovers_by_itself(
     course: list[tuple[dict[str, Any], bool, float]],
 ) -> None:
     """After any faults in any order, a chip that is well for as long as the holdoff is healthy."""
-    patient = Patient(**LIMIT)
+    patient = Patient(temperature_limit=90, heartbeat_misses=1, trip_holdoff=60)
     patient.circumstances["has_spoken"] = True
     for telemetry, periodic, after in course:
         patient.look(periodic=periodic, after=after, **telemetry)
     patient.look(heartbeat=100, temperature=40.0, throttles_at=90.0, trips=9)
-    well = {"heartbeat": 101, "temperature": 40.0, "throttles_at": 90.0, "trips": 9}
-    assert patient.look(after=60, **well) is None
+    well: dict[str, Any] = {"temperature": 40.0, "throttles_at": 90.0, "trips": 9}
+    assert patient.look(after=60, heartbeat=101, **well) is None
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -489,7 +460,7 @@ def test_a_chip_that_is_bound_anew_and_silent_is_not_healthy_again(
     chip.die()
     chip.bind()
     watched.look()
-    watched.look(after=FIRMWARE_PATIENCE)
+    watched.look(after=PATIENCE)
     assert watched.health(chip).fault is Fault.SILENT
     said = [line.partition("unhealthy: ")[2].split(";")[0] for line in watched.lines()]
     assert said == ["driver is not bound", "firmware is silent since the driver was bound anew"]
