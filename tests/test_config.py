@@ -422,7 +422,7 @@ def test_what_is_shared_has_a_name_and_replicas_and_the_rest_has_its_default() -
         (SHARED + "rename = 'a'\n" + SHARED + "rename = 'b'", ["every device is selected twice"]),
         (SHARED + "rename = 'a'\ndevices = 2\n" + SHARED + "rename = 'b'", ["selected twice"]),
         (SHARED + "rename = 'a'\ndevices = [1, 2]\n" + SHARED + "rename = 'b'\ndevices = ['2']",
-         ["2 is selected twice"]),
+         ["2", " is selected twice"]),
         (SHARED + "devices = 2", ["n300: a selection of its devices needs a name of its own"]),
         (SHARED + "devices = ['0000:01:00.0']", ["a selection of its devices needs a name"]),
         (SHARED + "devices = 0", ["devices: 0", '"all", a number']),

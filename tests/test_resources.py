@@ -123,8 +123,7 @@ def test_chips_that_have_swapped_their_numbers_are_the_same_list() -> None:
 
 # -- IDs -------------------------------------------------------------------------------------------
 
-
-W, B = f"wormhole-{ASIC}", f"blackhole-{OTHER_ASIC}"
+BY_ID = f"wormhole-{ASIC}"
 KNOWN = [chip(1, 3, asic_id=ASIC), chip(2, 0, "blackhole", "p150a", asic_id=OTHER_ASIC)]
 TWINS = [chip(1, 0, asic_id=ASIC), chip(2, 1, asic_id=ASIC), chip(3, 2, asic_id="C" * 16)]
 MOVED = [chip(1, 0, present=False, asic_id=ASIC), chip(2, 0, asic_id=ASIC)]
@@ -134,11 +133,11 @@ MOVED = [chip(1, 0, present=False, asic_id=ASIC), chip(2, 0, asic_id=ASIC)]
     ("chips", "strategy", "buses"),
     [
         (KNOWN, "bdf", {bdf(1): 1, bdf(2): 2}),
-        (KNOWN, "asic", {W: 1, B: 2}),
+        (KNOWN, "asic", {BY_ID: 1, f"blackhole-{OTHER_ASIC}": 2}),
         (KNOWN, "index", {"3": 1, "0": 2}),
         ([chip(1)], "asic", {bdf(1): 1}),
         (TWINS, "asic", {bdf(1): 1, bdf(2): 2, f"wormhole-{'C' * 16}": 3}),
-        (MOVED, "asic", {W: 2}),
+        (MOVED, "asic", {BY_ID: 2}),
         (MOVED, "bdf", {bdf(1): 1, bdf(2): 2}),
         (MOVED, "index", {"0": 2}),
     ],
