@@ -297,6 +297,38 @@ def test_what_is_sound_is_remembered(remembered: Remembered) -> None:
     assert all("PCI device is gone" in reason for reason in reasons.values())
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("arch", "grayskull"), ("arch", ["wormhole"]), ("pci_card", "x1"), ("ordinal", "0"),
+     ("ordinal", True), ("numa_node", "1"), ("path", None), ("sysfs", 5)],
+)  # fmt: skip
+def test_a_chip_of_which_anything_is_false_is_not_remembered(
+    remembered: Remembered, key: str, value: object
+) -> None:
+    """The other one is, and what the pod has is listed as what is not on this node."""
+    path = ("chips", ONE, "function", key)
+    (resource,) = remembered.recall(spoilt(remembered.state, path, value)).values()
+    assert {key: len(device.chips) for key, device in resource.devices.items()} == {ONE: 0, TWO: 1}
+
+
+def test_a_chip_at_no_address_is_not_remembered(remembered: Remembered) -> None:
+    """Nothing but PCI addresses can be sorted, or asked of sysfs."""
+    chips = {"01:00": remembered.state["chips"][ONE]}
+    (resource,) = remembered.recall(spoilt(remembered.state, ("chips",), chips)).values()
+    assert list(resource.devices) == [ONE] and not resource.devices[ONE].chips
+
+
+def test_of_a_chip_only_what_has_its_form_is_remembered(remembered: Remembered) -> None:
+    """Values of another type or form count as not said."""
+    state = copy.deepcopy(remembered.state)
+    identity = {"card": 5, "serial": "no hex", "asic_id": None, "firmware": [1]}
+    state["chips"][TWO] |= {"identity": identity, "stalled_at": "7", "has_spoken": 1}
+    (resource,) = remembered.recall(json.dumps(state).encode()).values()
+    (chip,) = resource.devices[TWO].chips
+    assert (chip.identity, chip.health.heartbeat) == (ttdp.Identity(), None)
+    assert chip.has_spoken is False
+
+
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -307,7 +339,7 @@ any_json = st.recursive(
 )
 
 
-@hypothesis_settings(deadline=None, max_examples=300)
+@hypothesis_settings(deadline=None, max_examples=150)
 @given(any_json, st.data())
 def test_what_is_remembered_is_checked_value_by_value(
     remembered: Remembered, value: object, data: st.DataObject
