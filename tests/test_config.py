@@ -53,18 +53,14 @@ DOMAINS = ["", "Tenstorrent.com", "tenstorrent_com", "a..b", "-a.b", "a/b", "kub
 DOMAINS += ["x.kubernetes.io", "requests.example", "a" * 245, "tenstorrent.com\n"]
 BOOLEANS = ["true", "yes", "on", "1", "false", "no", "off", "0"]
 WRONG: dict[str, tuple[list[str], list[str]]] = {
+    **dict.fromkeys(("sysfs_root", "dev_root", "proc_root"), ([""], ["path"])),
+    **dict.fromkeys(("cdi_dir", "labels_dir", "metrics_file"), ([LONG], ["path"])),
     "device_plugin_dir": (["", "/" + "x" * 100], ["path"]),
-    "sysfs_root": ([""], ["path"]),
-    "dev_root": ([""], ["path"]),
-    "proc_root": ([""], ["path"]),
     "resource_domain": (DOMAINS, ["DNS"]),
     "resource_naming": (["", "cards", "BOARD", " board"], ["board", "card", "arch"]),
     "device_id_strategy": (["", "uuid", "bdf "], ["bdf", "asic", "index"]),
     "visible_devices": (["", "all", "0"], ["bdf", "index", "none"]),
     "device_list_strategy": (["", "CDI", "envvar"], ["device-specs", "cdi"]),
-    "cdi_dir": ([LONG], ["path"]),
-    "labels_dir": ([LONG], ["path"]),
-    "metrics_file": ([LONG], ["path"]),
     "unit": (["", "tray", "chips"], ["chip", "board"]),
     "pod_resources_socket": (["", "/" + "x" * 107], ["path"]),
     "fail_on_init_error": (["", "maybe", "2", "tru"], BOOLEANS),
@@ -485,6 +481,7 @@ def test_a_byte_order_mark_is_called_by_its_name() -> None:
 @pytest.mark.parametrize("name", ["missing", "file/below", "", "x" * 300])
 def test_a_file_that_was_named_has_to_be_a_readable_file(name: str, tmp_path: Path) -> None:
     """Missing, below what is no directory, or a directory: the line names it, and who named it."""
+    assert refusal({"config_file": ""}, {}).startswith("--config-file: '' is not valid")
     (tmp_path / "file").touch()
     path = str(tmp_path / name)
     for line, source in (
@@ -493,11 +490,6 @@ def test_a_file_that_was_named_has_to_be_a_readable_file(name: str, tmp_path: Pa
     ):
         assert line.startswith(f"{path}: ")
         assert (f"{source} names it" in line) is ("no such file" in line) is (name == "missing")
-
-
-def test_a_name_of_no_file_is_a_wrong_value() -> None:
-    """An empty flag is no word for the default."""
-    assert refusal({"config_file": ""}, {}).startswith("--config-file: '' is not valid")
 
 
 # -- the program -----------------------------------------------------------------------------------

@@ -329,6 +329,13 @@ def test_of_a_chip_only_what_has_its_form_is_remembered(remembered: Remembered) 
     assert chip.has_spoken is False
 
 
+def test_an_answer_without_chips_is_not_remembered(remembered: Remembered) -> None:
+    """Its ID would be a healthy device that is none."""
+    path = ("custody", "allocations", 0, 2)
+    (resource,) = remembered.recall(spoilt(remembered.state, path, [])).values()
+    assert [chip.bdf for chip in resource.devices[ONE].chips] == [ONE]
+
+
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=5),
     lambda inner: (

@@ -419,18 +419,6 @@ def test_throttling_and_being_cool_again_are_a_line_each_and_no_fault(
     ]
 
 
-def test_faults_without_health_in_between_are_a_line_each(watched: Watched, chip: Chip) -> None:
-    """A stall, a reset, an error of the driver."""
-    watched.look()
-    watched.look()
-    chip.reset()
-    watched.look()
-    chip.fail("tt_heartbeat", "EIO")
-    watched.look()
-    kinds = ["heartbeat stalled", "resetting", "telemetry cannot be read: tt_heartbeat"]
-    assert all(kind in line for kind, line in zip(kinds, watched.lines(), strict=True))
-
-
 def test_the_return_of_a_chip_that_went_waits_for_its_word(watched: Watched, chip: Chip) -> None:
     """Gone is one line and keeps its identity; back on the bus it is unhealthy until it is read."""
     known = watched.fleet.chips[chip.bdf].identity

@@ -137,20 +137,6 @@ def test_the_telemetry_of_a_capture_is_read_as_it_was(captured: tuple[str, Simul
         assert (telemetry.all_ones, telemetry.error) == (False, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "trays"),
-    [("galaxy-wormhole", [0xC, 0x8, 0x0, 0x4]), ("galaxy-blackhole", [0x0, 0x4, 0xC, 0x8])],
-)
-def test_a_galaxy_has_four_trays_of_eight(name: str, trays: list[int]) -> None:
-    """A tray's chips have the high nibble of their bus in common; the driver numbers by tray."""
-    with simulated(name) as node:
-        found: dict[object, list[PciFunction]] = {}
-        for each in look(Fleet({}, []), node).values():
-            found.setdefault(each.tray, []).append(each.function)
-    ordinals = {int(tray[0].bdf[5], 16): [each.ordinal for each in tray] for tray in found.values()}
-    assert ordinals == {tray: [*range(8 * n, 8 * n + 8)] for n, tray in enumerate(trays)}
-
-
 # -- firmware that is late, or says nothing --------------------------------------------------------
 
 
@@ -163,16 +149,6 @@ def test_late_firmware_brings_the_identity_and_nothing_else() -> None:
     assert (before.card_type, before.identity) == ("n150", Identity())
     assert after.identity[:3] == ("n150", "0100018511732048", "3B1D7A5620E41F08")
     assert after.function == before.function
-
-
-@pytest.mark.parametrize(
-    "name", ["n150-late-before", "n150-never-ready", "p150a-late-before", "p150a-late-after"]
-)
-def test_a_silent_chip_offers_nothing_and_is_no_error(name: str) -> None:
-    """Without any attribute there is no telemetry, no errno, and not a word about all ones."""
-    with simulated(name) as node:
-        (function,) = functions(node).values()
-        assert read(function) == Telemetry()
 
 
 def test_pci_tells_the_card_of_a_silent_chip(chip: Chip) -> None:
@@ -335,14 +311,6 @@ def test_a_read_that_fails_is_told_with_its_attribute_and_errno(
     chip.fail(attribute, error)
     with kernel_errors():
         assert read(function, former) == Telemetry(error=(attribute, getattr(errno, error)))
-
-
-def test_a_reset_is_told_by_the_heartbeat(chip: Chip) -> None:
-    """Every attribute answers ENODATA then; the heartbeat is the one that does so only then."""
-    chip.reset()
-    with kernel_errors():
-        telemetry = read(function_of(chip))
-    assert telemetry == Telemetry(error=("tt_heartbeat", errno.ENODATA))
 
 
 def test_an_attribute_that_is_a_directory_is_an_error_of_that_chip(chip: Chip) -> None:

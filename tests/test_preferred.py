@@ -116,26 +116,6 @@ def preferred(
 
 # -- by example ------------------------------------------------------------------------------------
 
-THREE_BOARDS = [on_board(bus, name) for bus, name in enumerate("aabbcc", start=1)]
-
-
-def test_two_chips_are_those_of_one_board() -> None:
-    """Also where a single chip of a lower address is free: fewest boards come first."""
-    found = preferred(THREE_BOARDS, THREE_BOARDS[1:], [], 2)
-    assert found == ["0000:03:00.0", "0000:04:00.0"]
-
-
-def test_one_chip_comes_from_a_board_that_is_broken_into() -> None:
-    """Whole boards are kept for those who need them, even at a higher address."""
-    available = [*THREE_BOARDS[:4], THREE_BOARDS[5]]
-    assert preferred(THREE_BOARDS, available, [], 1) == ["0000:06:00.0"]
-
-
-def test_the_chip_beside_the_one_that_is_a_must() -> None:
-    """The rest of the board on which a must-include device is, not the lowest address."""
-    found = preferred(THREE_BOARDS, THREE_BOARDS, [THREE_BOARDS[4]], 2)
-    assert found == ["0000:05:00.0", "0000:06:00.0"]
-
 
 def test_single_cards_are_of_one_numa_node_and_the_unknown_is_one() -> None:
     """Of two nodes, and of one that nobody knows; of a node that is no longer whole rather."""
@@ -144,21 +124,6 @@ def test_single_cards_are_of_one_numa_node_and_the_unknown_is_one() -> None:
     assert preferred(layout, layout, [], 2) == ["0000:01:00.0", "0000:03:00.0"]
     assert preferred(layout, layout, [], 3) == ["0000:05:00.0", "0000:06:00.0", "0000:07:00.0"]
     assert preferred(layout, layout[1:], [], 1) == ["0000:03:00.0"]
-
-
-def test_eight_chips_of_a_galaxy_are_a_tray_and_four_the_rest_of_one() -> None:
-    """A whole tray where one is asked for; a part of one that is in use where a part is."""
-    used = [place for place in GALAXY if place.bus not in (0x81, 0x82, 0x83, 0x84)]
-    assert preferred(GALAXY, GALAXY, [], 8) == names_of(GALAXY[:8])
-    assert preferred(GALAXY, used, [], 4) == names_of(GALAXY[20:24])
-    assert preferred(GALAXY, used, [], 16) == names_of(GALAXY[:16])
-
-
-def test_a_board_does_not_reach_beyond_its_tray() -> None:
-    """Two trays tell the same serials: remains of the one break no board of the other."""
-    low = [on_tray(bus, serial) for bus, serial in ((1, "u"), (2, "u"), (3, "v"))]
-    high = [on_tray(bus, serial) for bus, serial in ((0x41, "u"), (0x42, "u"), (0x43, "v"))]
-    assert preferred([*low, *high], [*low[:2], high[1], high[2]], [], 1) == ["0000:42:00.0"]
 
 
 WHOLE = [single(bus, 0) for bus in range(1, 6)]
