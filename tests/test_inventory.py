@@ -22,6 +22,7 @@ import ttdp
 from tests.world.captures import capture, capture_names
 from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
 from tests.world.simulation import kernel_errors, settings_of
+from tests.world.tree import open_below
 from ttdp import SENSORS, Fleet, HealthSettings, Identity, PciFunction, Reading, Telemetry
 from ttdp import parse_telemetry as parse
 from ttdp import read_telemetry as read
@@ -359,14 +360,13 @@ def test_whatever_is_no_heartbeat_that_goes_on_has_everything_read(chip: Chip, c
     """With open files and the last telemetry a look finds what one without finds; none stays."""
     function = function_of(chip)
     files = ttdp.AttributeFiles()
-    descriptors = len(os.listdir("/proc/self/fd"))
     with kernel_errors():
         former = read(function)
         chip.beat()
         former = read(function, former, files)
         getattr(chip, change)()
         assert read(function, former, files) == read(function)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_below(chip.node.root) == 0
 
 
 def test_a_file_of_a_device_that_has_gone_shows_no_other_chips_value(chip: Chip) -> None:

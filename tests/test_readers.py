@@ -16,6 +16,7 @@ import ttdp
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until, wait_until
 from tests.world.simulation import kernel_errors, settings_of
+from tests.world.tree import open_below
 from ttdp import (
     AttributeFiles,
     HostPaths,
@@ -262,24 +263,18 @@ def kernel() -> Iterator[None]:
         yield
 
 
-def descriptors() -> int:
-    """How many descriptors this process has."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 async def test_what_polls_keep_open_is_bounded_and_returned(node: SimulatedNode) -> None:
     """Heartbeat and temperature, of a Blackhole its trips; none of a chip that is away."""
     first, _ = node.add("p150a") + node.add("n150")
     poll = Poll(node)
-    before = descriptors()
     for _ in range(4):
         node.tick()
         poll.begin()
         await poll.end()
-    counts = [descriptors() - before]
+    counts = [open_below(node.root)]
     for present in ({first.bdf}, set[str]()):
         poll.readers.release(present)
-        counts.append(descriptors() - before)
+        counts.append(open_below(node.root))
     assert counts == [5, 3, 0]
 
 
@@ -290,7 +285,6 @@ async def test_a_read_that_hangs_returns_its_descriptors_when_it_is_over(
     """They go to the thread and come back with what was read, though the chip is away by then."""
     (chip,) = node.add("p150a")
     poll = Poll(node)
-    before = descriptors()
     for _ in range(2):
         chip.beat()
         poll.begin()
@@ -302,7 +296,7 @@ async def test_a_read_that_hangs_returns_its_descriptors_when_it_is_over(
     chip.vanish()
     await poll.end()
     poll.readers.release(set())
-    assert descriptors() == before
+    assert open_below(node.root) == 0
 
 
 @pytest.mark.parametrize("is_dead", [False, True])

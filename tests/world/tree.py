@@ -126,6 +126,15 @@ def remove_empty(path: Path) -> None:
         path.rmdir()
 
 
+def open_below(root: Path) -> int:
+    """How many files below a directory this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this listing
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
+    return count
+
+
 def observe(root: Path) -> dict[str, dict[str, Any]]:
     """The tree under `root` as {path: entry}, in the form of the captures.
 
