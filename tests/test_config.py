@@ -438,17 +438,19 @@ def test_sharing_that_cannot_be_has_a_sentence_of_its_own(text: str, words: list
     assert all(word in line for word in words)
 
 
-@pytest.mark.xfail(strict=True, reason="two messages hold texts of the file as they are")
+@pytest.mark.xfail(strict=True, reason="three messages hold names as they are")
 @pytest.mark.parametrize(
-    "text",
+    ("name", "text"),
     [
-        SHARED.replace("'n300'", '"two\\nlines/n300"'),
-        f'{SHARED}rename = "a"\ndevices = ["x\\ny"]\n{SHARED}rename = "b"\ndevices = ["x\\ny"]',
+        ("a.toml", SHARED.replace("'n300'", '"two\\nlines/n300"')),
+        ("a.toml", "".join(f'{SHARED}rename = "{n}"\ndevices = ["x\\ny"]\n' for n in "ab")),
+        ("two\nlines.toml", SHARED + SHARED),
     ],
 )
-def test_a_refusal_is_one_line_whatever_names_hold(text: str) -> None:
+def test_a_refusal_is_one_line_whatever_names_hold(name: str, text: str, tmp_path: Path) -> None:
     """A name with a newline in it does not write a second line of the log."""
-    assert refusal_of_file(text)
+    (tmp_path / name).write_text(text)
+    assert refusal({"config_file": str(tmp_path / name)}, {})
 
 
 def test_a_name_of_another_domain_is_right_where_that_is_the_domain() -> None:
