@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: help demo test e2e e2e-kubelet e2e-newcomer pyz deb bench soak lint generate clean
+.PHONY: help demo test test-pythons e2e e2e-kubelet e2e-newcomer pyz deb bench soak lint generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,10 +18,10 @@ demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job on a simulated no
 test: $(VENV)/ready  ## every test that needs no root
 	@$(PYTEST) --numprocesses 2 --dist loadfile
 
-e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
+test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## what depends on Python, under each that is here, or PYTHONS='3.10 3.12'
+	@$(PY) -m tests.pythons $(PYTHONS)
 
-e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz
-	@$(PYTEST) -vv tests/e2e $(addprefix --ignore tests/e2e/test_,package.py udev.py newcomer.py)
+e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
 
 e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy; needs root
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py
@@ -34,12 +34,22 @@ soak: $(VENV)/ready  ## 10 000 kubelet restarts, at least ten minutes: does anyt
 
 lint: $(VENV)/ready  ## ruff, strict mypy, and whether generated/ is what its .proto says
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff format --check . $(NARROW:%=--exclude %)
+	$(VENV)/bin/ruff format --check --line-length 100 $(NARROW)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy $(SCRIPTS)
+	@$(PY) packaging/build_pyz.py --bootstrap build/lint/_bootstrap
+	$(VENV)/bin/mypy build/lint/_bootstrap
 	@rm -rf build/generated && mkdir -p build/generated
 	@$(call protoc,build/generated)
 	@diff -ru -x __pycache__ -x '*.proto' generated build/generated/generated \
 		|| { echo 'generated/ is not what its .proto files say; run: make generate'; exit 1; }
+
+# What is written for 100 columns already.
+NARROW := packaging $(addprefix tests/,pythons.py reporting.py test_versions.py test_wrapper.py) \
+	$(addprefix tests/e2e/,test_logind.py test_pythons.py test_repository.py)
+BOOTSTRAP := $(addprefix packaging/,start.py trees.py extract.py)  # a package only where it is packed
+SCRIPTS := $(filter-out $(BOOTSTRAP),$(wildcard packaging/*.py))
 
 generate: $(VENV)/ready  ## the protobuf messages and gRPC stubs
 	@$(call protoc,.)

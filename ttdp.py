@@ -70,7 +70,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 log = logging.getLogger("tt-device-plugin")
 
@@ -96,7 +96,7 @@ FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used: one line with source, value and what is valid."""
+    """A configuration that cannot be used: source, value and what is valid, on one line."""
 
 
 class Rule(NamedTuple):
@@ -351,10 +351,7 @@ OPTIONS = [
 
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
-    """Return the settings by flags (None: not given), environment ("": not set) and file.
-
-    Raises ConfigError.
-    """
+    """Return the settings by flags, environment and file; raises ConfigError."""
     source, path = "--config-file", flags.get("config_file")
     if path is None:
         source, path = "TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None
@@ -393,10 +390,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
-    """Return keyword arguments for Settings from a TOML file; raises ConfigError.
-
-    named_by: the flag or variable that names the file, which has to exist then; else "".
-    """
+    """Return keyword arguments for Settings from a TOML file, which exists if something names it."""
     shown = path if path.isprintable() else repr(path)
     try:
         with open(path, "rb") as file:
@@ -440,7 +434,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
-    """Return a table's values by the rules of a dataclass's keys; more: other keys. ConfigError."""
+    """Return a table's values by the rules of a dataclass's keys, and those of other valid keys."""
     rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
     known = [*rules, *more]
     if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
@@ -460,7 +454,7 @@ def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dic
 def _tables(
     path: str, heading: str, tables: object, kind: Any, *needed: str
 ) -> list[dict[str, Any]]:
-    """Return the values of all tables of one name, each of which must have the needed keys."""
+    """Return the values of all tables of one name."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
     for key, table in itertools.product(needed, tables):
@@ -490,7 +484,7 @@ def _sharing(path: str, table: object) -> Sharing:
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
-    """Return the section with names without domain; raises ConfigError where entries clash."""
+    """Return the section with names without domain, if its entries do not clash."""
     where = f"{path}: [[sharing.resources]] "
     sharing = settings.sharing
     entries: list[SharedResource] = []
@@ -511,7 +505,7 @@ def _checked_sharing(settings: Settings, path: str) -> Sharing:
 
 
 def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
-    """Return what is wrong with an entry beside those before it, in words."""
+    """Return what is wrong with an entry beside those before it."""
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
@@ -565,7 +559,7 @@ FileIdentity = tuple[int, int, int]
 
 
 class PciFunction(NamedTuple):
-    """One PCI function with the driver bound to it, as sysfs and stat() show it at one moment."""
+    """One PCI function with the driver bound to it, as sysfs and stat() show it."""
 
     bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
     arch: Arch
@@ -579,12 +573,11 @@ class PciFunction(NamedTuple):
 
     @property
     def directory(self) -> str:
-        """The PCI function's own directory."""
         return os.path.dirname(os.path.dirname(self.sysfs))
 
 
 class Identity(NamedTuple):
-    """What the firmware of a chip says of itself. None: it has not said so."""
+    """What the firmware of a chip says of itself; None: it has not said so."""
 
     card: str | None = None  # "p150a"
     serial: str | None = None  # the board's, 16 hex digits; the two chips of a p300 share it
@@ -593,7 +586,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def checked(cls, texts: Mapping[str, object]) -> Identity:
-        """Return the identity by these texts; what is not of the driver's form counts as None."""
+        """Return the identity by these texts; what is not of the driver's form is None."""
         return cls(
             _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
             _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
@@ -615,7 +608,7 @@ def _word(text: object, form: str, *nothing: str) -> str | None:
 
 
 class Telemetry(NamedTuple):
-    """What the firmware of one chip said at one moment. None: not offered, or all ones."""
+    """What the firmware of one chip said at one moment; None: not offered, or all ones."""
 
     identity: Identity = Identity()
     heartbeat: int | None = None  # changes while the firmware lives; starts again after a reset
@@ -642,12 +635,12 @@ class Scan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)  # every poll sorts by it
 def address(bdf: str) -> tuple[int, ...]:
-    """Return a PCI address as numbers, for sorting: domain, bus, device, function."""
+    """Return a PCI address as numbers, for sorting."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time of a file: inode numbers alone are soon used again."""
+    """Return device, inode and time of a file: inode numbers are soon used again."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino, status.st_mtime_ns
@@ -655,7 +648,7 @@ def file_identity(path: str) -> FileIdentity | None:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Return a sysfs attribute's text; None if it is not there. Raises OSError with its path."""
+    """Return a sysfs attribute's text, None if it is not there; raises OSError with its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -675,28 +668,27 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def read_quick(path: str) -> str | None:
-    """Return an attribute that never blocks; None, too, where it cannot be read."""
+    """Return an attribute that never blocks, None if it cannot be read."""
     with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
 def link_name(path: str) -> str | None:
-    """Return the last part of where a link leads; None if there is none."""
+    """Return the last part of where a link leads."""
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
     return None
 
 
 def names_in(directory: str) -> list[str]:
-    """Return what is in a directory; nothing if there is none."""
     with contextlib.suppress(OSError):
         return os.listdir(directory)
     return []
 
 
 def decimal(text: str | None) -> int | None:
-    """Return a number as the kernel writes it; None if the text is of no such form."""
+    """Return a number as the kernel writes it."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
@@ -724,12 +716,11 @@ def driver_version(settings: Settings) -> str | None:
 
 
 def pci_directory(settings: Settings, bdf: str = "") -> str:
-    """Return the directory of a PCI function, or of all of them."""
     return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
 
 
 def functions_on_bus(settings: Settings) -> list[str]:
-    """Return the addresses of the functions that the driver is for, bound to it or not."""
+    """Return the addresses of the functions that the driver is for."""
     found = []
     for bdf in filter(_BDF.fullmatch, names_in(pci_directory(settings))):
         directory = pci_directory(settings, bdf)
@@ -739,7 +730,7 @@ def functions_on_bus(settings: Settings) -> list[str]:
 
 
 def is_for_driver(settings: Settings, bdf: str) -> bool:
-    """Whether the driver has a function or can have it: it is not another's, nor kept for one."""
+    """Whether the driver has a function or can have it."""
     directory = pci_directory(settings, bdf)
     override = read_quick(f"{directory}/driver_override")
     wanted = link_name(f"{directory}/driver") or override or DRIVER
@@ -747,10 +738,10 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips; of a known one that is where it was only at its node. Never blocks.
+    """Look for chips, of known ones that are where they were only at the node. Never blocks.
 
-    A class device is read below its PCI function: by way of the class, the same name leads to
-    another chip after a renumbering; below the function it is gone, and a late read fails.
+    A class device is read below its PCI function: the same name in the class leads to another chip
+    after a renumbering; below the function it is gone, and a late read fails.
     """
     directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
     known_by_path = {function.sysfs: function for function in known}
@@ -771,9 +762,9 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """Return the function behind a class device, without its node; what is odd; None: it is going.
+    """Return the function behind a class device, what is odd of it, or None: it is going away.
 
-    What belongs to the function is read in its own directory, which outlives the class device.
+    What is the function's is read in its own directory, which outlives the class device.
     """
     match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
     if not match:
@@ -801,7 +792,7 @@ def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
-    """Return why a path is not the character device with sysfs's number; None if it is."""
+    """Return why a path is not the character device with sysfs's number."""
     if number is None:
         return f"{path} is going away"
     try:
@@ -815,7 +806,7 @@ def _node_fault(path: str, number: str | None) -> str | None:
 
 
 def node_fault_now(function: PciFunction) -> str | None:
-    """Return what is wrong with a chip's node, by sysfs as it is at this moment."""
+    """Return what is wrong with a chip's node at this moment."""
     return _node_fault(function.path, read_quick(f"{function.sysfs}/dev"))
 
 
@@ -832,10 +823,7 @@ class Process(NamedTuple):
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Return who has a node open; None where that is not known.
-
-    A driver before 2.5 does not tell, nor does any to another PID namespace (all are 0 there).
-    """
+    """Return who has a node open; None: a driver before 2.5, or another PID namespace's view."""
     proc = settings.proc_root
     text = read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
@@ -851,9 +839,8 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's node, if it leads there now.
 
-    A kubelet calls Allocate once in a pod's life; when it starts a container again, after a reboot
-    too, it uses the old answer. A runtime resolves a link each time that it makes a container
-    (seen with kubelet 1.33 and 1.37, containerd 1.6 and 2.1).
+    A kubelet calls Allocate once in a pod's life and uses the answer again after a reboot; runtimes
+    resolve a link each time that they make a container (seen with containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with contextlib.suppress(OSError):
@@ -863,16 +850,16 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 
 def expects_links(settings: Settings) -> bool:
-    """Whether the package's udev rule is in force, so that each node gets a link, soon."""
+    """Whether the package's udev rule is in force."""
     is_installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
     return is_installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
-    """The attributes of one chip that every poll reads, kept open: half the cost of a poll.
+    """What every poll reads of a chip, kept open: that halves a poll's cost.
 
-    It goes to the thread that reads the chip and comes back with what was read. From a file whose
-    device has gone the kernel answers ENODEV, so it can never show another chip's value.
+    It goes to the thread that reads the chip and comes back with what was read. When the device has
+    gone the kernel answers ENODEV, so it never shows another chip's value.
     """
 
     def __init__(self) -> None:
@@ -885,7 +872,6 @@ class AttributeFiles:
         return _read_open(self._open[path], path)
 
     def close(self) -> None:
-        """Return the descriptors; what is read again is opened again."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -907,7 +893,7 @@ _DEAD = {  # what they read when the chip answers nothing
 
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
-    """Return telemetry by the attributes' texts; what is not of the driver's form is None."""
+    """Return telemetry by the attributes' texts."""
     shown = [raw[name] == dead for name, dead in _DEAD.items() if name in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
@@ -926,8 +912,7 @@ def read_telemetry(
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
 
     If the heartbeat has simply gone on since it said `former`, it is the same firmware of the same
-    chip, and only what changes is read anew. A chip that has left the bus gives no error: every
-    value is there, and is all ones.
+    chip, and only what changes is read anew. A chip that has left the bus reads as all ones.
     """
     files = files or AttributeFiles()
     with contextlib.suppress(OSError):  # why shows when everything is read
@@ -964,10 +949,9 @@ def _hwmon(function: PciFunction) -> str | None:
 
 
 def _read_everything(function: PciFunction) -> Telemetry:
-    """Raise OSError if an attribute cannot be read.
+    """Read all attributes; raises OSError.
 
-    ENODATA of the heartbeat is a reset. Another attribute's is a tag that the firmware no longer
-    reports, whose file stays.
+    ENODATA of the heartbeat is a reset; another attribute's is a tag that is no longer reported.
     """
     hwmon = _hwmon(function)
     names = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
@@ -1032,7 +1016,7 @@ NO_FIGURES: Figures = {}
 
 
 def read_sensors(function: PciFunction) -> Figures:
-    """Return what a card shows, without what it does not offer or a dead one says. Can block."""
+    """Return what a card offers, but not what a dead one says. Can block."""
     hwmon = _hwmon(function) or ""
     figures = {}
     for sensor in SENSORS:
@@ -1047,7 +1031,7 @@ def read_sensors(function: PciFunction) -> Figures:
 
 
 def _figure(attribute: str, text: str) -> float | None:
-    """Return the number in an attribute's text, in the kernel's unit."""
+    """Return an attribute's number, in the kernel's unit."""
     if attribute.endswith("_link_speed"):
         speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
         return float(speed[1]) * 1e9 if speed else None
@@ -1079,17 +1063,17 @@ class Allocation(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """The kubelet's record of its devices, as far as it is about ours."""
+    """What the kubelet's record of its devices says of ours."""
 
     allocations: Collection[Allocation]
     registered: Mapping[str, frozenset[str]]  # IDs that it takes for healthy, by resource
 
 
 def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
-    """Return what a checkpoint says of us; raises ValueError if it is none.
+    """Return what a checkpoint says of us; raises ValueError.
 
-    ours: names of resources, whose entries count even if another plugin gave the answer: that
-    names no addresses, but nodes. The form: checkpoint.go in kubernetes' devicemanager/checkpoint.
+    ours: resources whose entries count even if another plugin gave the answer, which names nodes
+    but no addresses. The form is that of kubernetes' devicemanager/checkpoint/checkpoint.go.
     """
     try:
         data = json.loads(content)["Data"]
@@ -1113,7 +1097,7 @@ def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> 
 
 
 def _texts(value: Any) -> frozenset[str]:
-    """Return the strings in a list; raises TypeError if it is anything else."""
+    """Return the strings in a list; raises TypeError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TypeError("not a list of strings")
     return frozenset(value)
@@ -1129,9 +1113,8 @@ def _chips_in_answer(answer: bytes, chip_at: ChipAt) -> frozenset[str]:
 class Cgroups:
     """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
 
-    A pod's has its UID in its name, "pod<UID>" or "…-pod<UID with _>.slice" (kubernetes'
-    pod_container_manager_linux.go). It is there before the first container and until after the
-    last; after a reboot it is missing until the kubelet has started the pod.
+    Their names have the pod's UID (kubernetes' pod_container_manager_linux.go). They are there from
+    before the first container until after the last; after a reboot, when the pod is started.
     """
 
     def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
@@ -1141,7 +1124,7 @@ class Cgroups:
         self._root = f"{sysfs_root}/fs/cgroup"
 
     def look(self, pods: Collection[str], now: float) -> None:
-        """Find out which of these pods have one; the others are forgotten."""
+        """Find out which of these pods have one; forget the others."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
         missing = {pod.replace("-", "_"): pod for pod in pods if not self.exists(pod)}
         if missing:
@@ -1150,7 +1133,6 @@ class Cgroups:
         self._gone_at = {pod: self._gone_at.get(pod, now) for pod in gone}
 
     def exists(self, pod: str) -> bool:
-        """Whether a pod's cgroup is where it was seen."""
         return pod in self.seen and os.path.isdir(self.seen[pod])
 
     def seconds_gone(self, pod: str, now: float) -> float | None:
@@ -1178,14 +1160,14 @@ class Cgroups:
 class Custody:
     """Who has what: the allocations that count, from the checkpoint and our own grants.
 
-    The checkpoint is the kubelet's intention, and errs: writings overtake each other, an entry goes
-    while its containers run on (a forced deletion), or stays when they have ended. So an allocation
-    ends when its entry and its pod's cgroup are gone; one whose cgroup was never seen, by a writing
-    without it that we brought about.
+    The checkpoint is an intention, and errs: writings overtake each other, an entry goes while its
+    containers run on (a forced deletion), or stays when they have ended. So an allocation ends when
+    its entry and its pod's cgroup are gone; if that was never seen, by a writing that we brought
+    about and that lacks it.
     """
 
     def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
-        """memory: what `memory` said before a restart of the daemon, in the same boot."""
+        """memory: what `memory` said in the same boot."""
         self.checkpoint = Checkpoint((), {})
         self.fault: str | None = None  # why the checkpoint that is there cannot be understood
         self.names: dict[str, str] = {}  # "namespace/name" by UID, as far as the kubelet tells
@@ -1201,10 +1183,9 @@ class Custody:
             self._missing_since[former] = time.monotonic()
 
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
-        """Read the checkpoint if it has changed; returns whether it has. See parse_checkpoint.
+        """Read the checkpoint if it has changed; returns whether it has.
 
-        A file that vanishes changes nothing: a kubelet that starts without it knows of nobody,
-        while pods run on.
+        A file that vanishes changes nothing: the next kubelet knows of nobody, while pods run on.
         """
         identity = file_identity(self._path)
         if identity in (None, self._identity):
@@ -1239,7 +1220,6 @@ class Custody:
                 self._missing_since[allocation] = now
 
     def reread(self) -> None:
-        """Have the next refresh read the checkpoint in any case."""
         self._identity = None
 
     def look(self, now: float) -> None:
@@ -1252,19 +1232,17 @@ class Custody:
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
     def grant(self, allocation: Allocation, now: float) -> None:
-        """Record an answer that is about to be given."""
         self._missing_since[allocation] = now
 
     def allocations(self, now: float) -> list[Allocation]:
-        """Return those that count."""
         return [each for each in self._missing_since if self._counts(each, now)]
 
     def is_filed(self, allocation: Allocation) -> bool:
-        """Whether the checkpoint contains an allocation: the kubelet knows of it."""
+        """Whether the kubelet knows of an allocation."""
         return self._missing_since.get(allocation) == math.inf
 
     def has_doubts(self) -> bool:
-        """Whether something counts that the kubelet does not know of, or no longer."""
+        """Whether something counts that the kubelet does not know of."""
         return any(since < math.inf for since in self._missing_since.values())
 
     def expect_writing(self, now: float) -> None:
@@ -1289,13 +1267,11 @@ class Custody:
                     self.names[allocation.pod] = listed[key]
 
     def describe(self, allocation: Allocation) -> str:
-        """Return who has an allocation, in words."""
         if not allocation.pod:
             return "a pod that is being admitted"
         return self.names.get(allocation.pod, f"pod {allocation.pod}")
 
     def memory(self) -> dict[str, Any]:
-        """Return what a restart of the daemon must not forget."""
         allocations = [
             [each.resource, sorted(each.ids), sorted(each.chips), each.pod, each.container]
             for each in self._missing_since
@@ -1341,7 +1317,7 @@ class Health(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What one look at a chip found, and under which circumstances."""
+    """What one look at a chip found."""
 
     function: PciFunction
     telemetry: Telemetry
@@ -1356,7 +1332,7 @@ def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
 
 
 def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
-    """Return the verdict on a chip whose class device is no longer there."""
+    """Judge a chip whose class device is no longer there."""
     if on_bus:
         bind = f"echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
         return unhealthy(health, Fault.GONE, f"driver is not bound; {bind}")
@@ -1364,13 +1340,12 @@ def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
 
 
 def reset_command(bdf: str, mates: Collection[str]) -> str:
-    """Return the remedy for one chip; without an address, tt-smi resets every card of the node."""
+    """Return the remedy for one chip; without an address tt-smi resets every card."""
     others = f" (that resets {', '.join(sorted(mates))} of its board, too)" if mates else ""
     return f"tt-smi -r {bdf}{others}"
 
 
 def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
-    """Return the verdict after a look."""
     if look.function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {look.function.node_fault}")
     if look.telemetry.error:
@@ -1414,7 +1389,7 @@ def _judge_silence(health: Health, look: Look) -> Health:
 
 
 def _remember(health: Health, look: Look, settings: HealthSettings) -> Health:
-    """Return a healthy verdict, with what the rules have to remember of the figures.
+    """Return a healthy verdict that remembers the figures.
 
     Any change of the heartbeat is life: after a reset it starts again from below. What an event
     finds is life, too, but not what the next poll compares with: that can come before a beat.
@@ -1479,7 +1454,7 @@ class Chip(NamedTuple):
 
     @property
     def shown(self) -> tuple[object, ...]:
-        """What others learn of it: no figures, and nothing that only the rules remember."""
+        """What others learn of it."""
         health = self.health
         return self.function, self.present, self.identity, self.listed, health.fault, health.reason
 
@@ -1489,52 +1464,50 @@ class Chip(NamedTuple):
 
     @property
     def card_type(self) -> str | None:
-        """The exact card type, "p150a"; by PCI until the firmware tells; None if neither does."""
+        """The exact card type, "p150a"; by PCI until the firmware tells."""
         return self.identity.card or self.function.pci_card
 
     @property
     def board_type(self) -> str:
-        """The card type without its trailing letter, "p150"; else the architecture."""
+        """The card type without its trailing letter, or the architecture."""
         return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", self.card_type or self.function.arch)
 
     @property
     def board_chips(self) -> int:
-        """How many chips with a node the whole board has; of a Galaxy, its tray."""
+        """How many chips with a node the board has; of a Galaxy, its tray."""
         return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Key of the board: its chips share a serial; none is larger than a tray."""
         return (*self._galaxy_tray, self.identity.serial or self.bdf)
 
     @property
     def tray(self) -> tuple[object, ...]:
-        """Key of the Galaxy's tray; outside a Galaxy a board is its own tray."""
+        """A Galaxy's tray, by the bus's high nibble; else the board."""
         return self._galaxy_tray or self.board
 
     @property
     def _galaxy_tray(self) -> tuple[object, ...]:
-        """Tray = high nibble of the bus number, in every Galaxy."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
     def asic_name(self) -> str | None:
-        """The name that udev's by-id links have, such as wormhole-0123456789ABCDEF."""
+        """The name that udev's by-id links have."""
         asic_id = self.identity.asic_id
         return f"{self.function.arch}-{asic_id}" if asic_id else None
 
     @property
     def board_name(self) -> str | None:
-        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0"); None: not known."""
+        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
         if self.board_chips == 8:
             return self.bdf[: self.bdf.rindex(":") - 1] + "0"
         return self.identity.serial
 
     @property
     def aliases(self) -> set[str]:
-        """Everything that the configuration can call it."""
+        """What the configuration can call it."""
         names = {self.bdf, self.asic_name or self.bdf}
         return names | {str(self.function.ordinal)} if self.present else names
 
@@ -1555,7 +1528,7 @@ class Device(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with its chips, in words; None if nothing is."""
+        """What is wrong with its chips, in words."""
         for chip in self.chips:
             if chip.health.fault:
                 several = len(self.addresses) > 1
@@ -1568,12 +1541,11 @@ class Device(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why it is not healthy, in words; None if it is."""
+        """Why it is not healthy, in words."""
         return self.fault or self.withheld
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
-        """Every NUMA node that it touches, as far as they are known."""
         nodes = {chip.function.numa_node for chip in self.chips}
         return tuple(sorted(node for node in nodes if node is not None))
 
@@ -1589,12 +1561,11 @@ class Resource(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """The name without its domain."""
         return self.name.partition("/")[2]
 
     @property
     def distinct(self) -> list[Device]:
-        """Each of the devices once; as the configuration gives it, if it does."""
+        """Each of the devices once, preferably as the configuration gives it."""
         found: dict[tuple[str, frozenset[str]], Device] = {}
         for device in self.devices.values():
             found.setdefault((device.identifier, device.addresses), device)
@@ -1602,8 +1573,6 @@ class Resource(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """What the kubelet has been offered under an ID."""
-
     resource: str
     identifier: str
     chips: frozenset[str]
@@ -1623,12 +1592,11 @@ NO_CLAIMS = Claims()
 
 
 def replica_ids(identifier: str, replicas: int) -> list[str]:
-    """Return the IDs under which the kubelet has a device."""
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
 
 def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
-    """Return chips by ID, each once. Present ones win: a freed ordinal is reused at once."""
+    """Return chips by ID. Present ones win: a freed ordinal is reused at once."""
 
     def wanted(chip: Chip) -> str:
         names = {"asic": chip.asic_name or chip.bdf, "index": str(chip.function.ordinal)}
@@ -1644,14 +1612,14 @@ def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, C
 
 
 def short_name(chip: Chip, settings: Settings) -> str:
-    """Return the name, without the domain, of the resource that a chip belongs to unshared."""
+    """Return the name, without the domain, of a chip's resource unshared."""
     names = {"card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
     several = settings.unit == "board" and chip.board_chips > 1
     return names.get(settings.resource_naming, chip.board_type) + ("-board" if several else "")
 
 
 def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list[Device]]:
-    """Return devices, unshared, by their resource's name, in the order of addresses.
+    """Return unshared devices by resource, in the order of addresses.
 
     A p300's chip without a serial belongs to no board yet, and waits.
     """
@@ -1676,7 +1644,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
 
 def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
-    """Return every resource that the configuration gives, by name, as if nobody had anything."""
+    """Return the resources that the configuration gives, by name."""
     sharing = settings.sharing
     found: dict[str, Resource] = {}
 
@@ -1702,12 +1670,11 @@ def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str,
 def resources(
     given: Mapping[str, Resource], chips: Iterable[Chip], claims: Claims = NO_CLAIMS
 ) -> dict[str, Resource]:
-    """Return every resource as it is listed, by name. given: by the configuration.
+    """Return the resources as they are listed, by name. given: by the configuration.
 
     First every ID that a pod has: it stands for the chips of that pod's answer, whatever the
-    configuration says by now. (Kubelets 1.35 to 1.37 crash at their start when an ID that a pod has
-    is not listed: topology_hints.go.) Then every other ID that the configuration gives, withheld
-    while a pod has one of its chips.
+    configuration says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
+    topology_hints.go.) Then the other IDs that are given, withheld while a pod has their chips.
     """
     listed = dict(given)
     chips_by_address = {chip.bdf: chip for chip in chips}
@@ -1761,7 +1728,7 @@ def _held_by(allocation: Allocation, claims: Claims) -> str:
 
 
 def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | None:
-    """Return why an ID that no pod has is not offered; None if it is."""
+    """Return why an ID that no pod has is not offered."""
     device = resource.devices[identifier]
     replicas = replica_ids(device.identifier, resource.replicas)
     for allocation in claims.allocations:
@@ -1774,7 +1741,6 @@ def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | 
 
 
 def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
-    """Return those of the devices that an entry selects."""
     if isinstance(entry.devices, int):
         return devices[: entry.devices]
     if entry.devices == "all":
@@ -1783,12 +1749,11 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
 
 
 def aliases(device: Device) -> set[str]:
-    """Return everything that the configuration can call a device."""
     return {device.identifier}.union(*(chip.aliases for chip in device.chips))
 
 
 def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
-    """Yield what the configuration wants shared and is not there, in words."""
+    """Yield what is to be shared and is not there, in words."""
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
@@ -1807,7 +1772,7 @@ Status = grpc.StatusCode
 
 
 class Refusal(Exception):
-    """A request of the kubelet's that has no answer, for gRPC and in words."""
+    """A request of the kubelet's that has no answer."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -1850,7 +1815,7 @@ class Candidate(NamedTuple):
 def preferred_allocation(
     resource: Resource, available: Sequence[str], must: Sequence[str], size: int
 ) -> list[str]:
-    """Return the `size` best of the available IDs; raises Refusal.
+    """Return the best of the available IDs; raises Refusal.
 
     Distinct devices first, then the least used, then neighbours; least of all counts the address.
     """
@@ -1905,13 +1870,13 @@ def _check_question(
 
 
 class _Search(NamedTuple):
-    """The least cost of each size up to the one that is wanted, from the board up."""
+    """The least costs by size, from the board up."""
 
     broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
     size: int
 
     def host(self, candidates: Sequence[Candidate]) -> BySize:
-        """Search NUMA nodes one by one where nothing connects them: no tray and no device."""
+        """Search NUMA nodes one by one where no tray or device connects them."""
         parts: list[frozenset[int | None]] = []
         for tray in _grouped(candidates, "tray"):
             nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
@@ -1941,16 +1906,13 @@ class _Search(NamedTuple):
         return self._joined(map(self._board, _grouped(candidates, "board")), fee)
 
     def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        """Take the cheapest: within a board devices differ by what each costs of its own."""
+        """Take the cheapest: here devices differ by what each costs of its own."""
         own = sorted(each.cost for each in candidates)
         fee = Cost(boards=1, whole_boards=candidates[0].board not in self.broken)
         return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], fee)
 
     def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
-        """Return the least costs when devices are spread over the parts in the best way.
-
-        fee: what it costs to take any device at all.
-        """
+        """Return the least costs, spread over the parts; fee: for any device at all."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
@@ -1975,7 +1937,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names for one line: a request can hold ten thousand, longer than Kubernetes takes."""
+    """Return names for one line: a request can hold ten thousand."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
@@ -1989,7 +1951,7 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def log_and_continue(what: str) -> Iterator[None]:
-    """The boundary at which the daemon outlives an error of its own: it is logged."""
+    """The boundary at which the daemon outlives an error of its own."""
     try:
         yield
     except Exception:
@@ -1997,11 +1959,11 @@ def log_and_continue(what: str) -> Iterator[None]:
 
 
 class ThreadPool(Generic[Job, Result]):
-    """Does one job after another on a thread; one that blocks keeps it, and another thread goes on.
+    """Does one job after another on a thread; a job that blocks keeps it, and another goes on.
 
-    Two queues, of jobs and of results, are all that loop and threads share. Of a key there is one
-    job under way, so there is at most one thread more than jobs that block. Threads end with their
-    work, and the daemon's end does not wait for them.
+    Loop and threads share two queues, of jobs and of results. Of a key one job is under way, so
+    there is at most one thread more than jobs that block. Threads end with their work, and nobody
+    waits for them at the end.
     """
 
     def __init__(
@@ -2009,10 +1971,7 @@ class ThreadPool(Generic[Job, Result]):
         work: Callable[[Job], Result],
         deliver: Callable[[list[tuple[Job, Result | None]]], None],
     ) -> None:
-        """deliver: gets, on the loop, what was done, possibly nothing, when there is news.
-
-        A result is None if the work raised an exception.
-        """
+        """deliver: gets results, or none, on the loop; a result is None after an exception."""
         self._work = work
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
@@ -2025,7 +1984,7 @@ class ThreadPool(Generic[Job, Result]):
         self._lacks_threads = False  # the system gives us none, which was said
 
     def submit(self, key: str, job: Job) -> None:
-        """Have a job done, after the key's present one if there is one."""
+        """Have a job done, after the key's present one."""
         if key in self._pending:
             self._next[key] = job
             return
@@ -2037,7 +1996,6 @@ class ThreadPool(Generic[Job, Result]):
         return key in self._pending
 
     def seconds_under_way(self, key: str) -> float:
-        """Return for how long a key's job has been under way; 0 if it is not."""
         now = time.monotonic()
         return now - self._since.get(key, now)
 
@@ -2067,7 +2025,7 @@ class ThreadPool(Generic[Job, Result]):
         self._deliver(done)
 
     def _look_again(self, ages: Iterable[float], waiting: int) -> None:
-        """Wake up when a job under way has used up its patience, or its deadline."""
+        """Wake up when a job has used up its patience, or its deadline."""
         pauses = [READ_PATIENCE] if waiting else []
         for age in ages:
             if age < READ_DEADLINE:
@@ -2088,7 +2046,7 @@ class ThreadPool(Generic[Job, Result]):
             self._lacks_threads = True
 
     def _run(self) -> None:
-        """Work until nothing waits; runs on a thread."""
+        """Work until nothing waits; on a thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 key, job = self._jobs.get_nowait()
@@ -2127,14 +2085,14 @@ class TelemetryReaders:
         deliver: Callable[[list[Reading]], None],
         read: Callable[..., Telemetry] = read_telemetry,
     ) -> None:
-        """deliver: as ThreadPool has it. read: in read_telemetry's place."""
+        """deliver: on the loop; read: in read_telemetry's place."""
         self._deliver = deliver
         self._read = read
         self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
         self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
 
     def submit(self, jobs: Iterable[ReadJob]) -> None:
-        """Read these chips; one that is being read for an event is read again."""
+        """Read these chips; one that is being read is read again for an event."""
         for job in jobs:
             bdf = job.function.bdf
             if self.pool.is_pending(bdf) and not job.periodic:
@@ -2145,12 +2103,10 @@ class TelemetryReaders:
                 self.pool.submit(bdf, job._replace(files=files))
 
     def release(self, present: Collection[str]) -> None:
-        """Return the descriptors of chips that are away."""
         for bdf in self._files.keys() - present:
             self._files.pop(bdf).close()
 
     def _work(self, job: ReadJob) -> tuple[Telemetry, Figures | None]:
-        """Runs on a thread."""
         telemetry = self._read(job.function, job.former, job.files)
         is_dead = telemetry.all_ones or telemetry.error
         return telemetry, read_sensors(job.function) if job.wants_figures and not is_dead else None
@@ -2166,14 +2122,14 @@ class TelemetryReaders:
 
 
 class HostPaths:
-    """Whether paths of the host exist: on a dead network file system nobody ever learns that."""
+    """Whether paths of the host exist: a dead network file system never answers."""
 
     def __init__(self) -> None:
         self._pool = ThreadPool[str, bool](os.path.exists, self._done)
         self._answers: dict[str, asyncio.Future[bool]] = {}
 
     async def exists(self, path: str, seconds: float) -> bool | None:
-        """Return None if there is no answer within these seconds."""
+        """Return None if there is no answer in time."""
         if path not in self._answers:
             self._answers[path] = asyncio.get_running_loop().create_future()
             self._pool.submit(path, path)
@@ -2192,8 +2148,8 @@ class HostPaths:
 class OutputFile:
     """A file that is written as a whole, when its text has become another.
 
-    What could not be written is tried again at each poll, and removed meanwhile if it has become
-    false: that works on a full disk, too.
+    What could not be written is tried again at each poll, and removed if it has become false: that
+    works on a full disk, too.
     """
 
     def __init__(self, path: str, *, is_state: bool = False) -> None:
@@ -2205,18 +2161,16 @@ class OutputFile:
         self._failure = ""  # which was said
 
     def want(self, text: str | None) -> None:
-        """Have the file hold this from now on; None: there is to be no file."""
         self._text = text
 
     def keep(self) -> None:
-        """Write or remove the file, unless it is as it is wanted."""
+        """Bring the file in line with what is wanted."""
         if self._text is None:
             self.remove()
         elif self._written != (self._text, file_identity(self.path)):
             self.write()
 
     def write(self) -> None:
-        """Write it in any case."""
         text = self._text or ""
         new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
         try:
@@ -2234,7 +2188,7 @@ class OutputFile:
                 self.remove()
 
     def _write_new(self, new: str, text: str) -> None:
-        """Make the file that is renamed then; who may write there cannot make us follow a link."""
+        """Make the file that is renamed then; nobody can make us follow a link."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)  # left by a daemon that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -2258,10 +2212,7 @@ class OutputFile:
 
 
 class Memory:
-    """What outlives the daemon, in a file of this boot: who the chips are, and who has them.
-
-    Everything that is read is checked: a file can hold anything.
-    """
+    """What outlives the daemon, in a file of this boot; what is read is checked value by value."""
 
     def __init__(self, settings: Settings) -> None:
         self._boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
@@ -2292,14 +2243,12 @@ class Memory:
 
 
 def _table_of(value: object, kinds: Any) -> dict[str, Any]:
-    """Return the entries of a JSON object whose values are of these types."""
     if not isinstance(value, dict):
         return {}
     return {key: item for key, item in value.items() if isinstance(item, kinds)}
 
 
 def _is_allocation(value: object) -> bool:
-    """Whether a JSON value is what Custody.memory makes of an allocation."""
     if not isinstance(value, list) or len(value) != 5:
         return False
     resource, ids, chips, pod, container = value
@@ -2310,10 +2259,7 @@ def _is_allocation(value: object) -> bool:
 
 
 def make_lock_directory(path: str) -> None:
-    """Make a directory in which everybody may make locks, and nobody remove another's.
-
-    One that a runtime made anew is mended. Raises OSError.
-    """
+    """Make or mend a directory in which everybody may make locks, and nobody remove another's."""
     if path == "/dev/shm":
         return
     for directory in (os.path.dirname(path), path):
@@ -2335,10 +2281,7 @@ class DirectoryLock:
         self._is_writable = False
 
     def holder(self) -> str | None:
-        """Take the lock, unless we have it; return who else has it, in words, or None.
-
-        The directory can be another one each time; while there is none, nobody can be in it.
-        """
+        """Take the lock of the directory that there is now; return who else has it, in words."""
         with contextlib.suppress(OSError):
             if self._descriptor >= 0:
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
@@ -2356,9 +2299,9 @@ class DirectoryLock:
         return None
 
     def has_lost_write_access(self) -> bool:
-        """Whether a directory that could be written to was replaced by one that cannot.
+        """Whether it was replaced by one that cannot be written to.
 
-        A mount of the sandbox is lost when its directory is removed on the host.
+        Removed on the host, a directory of the sandbox loses its mount.
         """
         could, self._is_writable = self._is_writable, os.access(self._directory, os.W_OK)
         return could and not self._is_writable and os.path.isdir(self._directory)
@@ -2370,7 +2313,7 @@ class DirectoryLock:
 
 
 def _owner_of_lock(inode: int) -> str:
-    """Return who has a flock() on the file with this inode, by the kernel's /proc/locks."""
+    """Return who has a flock() on a file."""
     for line in (read_quick("/proc/locks") or "").splitlines():
         match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
         if match:
@@ -2382,7 +2325,7 @@ def _owner_of_lock(inode: int) -> str:
 
 
 class ServiceManager:
-    """What systemd wants to know of a Type=notify service (sd_notify(3)); silent without one."""
+    """What systemd wants to know of a Type=notify service (sd_notify(3))."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -2397,13 +2340,12 @@ class ServiceManager:
             self.watchdog_pause = microseconds / 2e6
 
     def notify(self, *states: str) -> None:
-        """Send these, such as "READY=1"."""
         # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the
         # bytes of that.
         self._notifier.notify("\n".join(states).encode().decode("latin-1"))
 
     def sockets(self, name: str) -> list[socket.socket]:
-        """Return the listening sockets of this name that it has handed in (sd_listen_fds(3))."""
+        """Return the sockets of this name that it has handed in (sd_listen_fds(3))."""
         if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
         count = decimal(self._environ.get("LISTEN_FDS")) or 0
@@ -2419,7 +2361,7 @@ class ServiceManager:
 
 
 class _JournalFormatter(logging.Formatter):
-    """Lines with the priority prefix of sd-daemon(3), every line of a traceback, too."""
+    """Lines with the priority prefix of sd-daemon(3)."""
 
     def format(self, record: logging.LogRecord) -> str:
         priorities = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}
@@ -2428,7 +2370,7 @@ class _JournalFormatter(logging.Formatter):
 
 
 def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
-    """Shorten what gRPC logs of a request that is no protobuf, like an error of ours."""
+    """Shorten what gRPC logs of a request that is no protobuf."""
     if record.exc_info and isinstance(record.exc_info[1], DecodeError):
         record.exc_info = record.exc_text = None
     return True
@@ -2455,14 +2397,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Uevent(NamedTuple):
-    """A kernel event that is about a device of ours."""
+    """A kernel event about a device of ours."""
 
     action: str  # "add", "remove", "change", "bind", "unbind"
     ordinal: int | None  # of the node; None if it is about a PCI function
 
 
 def open_uevent_socket() -> socket.socket:
-    """Return a socket that gets the kernel's uevents; raises OSError where that is not allowed."""
+    """Return a socket that gets the kernel's uevents; raises OSError."""
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
     kernel.bind((0, 1))  # the kernel's group; udevd's own messages go to group 2
@@ -2470,12 +2412,12 @@ def open_uevent_socket() -> socket.socket:
 
 
 def sent_by_kernel(sender: object) -> bool:
-    """Whether a netlink message is the kernel's, which has port id 0: nobody else can have it."""
+    """Whether a netlink message is the kernel's, which alone has port id 0."""
     return isinstance(sender, tuple) and sender[0] == 0
 
 
 def parse_uevent(message: bytes) -> Uevent | None:
-    """Return the event if it is about a device of ours: a machine has many others."""
+    """Return the event if it is about a device of ours."""
     if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
     parts = message.decode("utf-8", "replace").split("\0")
@@ -2491,7 +2433,7 @@ def parse_uevent(message: bytes) -> Uevent | None:
 def receive_uevents(
     kernel: socket.socket, trusted: Callable[[object], bool]
 ) -> Iterator[Uevent | None]:
-    """Yield what waits in the socket and is about our devices; None: messages were lost."""
+    """Yield the events that wait; None: messages were lost."""
     while True:
         try:
             message, sender = kernel.recvfrom(8192)
@@ -2507,10 +2449,9 @@ def receive_uevents(
 
 
 class DirectoryWatch:
-    """Tells what happens in a directory, from before it exists until after it is gone, and again.
+    """Tells what happens in a directory, from before it exists until after it is gone.
 
-    While it is missing, its nearest ancestor is watched. `check()` finds what no event tells of:
-    the path leads elsewhere now (a mount, a renamed ancestor). Without inotify it is silent.
+    While it is missing, its nearest ancestor is watched. Without inotify it is silent.
     """
 
     MOVED_FROM, MOVED_TO, CREATE, DELETE = 0x40, 0x80, 0x100, 0x200
@@ -2518,7 +2459,7 @@ class DirectoryWatch:
     MASK = MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | ONLYDIR
 
     def __init__(self, path: str, changed: Callable[[Collection[str]], None]) -> None:
-        """changed: gets names that something happened to; "": the directory, or lost events."""
+        """changed: gets the names concerned; "": the directory itself, or unknown ones."""
         self._path = path
         self._changed = changed
         self._descriptor = -1
@@ -2541,20 +2482,19 @@ class DirectoryWatch:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Find what no event tells of."""
+        """Find what no event tells of: the path leads elsewhere (a mount, a renamed ancestor)."""
         if self._descriptor >= 0 and self.nearest() != self._watched:
             self._arm()
             self._changed({""})
 
     def nearest(self) -> tuple[str, tuple[int, ...]]:
-        """Return the directory or, while there is none, its nearest ancestor."""
+        """Return the directory, or its nearest ancestor."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
         return path, (file_identity(path) or ())[:2]
 
     def _arm(self) -> None:
-        """Watch what is the nearest now."""
         self._watched = ("", ())
         nearest = self.nearest()
         while self._watched != nearest:  # something can come into being before it is watched
@@ -2594,7 +2534,7 @@ PAUSE = 0.02  # seconds between two looks at what tells nobody that it has chang
 
 
 def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
-    """Return what containers on shared devices get as /dev/shm: there they find their locks."""
+    """Return what containers on shared devices get as /dev/shm."""
     if not resource.replicas or not sharing.lock_dir:
         return None
     is_host = sharing.lock_dir == "/dev/shm"  # with the host's own processes
@@ -2602,7 +2542,7 @@ def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
 
 
 def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
-    """Raise Refusal if these IDs, per container, cannot be allocated as things stand."""
+    """Raise Refusal if these IDs, per container, cannot be allocated."""
     if not containers or not all(containers):
         reason = "a container without devices" if containers else "no container"
         raise Refusal(Status.INVALID_ARGUMENT, reason)
@@ -2635,7 +2575,7 @@ def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> No
 def container_edits(
     chips: Iterable[Chip], settings: Settings, mounts: Iterable[Mount], locks: str | None
 ) -> pb.ContainerAllocateResponse:
-    """Return what a runtime adds to a container. mounts: which exist; locks: its /dev/shm."""
+    """Return what a runtime adds to a container. locks: its /dev/shm."""
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
     by_cdi = settings.device_list_strategy == "cdi"
     addresses = [chip.bdf for chip in chips]
@@ -2670,7 +2610,7 @@ class Allocator:
         self, settings: Settings, custody: Custody, refresh: Callable[[], None],
         save: Callable[[], None],
     ) -> None:  # fmt: skip
-        """refresh: brings the lists in line with the checkpoint; save: keeps custody's memory."""
+        """refresh: brings lists in line with the checkpoint; save: keeps custody's memory."""
         self.settings = settings
         self.counts = collections.Counter[tuple[str, str]]()  # by resource and result
         self._custody = custody
@@ -2681,10 +2621,7 @@ class Allocator:
     async def allocate(
         self, listed: Callable[[], Resource], containers: Sequence[Sequence[str]]
     ) -> list[pb.ContainerAllocateResponse]:
-        """Return what containers with these IDs get, as things stand now; raises Refusal.
-
-        listed: the resource, as the kubelet has it at each moment.
-        """
+        """Return what containers with these IDs get; raises Refusal. listed: the present resource."""
         result = "refused"
         try:
             mounts = await self.existing_mounts()
@@ -2724,12 +2661,12 @@ class Allocator:
     async def _wait_for_links(
         self, resource: Resource, containers: Iterable[Iterable[str]]
     ) -> None:
-        """Give udev the time to make links: a kubelet keeps the bare node for a pod's life."""
+        """Let udev make links: a kubelet keeps the bare node for a pod's life."""
         chips = _chips(resource, itertools.chain(*containers))
         await wait_for_links(self.settings, [chip.function for chip in chips])
 
     def _check_nodes(self, chips: Iterable[Chip]) -> None:
-        """Raise Refusal if a node is not what sysfs says now; the kernel's event is under way."""
+        """Raise Refusal if a node is not what sysfs says now; the event is under way."""
         for chip in chips:
             if fault := node_fault_now(chip.function):
                 reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
@@ -2749,9 +2686,8 @@ class Allocator:
     async def wait_until_free(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
         """Wait until no pod that was given these chips before has them open; raises Refusal.
 
-        A kubelet gives the device of a pod that was deleted by force to the next one while the
-        containers of the first run on. It calls PreStartContainer before each start, and tries
-        again after an error (manager.go, PreStartContainer).
+        A kubelet gives the device of a pod that was deleted by force to the next while the first
+        runs on. It asks before each start, again after an error (manager.go, PreStartContainer).
         """
         deadline = time.monotonic() + GATE_PATIENCE
         self._refresh()
@@ -2768,7 +2704,7 @@ class Allocator:
             user = self._other_user(listed(), frozenset(ids))
 
     def _other_user(self, resource: Resource, ids: frozenset[str]) -> str | None:
-        """Return the pod, in words, that uses these chips by another answer; None if none does.
+        """Return the pod, in words, that uses these chips by another answer.
 
         Other processes do not count, nor do fellow users of a shared device.
         """
@@ -2807,7 +2743,7 @@ def _chips(resource: Resource, ids: Iterable[str]) -> list[Chip]:
 
 
 async def wait_for_links(settings: Settings, functions: Sequence[PciFunction]) -> None:
-    """Wait until udev has made the links of these nodes, or has had the time to."""
+    """Wait until udev has made these links, or has had the time to."""
     deadline = time.monotonic() + LINK_PATIENCE
     while expects_links(settings) and time.monotonic() < deadline:
         if all(link_path(settings, function) for function in functions):
@@ -2824,7 +2760,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """Return the devices as the kubelet wants them: no topology where no NUMA node is known.
+    """Return the devices as the kubelet wants them.
 
     Sorted by ID: chips that swap ordinals leave the list unchanged.
     """
@@ -2848,7 +2784,6 @@ class Listing:
 
     @property
     def healthy(self) -> frozenset[str]:
-        """The IDs that are on offer."""
         return frozenset(each.ID for each in self.message.devices if each.health == "Healthy")
 
     def publish(self, resource: Resource) -> None:
@@ -2860,12 +2795,11 @@ class Listing:
             self.repeat()
 
     def repeat(self) -> None:
-        """Send the list on open streams, also unchanged: the kubelet writes its checkpoint then."""
+        """Send the list, even unchanged: the kubelet writes its checkpoint then."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams."""
         self._is_closed = True
         self._changed.set()
 
@@ -2898,15 +2832,15 @@ class RegistrationError(Exception):
 
 
 class Disturbance(RegistrationError):
-    """Something happened in the directory that the attempt under way does not survive."""
+    """What happened in the directory ends the attempt under way."""
 
 
 class Endpoint(rpc.DevicePluginServicer):
     """One server on one socket, registered once.
 
-    Each has a name of its own, such as "tt-n300.4711-1.sock": kubelet 1.37 refuses one to which it
-    still has a connection, and loses sight of that (plugin/v1beta1/server.go); and gRPC, too,
-    unlinks the path of a server that stops late.
+    Its name is a new one, such as "tt-n300.4711-1.sock": kubelet 1.37 refuses one to which it still
+    has a connection, and loses sight of that (plugin/v1beta1/server.go); and gRPC unlinks the path
+    of a server that stops late.
     """
 
     def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
@@ -2926,7 +2860,7 @@ class Endpoint(rpc.DevicePluginServicer):
         rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
     async def serve(self) -> None:
-        """Bind the socket and answer on it; raises RegistrationError."""
+        """Bind and answer; raises RegistrationError."""
         try:
             self._server.add_insecure_port(f"unix:{self._path}")
         except RuntimeError:  # gRPC does not pass on what bind() said
@@ -2944,14 +2878,14 @@ class Endpoint(rpc.DevicePluginServicer):
         """Whether it serves, and the kubelet has not been told of it."""
         return self._file is not None and not self.is_lost() and not self.is_announced
 
-    def is_watched(self) -> bool:
-        """Whether the kubelet has its stream open."""
-        return self.opened.done() and not self.ended.done()
+    def can_be_watched(self) -> bool:
+        """Whether the kubelet has its stream open, or is about to open it."""
+        return self.is_announced and not self.ended.done()
 
     async def register(self, kubelet_socket: str) -> None:
-        """Register the resource and wait for the answer; raises RegistrationError.
+        """Register the resource; raises RegistrationError.
 
-        The kubelet calls back before it answers. The next stream is its own; others, whoever opens
+        The kubelet calls back before it answers. The next stream is its own; others', whoever opens
         them, are not.
         """
         for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
@@ -2978,12 +2912,11 @@ class Endpoint(rpc.DevicePluginServicer):
                 raise RegistrationError(f"kubelet refuses: {words_of(error)}") from None
 
     def lose(self, reason: str) -> None:
-        """Give the registration up."""
         if not self.ended.done():
             self.ended.set_result(reason)
 
     async def close(self, grace: float | None = None) -> None:
-        """Stop the server; calls have so many seconds. It takes some milliseconds."""
+        """Stop the server; calls have so many seconds."""
         self._file = None
         await self._server.stop(grace)
 
@@ -3046,16 +2979,16 @@ class Endpoint(rpc.DevicePluginServicer):
 
 
 class KubeletSession:
-    """Keeps one resource served and registered, attempt after attempt.
+    """Keeps one resource registered, attempt after attempt: bind, register, stay until it is lost.
 
-    An attempt binds, registers and stays until the kubelet is lost. What happens in the directory
-    ends it and starts the next at once; attempts that fail come again after a growing pause.
+    What happens in the directory ends an attempt and starts the next at once; those that fail come
+    again after a growing pause.
     """
 
     def __init__(
         self, listing: Listing, allocator: Allocator, directory: str, changed: Callable[[], None]
     ) -> None:
-        """changed: called when `state` has become another."""
+        """changed: called when `state` is another."""
         self.listing = listing
         self.state = "starting"
         self.registrations = 0  # that succeeded
@@ -3106,9 +3039,9 @@ class KubeletSession:
     def check_registered(self, healthy: frozenset[str], now: float) -> None:
         """Compare our list with the IDs that the kubelet's file takes for healthy.
 
-        When another plugin registers our name, our stream stays open, and what it sends still
-        counts, but allocations go to the other one (devicemanager/manager.go, addEndpoint). So IDs
-        that are none of ours tell of it. Others are of a writing that was overtaken.
+        When another plugin registers our name, our stream stays open and counts, but allocations
+        go to the other one (manager.go, addEndpoint): IDs that are none of ours tell of it. Else a
+        writing was overtaken.
         """
         ours = self.listing.resource.devices.keys()
         if self.state != REGISTERED or healthy == self.listing.healthy:
@@ -3165,7 +3098,7 @@ class KubeletSession:
         raise RegistrationError(endpoint.ended.result())
 
     async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
-        """Return an endpoint that serves and that the kubelet has not been told of."""
+        """Return an endpoint that the kubelet has not been told of."""
         former = self._endpoint
         if former and former.is_fresh():
             former.kubelet = kubelet
@@ -3174,7 +3107,7 @@ class KubeletSession:
             closing = asyncio.create_task(former.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            if former.is_watched() and former.kubelet == kubelet:
+            if former.can_be_watched() and former.kubelet == kubelet:
                 # Before 1.37 the end of any stream of a resource makes the kubelet forget its
                 # newest registration (manager.go, PluginDisconnected): so the end comes first.
                 await asyncio.wait({closing})
@@ -3187,7 +3120,7 @@ class KubeletSession:
         return self._endpoint
 
     async def _until(self, awaited: asyncio.Future[Any], seconds: float | None = None) -> None:
-        """Wait for something, so long at most; raises Disturbance as soon as there is one."""
+        """Wait for something, so long at most; raises Disturbance at once."""
         first = asyncio.FIRST_COMPLETED
         await asyncio.wait({awaited, self._disturbance}, timeout=seconds, return_when=first)
         if self._disturbance.done():
@@ -3209,14 +3142,14 @@ def words_of(error: grpc.aio.AioRpcError) -> str:
 
 
 def listens(path: str) -> bool:
-    """Whether somebody accepts connections on a unix socket. Does not block."""
+    """Whether somebody accepts connections on a unix socket."""
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as probe:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: the queue is full
 
 
 def remove_dead_sockets(directory: str) -> None:
-    """Remove what a daemon left that was killed: sockets of ours on which nobody listens."""
+    """Remove sockets that a killed daemon of ours has left."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             path = f"{directory}/{name}"
@@ -3230,7 +3163,7 @@ def remove_dead_sockets(directory: str) -> None:
 class PodResources:
     """Asks the kubelet which pods have devices (pod resources API v1), one question at a time.
 
-    Asked, a kubelet also forgets the devices of pods that have ended (manager.go, GetDevices).
+    Asked, it forgets the devices of pods that have ended (manager.go, GetDevices).
     """
 
     TIMEOUT = 1.0  # seconds
@@ -3241,7 +3174,7 @@ class PodResources:
         self._has_complained = False
 
     async def names(self) -> dict[tuple[str, str, str], str]:
-        """Return "namespace/name" by resource, ID and container; nothing if it does not tell."""
+        """Return "namespace/name" by resource, ID and container, as far as it tells."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
@@ -3289,9 +3222,9 @@ MEMORY = {
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0) with each chip by its address, and `all`; None without any.
+    """Return a CDI file (spec 0.5.0) with each chip, and `all`; None without any.
 
-    A hostPath is the node itself: runtimes refuse a link. CDI has no file without devices.
+    A hostPath is the node itself: runtimes refuse a link.
     """
     nodes = {}
     for function in functions:
@@ -3316,7 +3249,7 @@ def cdi_spec(
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the host's nodes by the device's name in a CDI file; raises ValueError."""
+    """Return the host's nodes by device in a CDI file; raises ValueError."""
     try:
         devices = json.loads(spec)["devices"]
         nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
@@ -3328,7 +3261,7 @@ def cdi_nodes(spec: str) -> dict[str, str]:
 def feature_file(
     listed: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None
 ) -> str:
-    """Return labels for NFD's local source. Counts are of devices that exist, healthy or not."""
+    """Return labels for NFD's local source, of devices that exist, healthy or not."""
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in listed:
@@ -3379,7 +3312,7 @@ def _common(values: Iterable[str | None]) -> str:
 
 
 class Family(NamedTuple):
-    """A metric with its samples: a value for each set of labels."""
+    """A metric with its samples."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -3388,7 +3321,7 @@ class Family(NamedTuple):
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """Return Prometheus' text format; what has no sample is left out, no series stands twice."""
+    """Return Prometheus' text format: nothing without a sample, no series twice."""
     lines: list[str] = []
     for family in families:
         series = {}
@@ -3411,7 +3344,7 @@ def _label(key: str, value: object) -> str:
 def chip_metrics(
     chips: Collection[Chip], resource_of: Mapping[str, Resource], users: Iterable[ChipUser]
 ) -> list[Family]:
-    """Return what is known of each chip; `device` is its PCI address."""
+    """Return what is known of each chip."""
     info, healthy, fault, temperature, limit, trips = [], [], [], [], [], []
     for chip in chips:
         device = {"device": chip.bdf}
@@ -3483,7 +3416,7 @@ class ChipUser(NamedTuple):
 
 
 def chip_users(custody: Custody, now: float) -> list[ChipUser]:
-    """Return who has which chip, by allocations that a pod is known of."""
+    """Return who has which chip."""
     users = []
     for allocation in custody.allocations(now):
         if allocation.pod:
@@ -3536,7 +3469,7 @@ class Fleet:
     """The chips that were seen. What changes is logged, once."""
 
     def __init__(self, remembered: Mapping[str, Any], on_bus: Collection[str]) -> None:
-        """remembered: what `memory` said before; on_bus: addresses of functions that are there."""
+        """remembered: by `memory`; on_bus: addresses of functions that are there."""
         self.chips: dict[str, Chip] = {}  # by PCI address; none is ever taken out
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
         self.version = 0  # another one after every change, but for what only the rules remember
@@ -3547,10 +3480,7 @@ class Fleet:
                 self._former[bdf] = chip._replace(left_bus=chip.left_bus or bdf not in on_bus)
 
     def observe(self, settings: Settings, *, is_thorough: bool = True) -> list[PciFunction]:
-        """Look at sysfs; returns what is new, back or elsewhere, to be read.
-
-        is_thorough: look also at what seldom changes.
-        """
+        """Look at sysfs, unless thorough not at what seldom changes; returns what is to be read."""
         known = [chip.function for chip in self.chips.values() if chip.present and not is_thorough]
         found = scan(settings, known)
         faults = [
@@ -3572,7 +3502,7 @@ class Fleet:
         return new
 
     def _appears(self, function: PciFunction) -> bool:
-        """Take over a function as it is now; returns whether it is new, back or elsewhere."""
+        """Take over a function; returns whether it is new, back or elsewhere."""
         bdf = function.bdf
         chip = self.chips.get(bdf) or self._former.get(bdf)
         kind = (function.arch, function.pci_card)
@@ -3590,7 +3520,7 @@ class Fleet:
         return True
 
     def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
-        """Take over what chips said; `now` in seconds of any clock that only goes forward."""
+        """Take over what chips said; `now` by a clock that only goes forward."""
         for function, telemetry, is_periodic, figures in readings:
             chip = self.chips[function.bdf]
             if not chip.present or chip.function != function:
@@ -3610,7 +3540,7 @@ class Fleet:
             )
 
     def mates(self, chip: Chip) -> list[str]:
-        """Return the addresses of the other chips of a p300, which a reset concerns, too."""
+        """Return the other chips of a p300, which a reset concerns, too."""
         if chip.board_chips != 2 or not chip.identity.serial:
             return []
         board = [each.bdf for each in self.chips.values() if each.board == chip.board]
@@ -3626,7 +3556,7 @@ class Fleet:
                 self._update(chip._replace(listed=True, health=late if is_late else chip.health))
 
     def chip_at(self, path: str) -> str | None:
-        """Return the address of the chip with this node, by its path or a link of udev's."""
+        """Return the address of the chip with this node, by its path or a link."""
         name = os.path.basename(path)
         for chip in self.chips.values():
             if chip.present and (path == chip.function.path or name in (chip.bdf, chip.asic_name)):
@@ -3634,13 +3564,12 @@ class Fleet:
         return None
 
     def show_former(self) -> None:
-        """Count chips that another process has seen since boot, and that are gone, as seen."""
+        """Show chips that the daemon has seen since boot, and that are gone."""
         for bdf, chip in self._former.items():
             health = gone(chip.health, bdf, on_bus=not chip.left_bus)
             self.chips[bdf] = chip._replace(present=False, listed=True, health=health)
 
     def memory(self) -> dict[str, Any]:
-        """Return what a restart of the daemon must not forget."""
         return {bdf: _chip_memory(chip) for bdf, chip in (self._former | self.chips).items()}
 
     def _update(self, chip: Chip) -> None:
@@ -3663,7 +3592,6 @@ class Fleet:
 
 
 def _introduction(chip: Chip) -> str:
-    """Return a chip's node and identity, for the log."""
     identity = chip.identity
     facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
     known = [f"{name} {value}" for name, value in facts.items() if value]
@@ -3671,7 +3599,6 @@ def _introduction(chip: Chip) -> str:
 
 
 def _chip_memory(chip: Chip) -> dict[str, Any]:
-    """Return what _recall_chip() takes."""
     function = chip.function._replace(number=None, node_fault=None)
     stalled = chip.health.fault is Fault.STALLED
     return {
@@ -3684,7 +3611,7 @@ def _chip_memory(chip: Chip) -> dict[str, Any]:
 
 
 def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
-    """Return a chip of before, from a JSON value that can be anything; None if it is garbage."""
+    """Return a chip by what can be any JSON value; None if it is garbage."""
     stored = content.get("function")
     identity = content.get("identity")
     if not _BDF.fullmatch(bdf) or not isinstance(stored, dict) or not isinstance(identity, dict):
@@ -3716,7 +3643,7 @@ def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
 
 
 class Monitor:
-    """Follows the chips: kernel events and what they say in, changes of the fleet out."""
+    """Follows the chips: kernel events and telemetry in, changes of the fleet out."""
 
     GATHERING = 0.05  # seconds in which further kernel events are taken together
 
@@ -3728,10 +3655,7 @@ class Monitor:
         open_events: Callable[[], socket.socket] = open_uevent_socket,
         trusted: Callable[[object], bool] = sent_by_kernel,
     ) -> None:
-        """changed: called when something was seen, not always something new.
-
-        open_events: makes the socket of kernel events. trusted: whether a sender is the kernel.
-        """
+        """changed: called when something was seen; trusted: whether a sender is the kernel."""
         self.settings = settings
         self.fleet = Fleet(remembered, functions_on_bus(settings))
         self.readers = TelemetryReaders(self._telemetry_arrived)
@@ -3745,7 +3669,6 @@ class Monitor:
         self._events: list[Uevent | None] = []
 
     def open(self) -> None:
-        """Listen to the kernel."""
         try:
             self._kernel = self._open_events()
         except OSError as error:
@@ -3765,7 +3688,7 @@ class Monitor:
         self._read(self.fleet.observe(self.settings))
 
     def poll(self, *, is_thorough: bool, wants_figures: bool = False) -> None:
-        """Look at every chip: the net under all events, and the only way to see one die."""
+        """Look at every chip, the only way to see one die."""
         self.fleet.observe(self.settings, is_thorough=is_thorough)
         present = {chip.bdf: chip for chip in self.fleet.chips.values() if chip.present}
         self.readers.release(present)
@@ -3775,7 +3698,7 @@ class Monitor:
         )
 
     async def measure(self) -> None:
-        """Read what cards show, for who takes the metrics."""
+        """Read what cards show."""
         present = [chip for chip in self.fleet.chips.values() if chip.present]
         self.readers.submit(ReadJob(c.function, c.telemetry, wants_figures=True) for c in present)
         await self.until_settled()
@@ -3850,7 +3773,7 @@ class Publication:
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take over which files the configuration wants; what it no longer wants is removed."""
+        """Take over which files are wanted; the others are removed."""
         self.settings = settings
         self._made_of = None
         cdi = settings.cdi_dir and f"{settings.cdi_dir}/{CDI_FILE}"
@@ -3862,7 +3785,7 @@ class Publication:
     def describe(
         self, chips: Sequence[Chip], listed: Sequence[Resource], mounts: Sequence[Mount]
     ) -> None:
-        """Bring the files for runtimes and for node-feature-discovery in line."""
+        """Bring the files for runtimes and NFD in line."""
         driver = driver_version(self.settings)
         made_of = ([chip.shown for chip in chips], listed, mounts, driver)
         if made_of != self._made_of:
@@ -3898,7 +3821,7 @@ class Publication:
 
 
 def _moved(file: OutputFile | None, path: str) -> OutputFile | None:
-    """Return the file at a path, which can be the former one; else that is removed."""
+    """Return the file at a path; the former one is removed if it is elsewhere."""
     if file and file.path == path:
         return file
     if file:
@@ -4053,14 +3976,14 @@ class Registrar:
                 self.sessions[name] = session
 
     def _make_locks(self, resource: Resource) -> None:
-        """Make what containers start with again after a reboot, by the old answer."""
+        """Make what containers start with again after a reboot."""
         locks = lock_directory(self.settings.sharing, resource)
         with contextlib.suppress(OSError):  # Allocate says so, in words
             if locks:
                 make_lock_directory(locks)
 
     def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
-        """Log what is held under another name than it has now, when that begins and ends."""
+        """Log what a pod has under another name, when that begins and ends."""
         before = self._withheld
         self._withheld = {
             f"{name} {device.identifier}": device.withheld
@@ -4092,7 +4015,7 @@ class Registrar:
         self._nameless = nameless
 
     async def learn_names(self) -> None:
-        """Ask the kubelet for the names of pods, which makes it forget those that have ended."""
+        """Learn the names of pods; the kubelet forgets those that have ended."""
         self.custody.learn_names(await self._pod_resources.names())
         self.publish()
 
@@ -4106,7 +4029,7 @@ class Registrar:
                 return
 
     def directory_changed(self, names: Collection[str]) -> None:
-        """Act on what happened to these names in the directory, "" for itself or unknown ones."""
+        """Act on what happened to these names; "": to any."""
         foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
         if CHECKPOINT in names or "" in names:
             self.refresh()
@@ -4120,7 +4043,6 @@ class Registrar:
         ]
 
     async def close(self) -> None:
-        """End all sessions."""
         closing = (session.close() for session in self.sessions.values())
         await asyncio.gather(*closing, *self._tasks)
 
@@ -4257,7 +4179,7 @@ class Daemon:
                 self._manager.notify("WATCHDOG=1")  # polls that fail are no life
 
     async def _poll(self, *, is_thorough: bool) -> None:
-        """Do what no event tells of: the net under all of them."""
+        """Do what no event tells of."""
         self._check_directory()
         self._watch.check()
         self.registrar.poll()
@@ -4286,7 +4208,7 @@ class Daemon:
         return [chip for chip in self.monitor.fleet.chips.values() if chip.listed]
 
     def reload(self) -> None:
-        """SIGHUP: take over what a running daemon can; a bad configuration changes nothing."""
+        """SIGHUP: take over what a running daemon can, or nothing of a bad configuration."""
         if self._stage == "ready":
             now = time.monotonic_ns() // 1000
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={now}")
@@ -4458,7 +4380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options, or end the process with usage and status 2."""
+    """Return the options, or end with usage and status 2."""
     parser = argument_parser()
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for word in words:
@@ -4479,7 +4401,7 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def say(text: str) -> None:
-    """Print a line that others can have put names into; an ASCII terminal gets ASCII."""
+    """Print a line in which others may have named things; an ASCII terminal gets ASCII."""
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.replace("×", "x").replace("…", "...").replace("°", " ")
@@ -4488,7 +4410,7 @@ def say(text: str) -> None:
 
 
 class Survey(NamedTuple):
-    """A node, as `list` and `check` see it without the daemon."""
+    """A node, as `list` and `check` see it."""
 
     fleet: Fleet
     custody: Custody
@@ -4541,7 +4463,7 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
 
 
 def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
-    """Yield what there is to say of each chip, as `list --json` says it."""
+    """Yield each chip as `list --json` has it."""
     owners: dict[str, tuple[Resource, Device | None]] = {}
     for each in found.listed.values():
         for device in each.distinct:
@@ -4674,7 +4596,6 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
 
 
 def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Iterator[Finding]:
-    """Check a healthy chip."""
     bdf, function = chip.bdf, chip.function
     if chip.telemetry and chip.telemetry.is_silent:
         yield "warn", bdf, "its firmware is silent; if it stays so, look into dmesg"
@@ -4699,7 +4620,7 @@ def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Ite
 
 
 def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    """A Wormhole without an IOMMU that translates needs 4 pages of 1 GiB for each of its chips."""
+    """Find pages of 1 GiB: 4 for each chip of a Wormhole without an IOMMU that translates."""
     wanted = needy = 0
     for bdf, chip in fleet.chips.items():
         group = read_quick(f"{pci_directory(settings, bdf)}/iommu_group/type") or ""
@@ -4792,7 +4713,7 @@ def _check_kubelet(settings: Settings, found: Survey) -> Iterator[Finding]:
 
 
 def _check_sandbox(directory: str) -> Iterator[Finding]:
-    """Check that the installed unit, if there is one, lets the daemon write there."""
+    """Find whether the installed unit lets the daemon write there."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
         shown = _output(*show, "tt-device-plugin.service").split()

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage, and asks lintian.
+"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage, and
+asks lintian.
 
-Nothing is compiled, so that any machine can build for any architecture.
+Nothing is compiled, so that any machine can build for any architecture. version.py says what
+version it is.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from pathlib import Path
 import build_pyz
 from build_pyz import BUILD, TOP
 
-# What the package installs, and where dpkg-buildpackage gets it from; the rest of packaging/deb is debian/.
+# What the package installs, and where dpkg-buildpackage gets it from; the rest of packaging/deb is
+# debian/.
 BESIDE = {
     "tt-device-plugin": "bin/tt-device-plugin",
     "back-off": "back-off",
     "config.toml": "config.toml",
+    "config-at-first.toml": "config-at-first.toml",
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
@@ -33,17 +37,35 @@ FOR_DEBHELPER = {
 
 
 def main() -> int:
+    """Do as the command line says."""
     parser = argparse.ArgumentParser(description="Builds the Debian package.")
-    parser.add_argument("--arch", default=build_pyz.MACHINES.get(os.uname().machine), help="default: this machine's")
-    parser.add_argument("--output", type=Path, default=TOP / "dist", help="directory; default: %(default)s")
+    here = build_pyz.MACHINES.get(os.uname().machine)
+    parser.add_argument("--arch", default=here, help="default: this machine's")
+    parser.add_argument("--output", type=Path, default=TOP / "dist", help="default: %(default)s")
+    parser.add_argument("--version", help="default: what version.py says")
     parser.add_argument("--no-lintian", action="store_true", help="do not ask lintian")
     options = parser.parse_args()
-    version = package_version()
-
+    version = options.version or build_pyz.package_version()
+    os.environ["SOURCE_DATE_EPOCH"] = str(build_pyz.source_date_epoch())
     top = BUILD / "deb" / options.arch
-    source = top / "source"
-    shutil.rmtree(top, ignore_errors=True)
-    shutil.copytree(TOP / "packaging/deb", source / "debian", ignore=shutil.ignore_patterns(*BESIDE))
+    lay_out_source(top / "source", version)
+    build_zipapp(top / "source", options.arch, version)
+    build_package(top, options.arch)
+    package = top / f"tt-device-plugin_{version}_{options.arch}.deb"
+    if not options.no_lintian:
+        ask_lintian(package)
+    options.output.mkdir(parents=True, exist_ok=True)
+    result = options.output / package.name
+    shutil.copy(package, result)
+    print(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def lay_out_source(source: Path, version: str) -> None:
+    """Make the source package's directory as dpkg-buildpackage wants it, without the zipapp."""
+    shutil.rmtree(source.parent, ignore_errors=True)
+    ignore = shutil.ignore_patterns(*BESIDE)
+    shutil.copytree(TOP / "packaging/deb", source / "debian", ignore=ignore)
     for name, place in BESIDE.items():
         (source / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TOP / "packaging/deb" / name, source / place)
@@ -52,43 +74,53 @@ def main() -> int:
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
-    epoch = {**os.environ, "SOURCE_DATE_EPOCH": str(build_pyz.source_date_epoch())}
-    build = [sys.executable, str(TOP / "packaging/build_pyz.py"), "--arch", options.arch]
-    subprocess.run([*build, "--output", str(source / "tt-device-plugin.pyz")], check=True, env=epoch)
+    set_version(source / "debian/changelog", version)
 
+
+def build_zipapp(source: Path, arch: str, version: str) -> None:
+    """Put the zipapp into the source package's directory."""
+    script = str(TOP / "packaging/build_pyz.py")
+    output = str(source / "tt-device-plugin.pyz")
+    arguments = ["--arch", arch, "--version", version, "--output", output]
+    subprocess.run([sys.executable, script, *arguments], check=True)
+
+
+def build_package(top: Path, arch: str) -> None:
+    """Run dpkg-buildpackage; what it says is shown where it fails."""
     print("dpkg-buildpackage", flush=True)
     log = top / "build.log"
     # What is missing make has said; left to itself, dpkg-buildpackage wants compilers in addition.
-    command = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--no-check-builddeps", "--host-arch", options.arch]
-    environment = {**epoch, "LC_ALL": "C.UTF-8", "DEB_BUILD_OPTIONS": "nocheck"}
+    options = ["--build=binary", "--no-sign", "--no-check-builddeps", "--host-arch", arch]
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEB_BUILD_OPTIONS": "nocheck"}
     with log.open("w") as lines:
-        built = subprocess.run(command, cwd=source, env=environment, stdout=lines, stderr=subprocess.STDOUT)
+        built = subprocess.run(
+            ["dpkg-buildpackage", *options],
+            cwd=top / "source",
+            env=environment,
+            stdout=lines,
+            stderr=subprocess.STDOUT,
+        )
     if built.returncode:
         sys.exit(f"{log.read_text()}\ndpkg-buildpackage failed")
-    package = top / f"tt-device-plugin_{version}_{options.arch}.deb"
-    if options.no_lintian:
-        pass
-    elif shutil.which("lintian"):
-        print("lintian", flush=True)
-        checks = ["--allow-root", "--fail-on", "error,warning,info", "--display-info", "--tag-display-limit=0"]
-        subprocess.run(["lintian", *checks, str(package)], check=True)
-    else:
+
+
+def ask_lintian(package: Path) -> None:
+    """Fail where lintian finds anything; where it is not installed, say so."""
+    if not shutil.which("lintian"):
         print("lintian has not looked at it: apt install lintian")
-    options.output.mkdir(parents=True, exist_ok=True)
-    result = options.output / package.name
-    shutil.copy(package, result)
-    print(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
-    return 0
+        return
+    print("lintian", flush=True)
+    checks = ["--fail-on", "error,warning,info", "--display-info", "--tag-display-limit=0"]
+    subprocess.run(["lintian", "--allow-root", *checks, str(package)], check=True)
 
 
-def package_version() -> str:
-    """The changelog's version, which has to be the program's."""
-    changelog = re.match(r"tt-device-plugin \(([^)]+)\)", (TOP / "packaging/deb/changelog").read_text())
-    program = re.search(r'^__version__ = "([^"]+)"', (TOP / "ttdp.py").read_text(), re.MULTILINE)
-    assert changelog and program
-    if changelog[1] != program[1]:
-        sys.exit(f"packaging/deb/changelog says version {changelog[1]}, ttdp.py {program[1]}")
-    return changelog[1]
+def set_version(changelog: Path, version: str) -> None:
+    """Give the changelog's first entry the version that is built, perhaps one before its own."""
+    text, number = re.subn(
+        r"\A(tt-device-plugin) \([^)]+\)", rf"\1 ({version})", changelog.read_text()
+    )
+    assert number == 1
+    changelog.write_text(text)
 
 
 if __name__ == "__main__":

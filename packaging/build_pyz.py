@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin.pyz: one zipapp for every Python ABI of one architecture, as shiv.toml says.
+"""Builds dist/tt-device-plugin.pyz: one zipapp for every Python ABI of one architecture, as
+shiv.toml says.
 
-    build_pyz.py [--arch amd64|arm64] [--output FILE]
-    build_pyz.py --lock                                 writes the hashes of all files into shiv.toml
+    build_pyz.py [--arch amd64|arm64] [--output FILE] [--version VERSION]
+    build_pyz.py --lock                              writes the hashes of all files into shiv.toml
 
-The wheels are chosen, not compiled: any machine can build for any architecture. The same commit gives the same bytes,
-wherever and whenever it is built: modes and times are fixed. shiv packs; what starts the packed program is start.py and
-extract.py beside this file.
+The wheels are chosen, not compiled: any machine can build for any architecture. The same commit
+gives the same bytes, wherever and whenever it is built: modes and times are fixed. Of the program
+one line is another than in the sources, that with its version. shiv packs; what starts the packed
+program is start.py and what belongs to it, beside this file.
 """
 
 from __future__ import annotations
@@ -34,23 +36,25 @@ else:
 TOP = Path(__file__).resolve().parent.parent
 SETTINGS = TOP / "shiv.toml"
 BUILD = TOP / "build"
+BOOTSTRAP = ("start.py", "trees.py", "extract.py")  # start.py says what they are for
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
-    parser.add_argument("--arch", default=MACHINES.get(platform.machine()), help="Debian's name; default: this machine")
-    parser.add_argument("--output", type=Path, default=TOP / "dist/tt-device-plugin.pyz", help="default: %(default)s")
-    parser.add_argument("--lock", action="store_true", help="fetch every file and write its hash into shiv.toml")
-    options = parser.parse_args()
+    """Do as the command line says."""
+    options = command_line().parse_args()
     settings = tomllib.loads(SETTINGS.read_text())
     if options.lock:
         return lock(settings)
+    if options.bootstrap:
+        abis = ["cpython-310-x86_64-linux-gnu"]
+        write_bootstrap(options.bootstrap, "0", settings["entry-point"], abis)
+        return 0
     if options.arch not in settings["architectures"]:
-        parser.error(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
+        sys.exit(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
     build_tools(settings)
     tree = BUILD / "site-packages" / options.arch
-    stage(settings, options.arch, tree)
+    stage(settings, options.arch, tree, options.version or package_version())
     print("packing", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pack(settings, tree, options.output)
@@ -59,25 +63,43 @@ def main() -> int:
     return 0
 
 
+def command_line() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
+    here, output = MACHINES.get(platform.machine()), TOP / "dist/tt-device-plugin.pyz"
+    parser.add_argument("--arch", default=here, help="Debian's name; default: this machine")
+    parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
+    parser.add_argument("--version", help="default: what version.py says")
+    parser.add_argument(
+        "--lock",
+        action="store_true",
+        help="only fetch every file and write its hash into shiv.toml",
+    )
+    parser.add_argument(
+        "--bootstrap", type=Path, help="only write what starts the program into this directory"
+    )
+    return parser
+
+
 # Fetching: pip takes a file only if its hash is among those in shiv.toml.
 
 
 def wanted(settings: Mapping[str, Any], abi: str) -> dict[str, str]:
     """Requirements, with versions, of one ABI."""
     only = settings["only"]
-    return {name: version for name, version in settings["requirements"].items() if abi in only.get(name, [abi])}
+    return {
+        name: version
+        for name, version in settings["requirements"].items()
+        if abi in only.get(name, [abi])
+    }
 
 
-def fetch(requirements: Mapping[str, str], hashes: Mapping[str, str], directory: Path, *more: str) -> list[Path]:
-    """The files of these requirements, by pip, in `directory`; no hashes at all: any file is taken."""
+def fetch(
+    requirements: Mapping[str, str], hashes: Mapping[str, str], directory: Path, *more: str
+) -> list[Path]:
+    """The files of these requirements, by pip, in `directory`. Without hashes any file is taken."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for name, version in requirements.items():
-        stem = f"{name}-{version}".lower()
-        known = [digest for file, digest in hashes.items() if file.lower().startswith((f"{stem}-", f"{stem}."))]
-        if hashes and not known:
-            sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
-        lines.append(" ".join([f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in known)]))
+    lines = [requirement(name, version, hashes) for name, version in requirements.items()]
     text = "\n".join([*lines, *more, ""])
     stamp = directory / "requirements.txt"
     if not (stamp.exists() and stamp.read_text() == text):
@@ -86,23 +108,42 @@ def fetch(requirements: Mapping[str, str], hashes: Mapping[str, str], directory:
         directory.mkdir()
         asked = directory / "requirements.tmp"
         asked.write_text("\n".join([*lines, ""]))
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--no-build-isolation", "--dest", str(directory), "--requirement", str(asked), *more]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(BUILD / "tools")})
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        pip += ["--no-deps", "--no-build-isolation", "--dest", str(directory)]
+        environment = {**os.environ, "PYTHONPATH": str(BUILD / "tools")}
+        subprocess.run([*pip, "--requirement", str(asked), *more], check=True, env=environment)
         asked.rename(stamp)
         stamp.write_text(text)
     return sorted(path for path in directory.iterdir() if path != stamp)
 
 
-def fetch_abi(settings: Mapping[str, Any], arch: str, abi: str, hashes: Mapping[str, str]) -> list[Path]:
+def requirement(name: str, version: str, hashes: Mapping[str, str]) -> str:
+    """Return the line that has pip take this version, and only files with one of the hashes."""
+    stem = f"{name}-{version}".lower()
+    known = []
+    for file, digest in hashes.items():
+        if file.lower().startswith((f"{stem}-", f"{stem}.")):
+            known.append(f"--hash=sha256:{digest}")
+    if hashes and not known:
+        sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
+    return " ".join([f"{name}=={version}", *known])
+
+
+def fetch_abi(
+    settings: Mapping[str, Any], arch: str, abi: str, hashes: Mapping[str, str]
+) -> list[Path]:
     """The wheels, or for what has none the source, that one ABI on one architecture needs."""
     where = BUILD / "wheels" / f"{arch}-{abi}"
     python = ["--python-version", abi.removeprefix("cp"), "--implementation", "cp"]
     tags = [f"--abi={tag}" for tag in (abi, "abi3", "none")]
     tags += [f"--platform={tag}" for tag in settings["architectures"][arch]]
-    wheels = {name: version for name, version in wanted(settings, abi).items() if name != "sdnotify"}
+    wheels = {
+        name: version for name, version in wanted(settings, abi).items() if name != "sdnotify"
+    }
     files = fetch(wheels, hashes, where, "--only-binary=:all:", *python, *tags)
-    return files + fetch({"sdnotify": settings["requirements"]["sdnotify"]}, hashes, BUILD / "wheels/source")
+    return files + fetch(
+        {"sdnotify": settings["requirements"]["sdnotify"]}, hashes, BUILD / "wheels/source"
+    )
 
 
 def build_tools(settings: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> list[Path]:
@@ -110,7 +151,10 @@ def build_tools(settings: Mapping[str, Any], hashes: Mapping[str, str] | None = 
     tools = settings["build"]
     target = BUILD / "tools"
     files = fetch(
-        tools, settings["sha256"] if hashes is None else hashes, BUILD / "wheels/tools", "--only-binary=:all:"
+        tools,
+        settings["sha256"] if hashes is None else hashes,
+        BUILD / "wheels/tools",
+        "--only-binary=:all:",
     )
     shutil.rmtree(target, ignore_errors=True)
     for file in files:
@@ -140,11 +184,18 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
     """Paths below site-packages, and contents, of a wheel or of sdnotify's source."""
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
-            yield from ((entry.filename, wheel.read(entry)) for entry in wheel.infolist() if not entry.is_dir())
+            yield from (
+                (entry.filename, wheel.read(entry))
+                for entry in wheel.infolist()
+                if not entry.is_dir()
+            )
         return
     stem = file.name.removesuffix(".tar.gz")
-    places = {"sdnotify/__init__.py": "sdnotify/__init__.py", "PKG-INFO": f"{stem}.dist-info/METADATA",
-              "LICENSE.txt": f"{stem}.dist-info/licenses/LICENSE.txt"}  # fmt: skip
+    places = {
+        "sdnotify/__init__.py": "sdnotify/__init__.py",
+        "PKG-INFO": f"{stem}.dist-info/METADATA",
+        "LICENSE.txt": f"{stem}.dist-info/licenses/LICENSE.txt",
+    }
     with tarfile.open(file) as source:
         for name, place in places.items():
             content = source.extractfile(f"{stem}/{name}")
@@ -152,25 +203,33 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
             yield place, content.read()
 
 
-def stage(settings: Mapping[str, Any], arch: str, tree: Path) -> None:
-    """The tree that the zipapp holds. Fails if two ABIs disagree on anything but their extension modules."""
+def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> None:
+    """The tree that the zipapp holds. Fails if two ABIs disagree on anything but their extension
+    modules."""
+    from version import PROGRAM, with_version
+
     contents: dict[str, tuple[bytes, str]] = {}
     unused = {pattern for patterns in settings["strip"].values() for pattern in patterns}
     patterns = tuple(unused)
     for abi in settings["abis"]:
         for file in fetch_abi(settings, arch, abi, settings["sha256"]):
             for name, content in members(file):
-                if matching := [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]:
+                if matching := [
+                    pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)
+                ]:
                     unused.difference_update(matching)
                 elif contents.setdefault(name, (content, abi))[0] != content:
                     sys.exit(f"{name} of {file.name} is not the same as for {contents[name][1]}")
     if unused:
         sys.exit(f"shiv.toml: nothing to strip matches {', '.join(sorted(unused))}")
     for abi in settings["abis"]:
-        if not any(name.startswith("grpc/_cython/cygrpc.") and f"-{abi[2:]}-" in name for name in contents):
+        if not any(
+            name.startswith("grpc/_cython/cygrpc.") and f"-{abi[2:]}-" in name for name in contents
+        ):
             sys.exit(f"grpcio has no extension module for {abi} on {arch}")
     for name in settings["program"]:
-        contents[name] = ((TOP / name).read_bytes(), "")
+        text = (TOP / name).read_text()
+        contents[name] = ((with_version(text, version) if name == PROGRAM else text).encode(), "")
     shutil.rmtree(tree, ignore_errors=True)
     for name, (content, _) in sorted(contents.items()):
         path = tree / name
@@ -189,16 +248,16 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
 
     assert __version__ == settings["build"]["shiv"]
     packed = sorted(path for path in tree.rglob("*") if path.is_file())
-    contents = "".join(f"{path.relative_to(tree)} {_sha256(path.read_bytes())}\n" for path in packed)
+    contents = "".join(
+        f"{path.relative_to(tree)} {_sha256(path.read_bytes())}\n" for path in packed
+    )
     build_id = _sha256(contents.encode())[:16]
     abis = sorted(path.name.split(".")[1] for path in tree.glob("grpc/_cython/cygrpc.*.so"))
     bootstrap = BUILD / "bootstrap"
-    shutil.rmtree(bootstrap, ignore_errors=True)
-    bootstrap.mkdir(parents=True)
-    for name, text in bootstrap_files(build_id, settings["entry-point"], abis).items():
-        (bootstrap / name).write_text(text)
-        (bootstrap / name).chmod(0o644)
-    builder.iter_package_files = lambda package: [(path, path.name) for path in sorted(bootstrap.iterdir())]
+    write_bootstrap(bootstrap, build_id, settings["entry-point"], abis)
+    builder.iter_package_files = lambda package: [
+        (path, path.name) for path in sorted(bootstrap.iterdir())
+    ]
     environment = Environment(
         built_at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(source_date_epoch())),
         build_id=build_id,
@@ -208,25 +267,50 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
     )
     half = output.with_suffix(".tmp")
     builder.create_archive(
-        [tree], target=half, interpreter="/usr/bin/python3", main="_bootstrap.start:start", env=environment
+        [tree],
+        target=half,
+        interpreter="/usr/bin/python3",
+        main="_bootstrap.start:start",
+        env=environment,
     )
     half.chmod(0o755)
     half.rename(output)
 
 
+def write_bootstrap(directory: Path, build_id: str, entry_point: str, abis: Sequence[str]) -> None:
+    """Write the package `_bootstrap` as this directory, in place of what was there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    for name, text in bootstrap_files(build_id, entry_point, abis).items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o644)
+
+
 def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dict[str, str]:
-    """What starts the packed program, in place of shiv's own bootstrap: files of the package `_bootstrap`."""
+    """What starts the packed program, in place of shiv's own bootstrap: files of the package
+    `_bootstrap`."""
     module, _, function = entry_point.partition(":")
     constants = {"BUILD": build_id, "MODULE": module, "FUNCTION": function, "ABIS": tuple(abis)}
     return {
         "__init__.py": "",
         "packed.py": "".join(f"{name} = {value!r}\n" for name, value in constants.items()),
-        **{name: (TOP / "packaging" / name).read_text() for name in ("start.py", "extract.py")},
+        **{name: (TOP / "packaging" / name).read_text() for name in BOOTSTRAP},
     }
 
 
+def package_version() -> str:
+    """Return what version.py says, or end the process with the reason why it cannot."""
+    from version import Unknown, version
+
+    try:
+        return version(TOP)
+    except Unknown as reason:
+        sys.exit(f"what version is this? {reason}")
+
+
 def source_date_epoch() -> int:
-    """$SOURCE_DATE_EPOCH, or the last commit's time, or outside a repository that of Debian's changelog."""
+    """$SOURCE_DATE_EPOCH, or the last commit's time, or outside a repository that of Debian's
+    changelog."""
     if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(epoch)
     commands: Sequence[list[str]] = (

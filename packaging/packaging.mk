@@ -2,16 +2,28 @@
 
 MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
 ARCHES ?= $(MACHINE)
-VERSION := $(shell sed -n '1s/.*(\(.*\)).*/\1/p' packaging/deb/changelog)
+PACKAGE_VERSION := $(shell $(PYTHON) packaging/version.py)
 PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py packaging/systemd/* packaging/deb/*)
-DEB := dist/tt-device-plugin_$(VERSION)_
+DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 
-.PHONY: deb-tools lock reproducible e2e-systemd
+# Where the apt repository will be served, and the key that signs it, as gpg knows it.
+REPOSITORY_URL ?= https://packages.tt-device-plugin.invalid/apt
+SIGN_KEY ?=
+REPOSITORY := dist/repository
+RELEASE_CHECKS ?= .ci/run
+
+.PHONY: FORCE deb-tools lock abis reproducible repository release e2e-systemd
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
 
-dist/tt-device-plugin.pyz: $(PACKAGED) | $(VENV)/ready
+# The version is in the zipapp, whatever the time of the last commit.
+build/version: FORCE
+	@mkdir -p build
+	@echo '$(PACKAGE_VERSION)' | cmp -s - $@ || echo '$(PACKAGE_VERSION)' >$@
+FORCE:
+
+dist/tt-device-plugin.pyz: $(PACKAGED) build/version | $(VENV)/ready
 	@$(PY) packaging/build_pyz.py
 
 deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/tt-device-plugin_<version>_<arch>.deb, for this machine or ARCHES='amd64 arm64'
@@ -28,13 +40,27 @@ deb-tools:
 	done; \
 	[ -z "$$missing" ] || { echo "make deb needs more: apt install --no-install-recommends$$missing"; exit 1; }
 
+repository: $(addprefix $(DEB),amd64.deb arm64.deb)  ## dist/repository: an apt repository, signed with SIGN_KEY=
+	@$(PY) packaging/repository.py --url '$(REPOSITORY_URL)' --sign-key '$(SIGN_KEY)' --output '$(REPOSITORY)' $^
+
+release:  ## VERSION=0.2.0: check everything (RELEASE_CHECKS), commit and tag it, and open the next version
+	@[ '$(origin VERSION)' = 'command line' ] || { echo 'which? make release VERSION=0.2.0'; exit 1; }
+	@$(PYTHON) packaging/release.py '$(VERSION)' --checks '$(RELEASE_CHECKS)'
+
 lock: $(VENV)/ready  ## write the hashes in shiv.toml anew, after a change of a version or an ABI
 	@$(PY) packaging/build_pyz.py --lock
+
+abis: $(VENV)/ready  ## has PyPI the pinned grpcio for a Python that is not packed yet?
+	@$(PY) packaging/check_abis.py
 
 reproducible: $(VENV)/ready  ## build everything twice, at different places and times: the same bytes?
 	@$(PY) packaging/check_reproducible.py
 
-e2e-systemd: $(DEB)$(MACHINE).deb
-	@$(PYTEST) -vv tests/e2e/test_package.py tests/e2e/test_udev.py
+# tests/e2e/test_package.py and what else needs a system of its own, but neither kubelets nor containerd.
+SYSTEMD_TESTS := package.py udev.py logind.py repository.py pythons.py
 
-e2e-kubelet: $(DEB)$(MACHINE).deb  # for the test with its unit
+e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd, in system containers and virtual machines; needs root
+	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)
+
+e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## with the real kubelet, containerd, podman; needs root
+	@$(PYTEST) -vv tests/e2e $(SYSTEMD_TESTS:%=--ignore tests/e2e/test_%) --ignore tests/e2e/test_newcomer.py

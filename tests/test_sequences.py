@@ -1,26 +1,31 @@
-"""Whatever happens in whatever order: no chip has two owners, no pod gets a chip that is ill, and counts are right.
+"""Whatever happens in whatever order: no chip has two owners, and no pod's ID is lost.
 
-Kubelet and daemon are restarted and configured anew, pods come and go, chips come, go, die and are renumbered, as
-hypothesis likes. TTDP_SEQUENCES and TTDP_STEPS in the environment say how many sequences, and how long.
+Kubelet, API server and daemon come and go, the configuration changes, pods are admitted and end,
+are deleted in order or by force, chips come, go, die and are renumbered, and the checkpoint errs,
+as hypothesis likes. What a step does depends on what was drawn alone, never on what happened to be
+seen in time, or hypothesis would find another tree at each run.
+
+TTDP_SEQUENCES and TTDP_STEPS in the environment say how many sequences, and how long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import os
-import threading
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import ttdp
+from tests.conftest import kubelet_of
 from tests.world.kubelet import AdmissionError, Kubelet
-from tests.world.node import Chip, SimulatedNode, Ticker
+from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import Broken, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import SharedResource, Sharing
@@ -32,11 +37,18 @@ NAMES = {
     "card": {"p300c": "p300c", "n150": "n150", "p150a": "p150a"},
     "arch": {"p300c": "blackhole", "n150": "wormhole", "p150a": "blackhole"},
 }
+INTERVAL = 0.1  # seconds between two polls
+numbers = st.integers(0, 99)
+
+
+def name_of(card: str, naming: str, unit: str) -> str:
+    return NAMES[naming][card] + ("-board" if unit == "board" and card == "p300c" else "")
 
 
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
-    naming, unit = draw(st.sampled_from([*NAMES])), draw(st.sampled_from(["chip", "board"]))
+    naming = draw(st.sampled_from([*NAMES]))
+    unit = draw(st.sampled_from(["chip", "board"]))
     names = sorted({name_of(card, naming, unit) for card in CARDS})
     entries = []
     for name in draw(st.lists(st.sampled_from(names), unique=True, max_size=2)):
@@ -51,216 +63,296 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def name_of(card: str, naming: str, unit: str) -> str:
-    return NAMES[naming][card] + ("-board" if unit == "board" and card == "p300c" else "")
-
-
 class Sequences(RuleBasedStateMachine):
-    """The world, and what a test knows of it by itself."""
+    """A node with its kubelet and daemon, and what a test does to them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()  # runs all the time, as it does in reality
-        self.loop.add_signal_handler = lambda *_: None  # type: ignore[method-assign]  # for the main thread only
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.resources = workspace()
-        home = self.resources.__enter__()
-        self.home: Path = home
-        self.node = SimulatedNode(home / "node")
+        self.loop = asyncio.new_event_loop()
+        self.loop.add_signal_handler = lambda *_: None  # type: ignore[method-assign]  # pytest's
+        self.workspace = workspace()
+        self.home = self.workspace.__enter__()
+        self.node = SimulatedNode(self.home / "node")
         self.chips: list[Chip] = [chip for card in CARDS for chip in self.node.add(card)]
-        self.ticker = Ticker(self.node, 0.05).__enter__()
-        self.pods: dict[str, set[str]] = {}  # the addresses of the chips that each running pod was given
-        self.kept: dict[str, tuple[str, str]] = {}  # pod: the resource and the ID that it asked for and got
-        self.number = 0
+        self.numbers = itertools.count()
+        self.pods: dict[
+            str, dict[str, int]
+        ] = {}  # all that were ever admitted, with their requests
+        self.given: dict[str, dict[str, Any]] = {}  # answers by UID and container
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return self.loop.run_until_complete(work)
 
-    @initialize(configuration=configurations())
-    def begin(self, configuration: dict[str, Any]) -> None:
+    @initialize(
+        configuration=configurations(),
+        version=st.sampled_from([(1, 31), (1, 33), (1, 36), (1, 37)]),
+        policy=st.sampled_from(["none", "best-effort"]),
+    )
+    def begin(self, configuration: Any, version: tuple[int, int], policy: Any) -> None:
         self.configuration = configuration
-        self.kubelet = Kubelet(self.home / "dp")
+        self.kubelet: Kubelet = self.do(self._make_kubelet(version=version, policy=policy))
         self.do(self.kubelet.start())
         self.do(self._start_daemon())
         self.do(self._settle())
 
-    async def _start_daemon(self) -> None:
-        settings = settings_of(
-            self.node, self.home / "dp", interval=0.1, state_dir=str(self.home), **self.configuration
-        )  # fmt: skip
-        self.daemon = await RunningDaemon(self.node, settings).__aenter__()
-        self.seen = {chip.bdf for chip in self.chips if chip.facts.present}
+    async def _make_kubelet(self, **options: Any) -> Kubelet:
+        return kubelet_of(self.node, self.home / "dp", back_off=0.05, **options)
 
-    async def _reload(self) -> None:
-        self.daemon.reload(**self.configuration)
+    async def _start_daemon(self) -> None:
+        # What ails a chip here is seen by its registers; heartbeats need not go on for that.
+        settings = settings_of(
+            self.node,
+            self.home / "dp",
+            interval=INTERVAL,
+            health={"heartbeat_misses": 1_000_000},
+            state_dir=str(self.home),
+            **self.configuration,
+        )
+        self.daemon = await RunningDaemon(self.node, settings).__aenter__()
+
+    async def _stop_daemon(self) -> None:
+        """Stop it, and wait until the kubelet has seen that: a start takes longer in reality."""
+        names = [*self.daemon.sessions]
+        await self.daemon.__aexit__()
+        is_listed = self.kubelet.manager.plugins.is_listed
+        await until(lambda: not any(map(is_listed, names)), "the kubelet to see the end")
 
     async def _settle(self) -> None:
-        """Until the daemon knows the chips as they are, and the kubelet what the daemon has published."""
+        """Wait until the daemon knows the chips, and the kubelet what the daemon has published."""
 
         def differences() -> list[str]:
-            daemon, expected = self.daemon.daemon, self.expected()
-            if not daemon._serving or (daemon._asking and not daemon._asking.done()):
-                return ["the daemon is not ready"]
-            found = [f"resources {[*daemon.sessions]}, not {[*expected]}"] * (daemon.sessions.keys() != expected.keys())
-            for name, session in daemon.sessions.items():
-                published = {i: device.reason for i, device in session.plugin.resource.devices.items()}
-                healthy = {i for i, reason in published.items() if reason is None}
-                has = {*self.kubelet.healthy(name)}, {*self.kubelet.unhealthy(name)}
-                if has != (healthy, published.keys() - healthy):
-                    found.append(f"{name} is {session.state}: {published}, but the kubelet has {has}")
-            return found + [f"{chip.bdf} is {chip.facts}" for chip in self.chips if not self._is_known(chip)]
+            found = [] if self.daemon.notified("READY=1") else ["the daemon is not ready"]
+            for name, session in self.daemon.sessions.items():
+                wanted = session.listing.healthy
+                is_listed = self.kubelet.manager.plugins.is_listed(name)
+                if not is_listed or self.kubelet.healthy(name) != wanted:
+                    has = self.kubelet.healthy(name)
+                    found.append(f"{name} is {session.state}: {wanted}, the kubelet has {has}")
+            known = self.daemon.daemon.monitor.fleet.chips
+            return found + [
+                f"{chip.bdf} is {chip.facts}"
+                for chip in self.chips
+                if not self._is_known(chip, known.get(chip.bdf))
+            ]
 
         try:
-            await until(lambda: not differences(), "the daemon and the kubelet to agree", 15)
+            await until(lambda: not differences(), "the daemon and the kubelet to agree")
         except Broken as broken:
             raise Broken(f"{broken}: {differences()}") from None
 
-    def _is_known(self, chip: Chip) -> bool:
-        """Whether the daemon has the chip's state and place right."""
-        known = self.daemon.daemon.fleet.chips.get(chip.bdf)
+    def _is_known(self, chip: Chip, known: Any) -> bool:
+        """Whether the daemon has a chip's state and place right."""
         facts = chip.facts
         if known is None:
             return not facts.present
         well = facts.present and facts.condition == "healthy"
         same_place = not facts.present or known.function.ordinal == facts.ordinal
-        if not known.listed or (well and known.serial != facts.telemetry["tt_serial"]):
-            return False  # it has not answered yet, or its firmware has only begun to speak
-        return same_place and known.present is facts.present and (known.health.fault is None) is well
+        spoken = not well or known.identity.serial == facts.telemetry["tt_serial"]
+        ill = known.health.fault is not None
+        return bool(known.listed and spoken and same_place and known.present is facts.present) and (
+            ill is not well
+        )
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # What happens to daemon and kubelet
 
     @rule(configuration=configurations())
     def reload(self, configuration: dict[str, Any]) -> None:
         self.configuration = configuration
-        self.do(self._reload())
-        self.do(self._settle())
+
+        async def reload() -> None:
+            self.daemon.reload(**configuration)
+            await self._settle()
+
+        self.do(reload())
 
     @rule(configuration=st.none() | configurations())
     def restart_daemon(self, configuration: dict[str, Any] | None) -> None:
         self.configuration = configuration or self.configuration
-        self.do(self.daemon.__aexit__())
+        self.do(self._stop_daemon())
         self.do(self._start_daemon())
+        self.do(self._settle())
+
+    @rule(is_away=st.booleans())
+    def restart_kubelet(self, is_away: bool) -> None:
+        if is_away:
+            self.kubelet.api_server_away()
+        self.do(self.kubelet.restart())
+        self.do(self._settle())
+
+    @rule(configuration=configurations(), is_away=st.booleans(), daemon_first=st.booleans())
+    def restart_both(
+        self, configuration: dict[str, Any], is_away: bool, daemon_first: bool
+    ) -> None:
+        self.configuration = configuration
+        if is_away:
+            self.kubelet.api_server_away()
+        self.do(self._stop_daemon())
+        self.do(self.kubelet.kill())
+        first, second = self._start_daemon(), self.kubelet.start()
+        for start in (first, second) if daemon_first else (second, first):
+            self.do(start)
         self.do(self._settle())
 
     @rule()
-    def restart_kubelet(self) -> None:
-        """The pods run on; the kubelet admits them anew, before any other."""
-        self.do(self.kubelet.restart())
-        self.do(self._settle())
-        self.kubelet._admitted |= self.pods.keys()
+    def api_server_answers(self) -> None:
+        async def answer() -> None:
+            await self.kubelet.api_server_back()
+            await self._settle()
 
-    @rule(configuration=configurations())
-    def restart_both(self, configuration: dict[str, Any]) -> None:
-        self.configuration = configuration
-        self.do(self.daemon.__aexit__())
-        self.do(self.kubelet.kill())
-        self.do(self._start_daemon())
-        self.do(self.kubelet.start())
-        self.do(self._settle())
-        self.kubelet._admitted |= self.pods.keys()
+        self.do(answer())
 
-    @precondition(lambda self: self.daemon.daemon.sessions)
-    @rule(choice=st.integers(0, 99), count=st.integers(1, 2))
-    def admit(self, choice: int, count: int) -> None:
-        names = sorted(self.daemon.daemon.sessions)
-        resource, pod = names[choice % len(names)], f"pod-{self.number}"
-        self.number += 1
+    @rule(how=st.sampled_from(["empty", "garbage", "missing"]))
+    def corrupt_checkpoint(self, how: Any) -> None:
+        self.kubelet.corrupt(how)
+        self.do(self._settle())
+
+    @rule(is_overtaking=st.booleans())
+    def overtake(self, is_overtaking: bool) -> None:
+        self.kubelet.overtake(is_overtaking)
+
+    # What happens to pods
+
+    async def _admit(self, request: dict[str, int], *, init: bool = False) -> bool:
+        """Return whether a pod with this request was admitted."""
+        pod = f"pod-{next(self.numbers)}"
+        is_static = self.kubelet.node.pods.api_away
         try:
-            got = self.do(self.kubelet.admit(pod, "main", {resource: count}))
+            if init:
+                await self.kubelet.admit(pod, "init", request, init=True, static=is_static)
+            await self.kubelet.admit(pod, "main", request, static=is_static)
         except AdmissionError:
-            self.kubelet.remove_pod(pod)
-            return
-        chips = set(got.envs["TT_DEVICE_PLUGIN_DEVICES"].split(","))
-        for bdf in chips:
-            facts = self.node.chip(bdf).facts
-            assert facts.present and facts.condition == "healthy", f"{pod} was given {bdf}, which is {facts.condition}"
-        self.pods[pod] = chips
-        replica = {ident for ids in got.ids.values() for ident in ids}.pop()
-        self.kept[pod] = resource, replica
+            return False
+        self.pods[pod] = request
+        await self._settle()
+        return True
 
-    @precondition(lambda self: self.pods)
-    @rule(choice=st.integers(0, 99))
-    def remove(self, choice: int) -> None:
-        pod = sorted(self.pods)[choice % len(self.pods)]
-        self.kubelet.remove_pod(pod)
-        del self.pods[pod], self.kept[pod]
+    def _resource(self, card: str, few: bool) -> str:
+        """What a card is called now, or its shared part."""
+        naming, unit = self.configuration["resource_naming"], self.configuration["unit"]
+        return f"{DOMAIN}/{name_of(card, naming, unit)}{'.few' if few else ''}"
 
-    @rule(choice=st.integers(0, 99))
-    def come_or_go(self, choice: int) -> None:
-        chip = self.chips[choice % len(self.chips)]
-        if chip.facts.present:
-            chip.vanish()
-        else:
-            chip.come_back()
-            self.seen.add(chip.bdf)
+    @rule(card=st.sampled_from(CARDS), few=st.booleans(), count=numbers, init=st.booleans())
+    def admit(self, card: str, few: bool, count: int, init: bool) -> None:
+        self.do(self._admit({self._resource(card, few): 1 + count % 2}, init=init))
+
+    @rule(few=st.booleans())
+    def fill(self, few: bool) -> None:
+        """Pods take all that is on offer: what is offered wrongly is taken, too."""
+
+        async def fill() -> None:
+            for resource in {self._resource(card, few) for card in CARDS}:
+                while self.kubelet.capacity().get(resource) and await self._admit({resource: 1}):
+                    pass
+
+        self.do(fill())
+
+    @rule(number=numbers)
+    def replace_by_force(self, number: int) -> None:
+        """A pod is deleted by force, and another one asks for the same."""
+        if self.pods:
+            pod = [*self.pods][number % len(self.pods)]
+            self._act(number, self.kubelet.force_delete)
+            self.do(self._admit(self.pods[pod]))
+
+    def _act(self, number: int, act: Any) -> None:
+        """Do something to one of the pods, if it is there."""
+
+        async def act_and_settle() -> None:
+            if self.pods:
+                try:
+                    act([*self.pods][number % len(self.pods)])
+                except LookupError:
+                    return  # it was never admitted
+            await self._settle()
+
+        self.do(act_and_settle())
+
+    @rule(number=numbers)
+    def delete(self, number: int) -> None:
+        self._act(number, self.kubelet.delete)
+
+    @rule(number=numbers)
+    def delete_by_force(self, number: int) -> None:
+        self._act(number, self.kubelet.force_delete)
+
+    @rule(number=numbers)
+    def end(self, number: int) -> None:
+        self._act(number, self.kubelet.end)
+
+    @rule(number=numbers)
+    def complete(self, number: int) -> None:
+        self._act(number, self.kubelet.complete)
+
+    @rule(number=numbers)
+    def crash(self, number: int) -> None:
+        self._act(number, lambda pod: self.kubelet.crash(pod, "main"))
+
+    # What happens to chips
+
+    @rule(number=numbers)
+    def come_or_go(self, number: int) -> None:
+        chip = self.chips[number % len(self.chips)]
+        chip.vanish() if chip.facts.present else chip.come_back()
         self.do(self._settle())
 
-    @rule(choice=st.integers(0, 99))
-    def die_or_live(self, choice: int) -> None:
-        chip = self.chips[choice % len(self.chips)]
+    @rule(number=numbers)
+    def die_or_live(self, number: int) -> None:
+        chip = self.chips[number % len(self.chips)]
         if chip.facts.present:
             chip.revive() if chip.facts.condition == "dead" else chip.die()
             self.do(self._settle())
 
-    @rule(choice=st.integers(0, 99))
-    def renumber(self, choice: int) -> None:
-        there = [chip for chip in self.chips if chip.facts.present and chip.facts.condition == "healthy"]
-        if len(there) > 1:
-            one, other = there[choice % len(there)], there[(choice + 1) % len(there)]
+    @rule(number=numbers)
+    def renumber(self, number: int) -> None:
+        well = [c for c in self.chips if c.facts.present and c.facts.condition == "healthy"]
+        if len(well) > 1:
+            one, other = well[number % len(well)], well[(number + 1) % len(well)]
             self.node.swap_ordinals(one.bdf, other.bdf)
             self.do(self._settle())
 
-    # -- what must hold ------------------------------------------------------------------------------------------------
-
-    def expected(self) -> dict[str, int]:
-        """Capacity by resource, by the configuration's arithmetic: over what was seen since the daemon's start."""
-        naming, unit = self.configuration["resource_naming"], self.configuration["unit"]
-        devices: dict[str, set[str]] = collections.defaultdict(set)
-        taken = set()  # a number is one chip's, whatever it is: of those that are there first of all
-        for chip in sorted(self.chips, key=lambda chip: (not chip.facts.present, chip.bdf)):
-            if chip.bdf in self.seen:
-                card = chip.facts.telemetry["tt_card_type"]
-                whole = unit == "board" and card == "p300c"
-                key = chip.facts.telemetry["tt_serial"] if whole else self._id(chip)
-                if whole or key not in taken:
-                    devices[name_of(card, naming, unit)].add(key)
-                    taken |= set() if whole else {key}
-        capacity: dict[str, int] = {}
-        for name, ids in devices.items():
-            left = len(ids)
-            for entry in self.configuration["sharing"].resources:
-                if entry.name == name and left:
-                    selected = left if entry.devices == "all" else min(entry.devices, left)
-                    capacity[f"{DOMAIN}/{entry.rename or name}"] = selected * entry.replicas
-                    left -= selected
-            if left:
-                capacity[f"{DOMAIN}/{name}"] = left
-        return capacity
-
-    def _id(self, chip: Chip) -> str:
-        """By ordinals a chip that is away has the number that it had, which another one can have by now."""
-        if self.configuration["device_id_strategy"] != "index":
-            return chip.bdf
-        known = self.daemon.daemon.fleet.chips.get(chip.bdf)
-        return str(chip.facts.ordinal if chip.facts.present else known and known.function.ordinal)
+    # What must hold
 
     @invariant()
     def no_chip_has_two_owners(self) -> None:
-        """Unless all of them have it as a replica of one resource."""
-        owners: dict[str, list[str]] = collections.defaultdict(list)
-        for pod, chips in self.pods.items():
-            for bdf in chips:
-                owners[bdf].append(pod)
-        for bdf, pods in owners.items():
-            kinds = {self.kept[pod][0] if "::" in self.kept[pod][1] else pod for pod in pods}
-            assert len(kinds) == 1, f"{bdf} is held by {[(pod, *self.kept[pod]) for pod in pods]}"
+        """Neither by what the kubelet has given to pods that it wants, nor by what is open."""
+        given: dict[str, set[str]] = collections.defaultdict(set)
+        for pod in self.kubelet.node.pods:
+            if pod.wanted and not pod.over:
+                for bdf in self._chips_of(pod.uid):
+                    given[bdf].add(pod.uid)
+        for chip in self.chips:
+            pids = self.home / f"node/proc/driver/tenstorrent/{chip.ordinal}/pids"
+            is_told = chip.facts.present and pids.exists()
+            opened = {self._pod_of(pid) for pid in pids.read_text().split()} if is_told else set()
+            self._check_owners(chip, given[chip.bdf])
+            self._check_owners(chip, opened)
 
-    @precondition(lambda self: hasattr(self, "daemon"))
-    @invariant()
-    def capacity_is_what_the_configuration_says(self) -> None:
-        known = self.daemon.daemon.sessions
-        assert {name: count for name, count in self.kubelet.capacity().items() if name in known} == self.expected()
+    def _pod_of(self, pid: str) -> str:
+        cgroup = (self.home / f"node/proc/{pid}/cgroup").read_text()
+        return cgroup.partition("/pod")[2].partition("/")[0]
+
+    def _answers(self, uid: str) -> list[tuple[str, Any]]:
+        """What a pod's containers were given, by resource."""
+        containers = self.given.setdefault(uid, {})
+        for container, held in self.kubelet.manager.pods.held.get(uid, {}).items():
+            containers[container] = list(held.items())
+        return [each for answers in containers.values() for each in answers]
+
+    def _chips_of(self, uid: str) -> set[str]:
+        answers = self._answers(uid)
+        return {b for _, one in answers for b in one.answer.envs[ttdp.ADDRESSES].split(",")}
+
+    def _check_owners(self, chip: Chip, uids: set[str]) -> None:
+        """One pod has a chip, or all have shares of one resource."""
+        for uid in uids if len(uids) > 1 else ():
+            mine = [
+                (resource, one.ids)
+                for resource, one in self._answers(uid)
+                if chip.bdf in one.answer.envs[ttdp.ADDRESSES]
+            ]
+            assert all("::" in ident for _, ids in mine for ident in ids), (chip.bdf, uid, mine)
+        names = {resource for uid in uids for resource, _ in self._answers(uid)}
+        assert len(uids) < 2 or len(names) == 1, (chip.bdf, names)
 
     def teardown(self) -> None:
         try:
@@ -269,11 +361,9 @@ class Sequences(RuleBasedStateMachine):
                 self.do(self.kubelet.stop())
                 assert self.kubelet.violations == []
         finally:
-            self.ticker.__exit__()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
-            self.resources.__exit__(None, None, None)
+            self.workspace.__exit__(None, None, None)
 
 
 TestSequences = Sequences.TestCase
@@ -282,5 +372,5 @@ TestSequences.settings = hypothesis_settings(
     stateful_step_count=int(os.environ.get("TTDP_STEPS", "12")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink a sequence takes longer than to read it
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes longer than reading
 )

@@ -1,4 +1,4 @@
-"""The zipapp's start: a program is extracted once, checked cheaply ever after, and never run damaged."""
+"""The zipapp's start: extracted once, checked cheaply ever after, and never run damaged."""
 
 from __future__ import annotations
 
@@ -31,12 +31,19 @@ import extension.{module}
 
 def main():
     umask = os.umask(0)
-    print(json.dumps({{"tree": os.path.dirname(os.path.dirname(__file__)), "arguments": sys.argv[1:],
-                      "environment": dict(os.environ), "umask": umask, "modules": sorted(sys.modules)}}))
+    tree = os.path.dirname(os.path.dirname(__file__))
+    print(json.dumps({{"tree": tree, "arguments": sys.argv[1:], "environment": dict(os.environ),
+                      "umask": umask, "modules": sorted(sys.modules)}}))
     return 7
 """
 Completed: TypeAlias = "subprocess.CompletedProcess[str]"
-HEAVY = {"zipfile", "hashlib", "shutil", "py_compile", "_bootstrap.extract"}  # what a program should not carry along
+HEAVY = {
+    "zipfile",
+    "hashlib",
+    "shutil",
+    "py_compile",
+    "_bootstrap.extract",
+}  # what a program should not carry along
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,15 @@ class Zipapp:
     path: Path
     environment: Mapping[str, str]
 
-    def run(self, *arguments: str, within: Sequence[str] = (), **variables: str | None) -> Completed:
-        """Run it, in an environment with these variables and without those that are None; `within` another command."""
-        environment = {name: value for name, value in {**self.environment, **variables}.items() if value is not None}
+    def run(
+        self, *arguments: str, within: Sequence[str] = (), **variables: str | None
+    ) -> Completed:
+        """Run it with these variables, without those that are None; `within` another command."""
+        environment = {
+            name: value
+            for name, value in {**self.environment, **variables}.items()
+            if value is not None
+        }
         command = [*within, sys.executable, "-I", "-S", str(self.path), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -72,7 +85,9 @@ def pack(path: Path, abis: tuple[str, ...] = (ABI, "cpython-39-abacus")) -> None
         archive.writestr("__main__.py", "import _bootstrap.start\n_bootstrap.start.start()\n")
         for name, text in bootstrap("build", "program:main", abis).items():
             archive.writestr(f"_bootstrap/{name}", text)
-        archive.writestr("site-packages/program.py", PROGRAM.format(module=module.name.removesuffix(SUFFIX)))
+        archive.writestr(
+            "site-packages/program.py", PROGRAM.format(module=module.name.removesuffix(SUFFIX))
+        )
         archive.writestr("site-packages/extension/__init__.py", "")
         archive.write(module, f"site-packages/extension/{module.name}")
         archive.writestr("site-packages/extension/stable.abi3.so", "for all Pythons")
@@ -93,7 +108,11 @@ def tree_of(zipapp: Zipapp) -> Path:
 def test_only_what_this_python_can_load_is_extracted(zipapp: Zipapp) -> None:
     """The extension modules of other Pythons stay packed; sources are compiled."""
     zipapp.answer()
-    files = {str(path.relative_to(tree_of(zipapp))) for path in tree_of(zipapp).rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(tree_of(zipapp)))
+        for path in tree_of(zipapp).rglob("*")
+        if path.is_file()
+    }
     assert "site-packages/extension/stable.abi3.so" in files
     assert not [name for name in files if "abacus" in name]
     assert f"site-packages/__pycache__/program.{sys.implementation.cache_tag}.pyc" in files
@@ -111,7 +130,7 @@ def test_arguments_status_and_umask_pass_through(zipapp: Zipapp) -> None:
 
 
 def test_the_program_carries_nothing_of_its_bootstrap(zipapp: Zipapp) -> None:
-    """What extracts and checks in full is not in the program's process, at the first start neither."""
+    """What extracts and checks in full is not in the program's process, not even at first."""
     for _ in range(2):
         modules = zipapp.answer()["modules"]
         assert not HEAVY & set(modules)
@@ -139,11 +158,26 @@ def no_directory(tree: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "changed": ("program.py has changed", lambda tree: (tree / "site-packages/program.py").write_text("broken")),
-    "missing": ("__init__.py is missing", lambda tree: (tree / "site-packages/extension/__init__.py").unlink()),
-    "cut": ("stable.abi3.so has changed", lambda tree: cut(tree / "site-packages/extension/stable.abi3.so")),
-    "foreign": ("stray.py is not ours", lambda tree: (tree / "site-packages/stray.py").write_text("broken")),
-    "compiled": (".pyc has changed", lambda tree: cut(next(tree.glob("site-packages/__pycache__/program.*")))),
+    "changed": (
+        "program.py has changed",
+        lambda tree: (tree / "site-packages/program.py").write_text("broken"),
+    ),
+    "missing": (
+        "__init__.py is missing",
+        lambda tree: (tree / "site-packages/extension/__init__.py").unlink(),
+    ),
+    "cut": (
+        "stable.abi3.so has changed",
+        lambda tree: cut(tree / "site-packages/extension/stable.abi3.so"),
+    ),
+    "foreign": (
+        "stray.py is not ours",
+        lambda tree: (tree / "site-packages/stray.py").write_text("broken"),
+    ),
+    "compiled": (
+        ".pyc has changed",
+        lambda tree: cut(next(tree.glob("site-packages/__pycache__/program.*"))),
+    ),
     "stamp cut": ("stamp is not complete", lambda tree: cut(tree / "stamp")),
     "stamp empty": ("stamp is not complete", lambda tree: os.truncate(tree / "stamp", 0)),
     "no stamp": ("No such file", lambda tree: (tree / "stamp").unlink()),
@@ -153,19 +187,24 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_tree_is_told_of_and_extracted_anew(zipapp: Zipapp, damage: str) -> None:
-    """One line names what was wrong; the program that then runs is the packed one; the next start is silent."""
+    """One line names what was wrong; what runs then is as packed; the next start is silent."""
     words, act = DAMAGES[damage]
     zipapp.answer()
     act(tree_of(zipapp))
     done = zipapp.run()
     assert done.returncode == 7 and json.loads(done.stdout)["tree"] == str(tree_of(zipapp)), done
-    assert done.stderr.count("\n") == 1 and words in done.stderr and "extracted anew" in done.stderr, done.stderr
+    assert (
+        done.stderr.count("\n") == 1 and words in done.stderr and "extracted anew" in done.stderr
+    ), done.stderr
     zipapp.answer()
-    assert set(os.listdir(tree_of(zipapp).parent)) == {f".{tree_of(zipapp).name}.lock", tree_of(zipapp).name}
+    assert set(os.listdir(tree_of(zipapp).parent)) == {
+        f".{tree_of(zipapp).name}.lock",
+        tree_of(zipapp).name,
+    }
 
 
 def test_a_tree_that_was_moved_is_hashed_once(zipapp: Zipapp) -> None:
-    """Other times and inode numbers, but the same contents: nothing is extracted, and the new ones are noted."""
+    """Other times and inode numbers, but the same contents: those are noted, and that is all."""
     zipapp.answer()
     tree, stamp = tree_of(zipapp), tree_of(zipapp) / "stamp"
     tree.rename(tree.with_name("moved"))
@@ -197,14 +236,24 @@ def test_several_first_starts_at_once(zipapp: Zipapp) -> None:
     with (root / f".{tree_of(zipapp).name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         starts = [
-            subprocess.Popen(command, env=zipapp.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env=zipapp.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for _ in range(3)
         ]
         waiter = re.compile(rf"(?m)^\d+: +-> FLOCK .*:{os.fstat(lock.fileno()).st_ino} ")
-        wait_until(lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait")
+        wait_until(
+            lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait"
+        )
     for start in starts:
         out, error = start.communicate(timeout=60)
-        assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(tree_of(zipapp))
+        assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(
+            tree_of(zipapp)
+        )
 
 
 def test_no_wheel_for_this_python(zipapp: Zipapp) -> None:
@@ -225,7 +274,7 @@ def test_a_damaged_zipapp(zipapp: Zipapp) -> None:
 
 
 def test_without_a_home(zipapp: Zipapp, tmp_path: Path) -> None:
-    """Run by hand: below $XDG_CACHE_HOME or ~/.cache, or if neither can be, in a private temporary directory."""
+    """Run by hand: below $XDG_CACHE_HOME or ~/.cache, else in a private temporary directory."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     home = tmp_path / "home"
@@ -241,7 +290,7 @@ def test_without_a_home(zipapp: Zipapp, tmp_path: Path) -> None:
 
 
 def test_a_directory_of_somebody_else_is_not_used(zipapp: Zipapp, tmp_path: Path) -> None:
-    """Whoever makes our directory in /tmp before us, or can write there, does not choose what runs."""
+    """Who makes our directory in /tmp before us, or can write there, does not choose what runs."""
     private = tmp_path / f"tt-device-plugin-{os.geteuid()}"
     zipapp.answer()
     shutil.copytree(tree_of(zipapp).parent, private)
@@ -262,13 +311,17 @@ def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
         found = os.fstat(journal.fileno())
         for stream in (f"{found.st_dev}:{found.st_ino}", f"{found.st_dev}:1"):
             environment = {**zipapp.environment, "SHIV_ROOT": "/dev/null", "JOURNAL_STREAM": stream}
-            subprocess.run([sys.executable, "-I", "-S", str(zipapp.path)], env=environment, stderr=journal)
+            subprocess.run(
+                [sys.executable, "-I", "-S", str(zipapp.path)], env=environment, stderr=journal
+            )
         journal.seek(0)
         first, second = journal.readlines()
-    assert first.startswith("<3>there is no place") and second.startswith("tt-device-plugin: there is no place")
+    assert first.startswith("<3>there is no place") and second.startswith(
+        "tt-device-plugin: there is no place"
+    )
 
 
-# ------------------------------------------------------------------------------- file systems that refuse, of our own
+# -- file systems that refuse, of our own ----------------------------------------------------------
 
 
 NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]]
@@ -278,9 +331,14 @@ NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "
 def namespace() -> list[str]:
     """A command that runs another in a mount namespace of its own."""
     for command in NAMESPACES:
-        if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode:
+        if (
+            shutil.which("unshare")
+            and not subprocess.run([*command, "true"], capture_output=True).returncode
+        ):
             return command
-    pytest.skip("neither root nor allowed to make user namespaces: no small, read-only or noexec file system to be had")
+    pytest.skip(
+        "neither root nor allowed to make user namespaces: no file system of our own to be had"
+    )
 
 
 MOUNTS = {
@@ -291,15 +349,20 @@ MOUNTS = {
 
 
 @pytest.mark.parametrize("kind", MOUNTS)
-def test_a_place_that_refuses(zipapp: Zipapp, namespace: list[str], tmp_path: Path, kind: str) -> None:
-    """A full disk, a read-only one, a noexec one: one line, which says so, and nothing is left behind."""
+def test_a_place_that_refuses(
+    zipapp: Zipapp, namespace: list[str], tmp_path: Path, kind: str
+) -> None:
+    """A full disk, a read-only one, a noexec one: one line says so, and nothing is left behind."""
     options, words = MOUNTS[kind]
     root = Path(zipapp.environment["SHIV_ROOT"])
     root.mkdir()
-    script = f'mount -t tmpfs -o {options} tmpfs {root}; "$@"; status=$?; ls -A {root} >{tmp_path}/left; exit $status'
+    mount = f"mount -t tmpfs -o {options} tmpfs {root}"
+    script = f'{mount}; "$@"; status=$?; ls -A {root} >{tmp_path}/left; exit $status'
     line = zipapp.refusal(within=(*namespace, "sh", "-c", script, "sh"))
     assert words in line and str(root) in line
-    assert [name for name in (tmp_path / "left").read_text().split() if not name.endswith(".lock")] == []
+    assert [
+        name for name in (tmp_path / "left").read_text().split() if not name.endswith(".lock")
+    ] == []
 
 
 def test_a_tree_that_has_become_noexec(zipapp: Zipapp, namespace: list[str]) -> None:
@@ -311,7 +374,7 @@ def test_a_tree_that_has_become_noexec(zipapp: Zipapp, namespace: list[str]) -> 
 
 
 def test_a_read_only_tree_runs(zipapp: Zipapp, namespace: list[str]) -> None:
-    """Nothing needs to be written to run what is extracted, not even if its times are not those that were noted."""
+    """Nothing needs to be written to run what is extracted, even if its times are not as noted."""
     zipapp.answer()
     root = zipapp.environment["SHIV_ROOT"]
     os.utime(tree_of(zipapp) / "site-packages/program.py")

@@ -11,7 +11,10 @@ import os
 import subprocess
 
 RULES = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
-POSTINST = "/var/lib/dpkg/info/tt-device-plugin.postinst"
+BLACKLIST = "/etc/modprobe.d/test.conf"
+DRIVER = "/usr/lib/modules/*/tenstorrent.ko"
+AS_DPKG_DOES = "DPKG_MAINTSCRIPT_PACKAGE=tt-device-plugin DPKG_MAINTSCRIPT_NAME=postinst"
+POSTINST = f"{AS_DPKG_DOES} /var/lib/dpkg/info/tt-device-plugin.postinst"
 
 
 def shell(script: str) -> str:
@@ -66,6 +69,20 @@ shell(f"mv {RULES} /root && udevadm control --reload && udevadm trigger --subsys
 show("without the rule")
 said = shell(f"mv /root/{os.path.basename(RULES)} {RULES} && {POSTINST} configure 0")
 show("installed with cards there", said=said)
+for step, before, after in (
+    ("installed with the driver not loaded", "true", "true"),
+    ("installed with the driver not wanted", f"echo 'blacklist tenstorrent' > {BLACKLIST}", f"rm {BLACKLIST}"),
+    (
+        "installed without the driver",
+        f"mv {DRIVER} /root; depmod -a",
+        "mv /root/tenstorrent.ko /usr/lib/modules/*/; depmod -a",
+    ),
+):
+    shell(f"rmmod tenstorrent; {before}; journalctl --rotate; journalctl --vacuum-time=1s")
+    said = shell(f"{POSTINST} configure ''; echo status $?")
+    show(step, said=said, errors=shell("journalctl --priority=err --output=cat --no-pager --quiet"))
+    shell(after)
+shell("modprobe tenstorrent")
 said = shell("dpkg --purge tt-device-plugin")
 show("purged", said=said)
 shell("rmmod tenstorrent; mv /usr/lib/modules/*/tenstorrent.ko /root; depmod -a")

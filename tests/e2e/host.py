@@ -53,6 +53,8 @@ class Packages:
     directory: Path
     current: str
     following: str
+    first: str
+    """As 0.1.0 was: with the configuration as a conffile."""
     modules: Path
     """What the program is bundled with, for every Python: the reference kubelet runs on it in the container."""
 
@@ -64,10 +66,12 @@ class Packages:
         shutil.copy2(deb, directory)
         _build_next(deb, directory, work / "next")
         following = next(path.name for path in directory.iterdir() if f"_{NEXT}_" in path.name)
+        first = _build_first(deb, directory, work / "first")
         subprocess.run(["dpkg-deb", "--extract", str(deb), str(work / "deb")], check=True)
         with zipfile.ZipFile(work / "deb/usr/lib/tt-device-plugin/tt-device-plugin.pyz") as packed:
             packed.extractall(work, [name for name in packed.namelist() if name.startswith("site-packages/")])
-        return cls(directory, f"/srv/packages/{deb.name}", f"/srv/packages/{following}", work / "site-packages")
+        current, following, first = (f"/srv/packages/{name}" for name in (deb.name, following, first))
+        return cls(directory, current, following, first, work / "site-packages")
 
 
 def _build_next(deb: Path, output: Path, source: Path) -> None:
@@ -75,15 +79,25 @@ def _build_next(deb: Path, output: Path, source: Path) -> None:
     for name in ("generated", "packaging", "build/wheels"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, old, new in (
-        ("ttdp.py", r'(?m)^__version__ = ".*"$', f'__version__ = "{NEXT}"'),
-        ("packaging/deb/changelog", r"\A\S+ \(\S+\)", f"{UNIT} ({NEXT})"),
-        ("shiv.toml", "", ""),
-    ):
-        (source / name).write_text(re.sub(old, new, (ROOT / name).read_text(), count=1))
-    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian"]
+    for name in ("ttdp.py", "shiv.toml"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian", "--version", NEXT]
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
     subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
+
+
+def _build_first(deb: Path, output: Path, tree: Path) -> str:
+    """The package as 0.1.0, which had a long configuration as its conffile; returns its file's name."""
+    subprocess.run(["dpkg-deb", "--raw-extract", str(deb), str(tree)], check=True)
+    (tree / CONFIG[1:]).parent.mkdir(parents=True)
+    shutil.copy(tree / f"usr/share/doc/{UNIT}/examples/config.toml", tree / CONFIG[1:])
+    (tree / "DEBIAN/conffiles").write_text(f"{CONFIG}\n")
+    control = (tree / "DEBIAN/control").read_text()
+    (tree / "DEBIAN/control").write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.1.0", control))
+    name = re.sub("_.*_", "_0.1.0_", deb.name)
+    subprocess.run(["dpkg-deb", "-Znone", "--root-owner-group", "--build", str(tree), str(output / name)], check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+    return name
 
 
 class Host:

@@ -6,9 +6,13 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import json
 import os
+import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -28,7 +32,9 @@ class Alone:
 
     def __init__(self, machine: Machine, program: Program) -> None:
         self.machine = machine
-        self.cards = SimulatedNode(machine.scratch / f"cards-{next(_numbers)}", nodes="mknod", numbers=OPENABLE)
+        self.cards = SimulatedNode(
+            machine.scratch / f"cards-{next(_numbers)}", nodes="mknod", numbers=OPENABLE
+        )
         self.daemon = Daemon(machine, self.cards, program, interval=0.2)
         self.daemon.log.unlink(missing_ok=True)  # of another one, which has ended
         self._ticker = contextlib.ExitStack()
@@ -43,16 +49,18 @@ class Alone:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.daemon.process:
             self.daemon.stop()
         self._ticker.close()
 
 
-def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of the programs below judges/, which is built where that was not done before (a minute)."""
-    sources = [JUDGES / file for file in ("go.mod", "go.sum", f"{name}/main.go")]
+def built(name: str, package: str, sources: Sequence[Path]) -> Path:
+    """Return a Go program below judges/, built where that was not done before (minutes)."""
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
     program = CACHE / f"judge-{name}-{digest[:16]}"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -60,18 +68,61 @@ def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.Com
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not program.exists():
             partial = program.with_name(f"{program.name}.partial")
+            flags = ["-trimpath", "-buildvcs=false", "-o", str(partial)]
             subprocess.run(
-                ["nice", "go", "build", "-trimpath", "-buildvcs=false", "-o", str(partial), f"./{name}"],
-                cwd=JUDGES,
+                ["nice", "go", "build", *flags, package],
+                cwd=sources[0].parent,
                 env=os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"},
                 check=True,
             )
             partial.rename(program)
-    return subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=30)
+    return program
+
+
+def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of the programs of our own below judges/."""
+    sources = [JUDGES / file for file in ("go.mod", "go.sum", f"{name}/main.go")]
+    command = [str(built(name, f"./{name}", sources)), *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+
+
+KUBECONFIG = {
+    "clusters": [{"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}],
+    "users": [{"name": "none", "user": {}}],
+    "contexts": [{"name": "none", "context": {"cluster": "none", "user": "none"}}],
+    "current-context": "none",
+}
+
+
+def labels_by_nfd(features: Path, *options: str) -> dict[str, str]:
+    """Return the labels that the real nfd-worker would give a node with this directory of files.
+
+    It has the directory's path built in, so it runs with a root of its own. With -no-publish it
+    says what it would publish, and connects nowhere.
+    """
+    here = JUDGES / "nfd-worker"
+    package = "sigs.k8s.io/node-feature-discovery/cmd/nfd-worker"
+    program = built("nfd-worker", package, [here / "go.mod", here / "go.sum"])
+    with tempfile.TemporaryDirectory(prefix="nfd-", dir=CACHE) as directory:
+        root = Path(directory)
+        os.link(program, root / "nfd-worker")
+        (root / "kubeconfig").write_text(json.dumps(KUBECONFIG))
+        shutil.copytree(features, root / "etc/kubernetes/node-feature-discovery/features.d")
+        flags = ["-oneshot", "-no-publish", "-kubeconfig=/kubeconfig", "-v=1", *options]
+        flags += ["-metrics=0", "-grpc-health=0", "-skip_headers"]
+        command = ["unshare", "--net", "chroot", directory, "/nfd-worker", *flags]
+        environ = {"NODE_NAME": "node", "KUBERNETES_NAMESPACE": "default"}
+        done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, found, rest = done.stderr.partition('"feature discovery completed" labels=')
+    assert found, done.stderr
+    return dict(re.findall(r'(?m)^\t(\S+): "?(.*?)"?$', rest.partition("\n >")[0]))
 
 
 def packages(suite: str, *names: str) -> Path:
-    """A directory with the files of these Debian packages and of what they need; nothing of it is set up or run."""
+    """A directory with the files of these Debian packages and of what they need; nothing of it is
+    set up or run.
+    """
     command = ["mmdebstrap", "--quiet", "--variant=extract", f"--include={','.join(names)}"]
     command += ["--aptopt=Acquire::Check-Valid-Until false", "--format=directory", suite]
     tree = CACHE / f"{suite}-{hashlib.sha256(repr(command).encode()).hexdigest()[:12]}"
@@ -88,9 +139,10 @@ def packages(suite: str, *names: str) -> Path:
 
 
 def containerd_of(suite: str) -> Path:
-    """A directory with containerd as that release of Debian has it, to be run on this one; runc is the host's own.
+    """A directory with containerd as that release of Debian has it, to be run on this one.
 
-    These programs need nothing but a C library, which may be older than the one that they were built with.
+    Its programs need nothing but a C library, which may be older than the one that they were built
+    with; runc is the host's own.
     """
     here = packages(suite, "containerd") / "usr/bin"
     chosen = CACHE / f"{here.parents[1].name}-containerd"
@@ -112,28 +164,42 @@ class Podman:
         assert loaded.returncode == 0, loaded.stderr
 
     def _podman(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        return self._machine.run(["podman", "--cgroup-manager=cgroupfs", "--events-backend=none", *argv])
+        return self._machine.run(
+            ["podman", "--cgroup-manager=cgroupfs", "--events-backend=none", *argv]
+        )
 
     def run(self, device: str, script: str, *options: str) -> subprocess.CompletedProcess[str]:
         """A shell script in a container with this device, `podman run --device`."""
-        argv = ["run", "--rm", "--network=none", f"--cgroup-parent={self._machine.cgroup}", f"--device={device}"]
+        argv = [
+            "run",
+            "--rm",
+            "--network=none",
+            f"--cgroup-parent={self._machine.cgroup}",
+            f"--device={device}",
+        ]
         return self._podman(*argv, *options, "--entrypoint=/bin/sh", IMAGE, "-c", script)
 
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], input=text, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["promtool", *arguments], input=text, capture_output=True, text=True, timeout=60
+    )
 
 
 def device_numbers(container: JSON) -> dict[str, tuple[int, int]]:
     """Device nodes of a container by path, in the OCI runtime's words."""
-    return {node["path"]: (node["major"], node["minor"]) for node in container.get("linux", {}).get("devices", ())}
+    return {
+        node["path"]: (node["major"], node["minor"])
+        for node in container.get("linux", {}).get("devices", ())
+    }
 
 
 def read_features(text: str) -> dict[str, str]:
     """Labels by key, as node-feature-discovery's local source reads a feature file.
 
-    Lines are stripped; empty ones and those with a `#` in front are none; without a `=` the value is "true". A file of
-    more than 64 KiB is not read at all.
+    Lines are stripped; empty ones and those with a `#` in front are none; without a `=` the value
+    is "true". A file of more than 64 KiB is not read at all. That nfd-worker reads the same, tests
+    of labels show.
     """
     assert len(text.encode()) <= 65536
     lines = [line.strip() for line in text.split("\n")]

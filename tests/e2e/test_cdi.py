@@ -1,4 +1,6 @@
-"""What reads the CDI file: the specification's own library, podman, and containerd with a real kubelet."""
+"""What reads the CDI file: the specification's own library, podman, and containerd with a real
+kubelet.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ FILE = f"{CDI_DIRECTORY}/tenstorrent.com-device.json"
 
 
 def described(file: Path) -> dict[str, str]:
-    """What a file describes, by name, with the host's path of its (first) node; without a chip there is no file."""
+    """What a file describes, by name, with the host's path of its (first) node; without a chip
+    there is no file.
+    """
     try:
         devices = json.loads(file.read_text())["devices"]
     except FileNotFoundError:
         return {}
-    return {device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices}
+    return {
+        device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices
+    }
 
 
 def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
@@ -35,7 +41,11 @@ def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
     paths = described(file)
     cards.swap_ordinals(one, other)
     swapped = [paths[other], paths[one]]
-    wait_until(lambda: [described(file).get(bdf) for bdf in (one, other)] == swapped, "the file to follow", 10)
+    wait_until(
+        lambda: [described(file).get(bdf) for bdf in (one, other)] == swapped,
+        "the file to follow",
+        10,
+    )
 
 
 class CdiHost(Alone):
@@ -60,7 +70,9 @@ class CdiHost(Alone):
         wait_until(lambda: self.names() == names, f"the file to name {sorted(names)}", 10)
 
     def judged(self, *devices: str) -> JSON:
-        """What a container with these devices gets, by the specification's library; the file has to be valid."""
+        """What a container with these devices gets, by the specification's library; the file has to
+        be valid.
+        """
         done = judge("cdi", str(self.file.parent), *(f"{DEVICE}={name}" for name in devices))
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
@@ -77,6 +89,7 @@ def host(machine: tuple[Machine, Podman], program: Program) -> Iterator[CdiHost]
     where, podman = machine
     with CdiHost(where, program, podman) as host:
         host.start()
+        wait_until(host.file.exists, "the file")
         yield host
     host.file.unlink()
 
@@ -90,17 +103,21 @@ def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
     return found
 
 
-# --- The specification's own library ----------------------------------------------------------------------------------
+# -- The specification's own library ---------------------------------------------------------------
 
 
 def test_the_file_is_valid(host: CdiHost) -> None:
-    """The specification's library and its JSON schema accept the file, which has every chip and all of them."""
+    """The specification's library and its JSON schema accept the file, which has every chip and all
+    of them.
+    """
     names = [chip.bdf for chip in host.cards.chips]
     assert host.judged()["devices"] == [f"{DEVICE}={name}" for name in sorted([*names, "all"])]
 
 
 def test_the_judge_objects(host: CdiHost, tmp_path: Path) -> None:
-    """What the specification forbids is found: a link in place of a node, a key that it does not know."""
+    """What the specification forbids is found: a link in place of a node, a key that it does not
+    know.
+    """
     described = json.loads(host.file.read_text())
     edits = described["devices"][0]["containerEdits"]
     link = tmp_path / "link"
@@ -115,18 +132,25 @@ def test_the_judge_objects(host: CdiHost, tmp_path: Path) -> None:
 
 
 def test_a_device_is_its_node(host: CdiHost) -> None:
-    """A chip's device is its node under the host's number, to read and write, and what all devices need is mounted."""
+    """A chip's device is its node under the host's number, to read and write, and what all devices
+    need is mounted.
+    """
     for chip in host.cards.chips:
         container = host.judged(chip.bdf)["container"]
         expected = numbers([chip])
         assert device_numbers(container) == expected
         allowed = container["linux"]["resources"]["devices"]
-        assert [(rule["major"], rule["minor"], rule["access"]) for rule in allowed] == [(*expected.popitem()[1], "rw")]
-        assert {mount["destination"] for mount in container["mounts"]} == {"/dev/hugepages", "/dev/hugepages-1G"}
+        assert [(rule["major"], rule["minor"], rule["access"]) for rule in allowed] == [
+            (*expected.popitem()[1], "rw")
+        ]
+        assert {mount["destination"] for mount in container["mounts"]} == {
+            "/dev/hugepages",
+            "/dev/hugepages-1G",
+        }
     assert device_numbers(host.judged("all")["container"]) == numbers(host.cards.chips)
 
 
-# --- podman, with no kubelet on the machine ---------------------------------------------------------------------------
+# -- podman, with no kubelet on the machine --------------------------------------------------------
 
 SHOW = """
 busybox stat -c '%n %t %T' /dev/tenstorrent/* | while read path major minor; do
@@ -148,7 +172,9 @@ def seen(host: CdiHost, device: str) -> dict[str, tuple[int, int]]:
 
 
 def test_podman_gives_one_chip(host: CdiHost) -> None:
-    """`podman run --device` with a PCI address: this node can be opened and no other, not even one that is made."""
+    """`podman run --device` with a PCI address: this node can be opened and no other, not even one
+    that is made.
+    """
     for chip in host.cards.chips[:2]:
         own = numbers([chip])
         assert seen(host, chip.bdf) == own
@@ -166,7 +192,9 @@ def test_podman_gives_all_chips(host: CdiHost) -> None:
 def test_podman_mounts_hugepages(host: CdiHost) -> None:
     """What is written to the container's hugepages arrives in the host's."""
     written = ["/dev/hugepages/written", "/dev/hugepages-1G/written"]
-    done = host.podman.run(f"{DEVICE}={host.cards.chips[0].bdf}", f"busybox touch {' '.join(written)}")
+    done = host.podman.run(
+        f"{DEVICE}={host.cards.chips[0].bdf}", f"busybox touch {' '.join(written)}"
+    )
     assert done.returncode == 0, done.stderr
     assert all((host.cards.root / path[1:]).exists() for path in written)
 
@@ -191,7 +219,9 @@ def test_the_file_follows_the_chips(host: CdiHost) -> None:
     first.come_back()
     host.wait_names({*(chip.bdf for chip in host.cards.chips), "all"})
     first.die()
-    wait_until(lambda: "does not respond" in host.daemon.log.read_text(), "the daemon to notice", 10)
+    wait_until(
+        lambda: "does not respond" in host.daemon.log.read_text(), "the daemon to notice", 10
+    )
     assert seen(host, first.bdf) == numbers([first])
 
 
@@ -232,18 +262,22 @@ def test_the_file_is_never_half_written(host: CdiHost) -> None:
     assert broken == [] and next(reads) > 100
 
 
-# --- A kubelet, with a containerd that knows CDI ----------------------------------------------------------------------
+# -- A kubelet, with a containerd that knows CDI ---------------------------------------------------
 
 
 @pytest.fixture(params=VERSIONS)
 def node(request: pytest.FixtureRequest, program: Program) -> Iterator[Node]:
     """A node whose containerd is that of Debian 13, and whose pods are an API server's."""
-    with Node(request.param, program, static_pods=False, containerd=containerd_of("trixie")) as node:
+    with Node(
+        request.param, program, static_pods=False, containerd=containerd_of("trixie")
+    ) as node:
         yield node
 
 
 def own_chip(node: Node, name: str) -> None:
-    """The pod's container has the node of the chip that the kubelet gave it, can open it, and has no other."""
+    """The pod's container has the node of the chip that the kubelet gave it, can open it, and has
+    no other.
+    """
     (bdf,) = node.devices(N300, name)
     path = f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}"
     assert node.inside(name, "ls", "/dev/tenstorrent").stdout.split() == [path.rpartition("/")[2]]
@@ -259,7 +293,9 @@ CDI = 'device_list_strategy = "cdi"'
 
 
 def test_pods_by_cdi(node: Node) -> None:
-    """The daemon names devices, containerd looks them up: each container has its own chip, and hugepages."""
+    """The daemon names devices, containerd looks them up: each container has its own chip, and
+    hugepages.
+    """
     chips = [chip for _ in range(3) for chip in node.cards.add("n300")]
     node.cards.set_hugepages(4)
     node.start_daemon(config=CDI)
@@ -268,12 +304,16 @@ def test_pods_by_cdi(node: Node) -> None:
         node.kubelet.wait_running(name)
         own_chip(node, name)
         assert node.inside(name, "sh", "-c", ": > /dev/hugepages-1G/written").returncode == 0
-        mounted = [line.split()[1] for line in node.inside(name, "cat", "/proc/mounts").stdout.splitlines()]
+        mounted = [
+            line.split()[1] for line in node.inside(name, "cat", "/proc/mounts").stdout.splitlines()
+        ]
         assert [mounted.count(f"/dev/{each}") for each in ("hugepages", "hugepages-1G")] == [1, 1]
 
 
 def test_swapped_ordinals_by_cdi(node: Node) -> None:
-    """After a reboot that renumbered the chips, and after a crash, each container has its own chip under its number."""
+    """After a reboot that renumbered the chips, and after a crash, each container has its own chip
+    under its number.
+    """
     bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
     node.start_daemon(interval=0.2, config=CDI)
     names = [node.started({N300: 1}) for _ in bdfs]
@@ -289,7 +329,9 @@ def test_swapped_ordinals_by_cdi(node: Node) -> None:
     swap(node.cards, node.machine.path(FILE), *bdfs)
     for name in names:
         node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
-    wait_until(lambda: all(node.containers(name) != before[name] for name in names), "other containers", 40)
+    wait_until(
+        lambda: all(node.containers(name) != before[name] for name in names), "other containers", 40
+    )
     for name in names:
         node.kubelet.wait_running(name)
         own_chip(node, name)

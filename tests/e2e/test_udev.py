@@ -70,6 +70,20 @@ def test_links_come_with_the_package_and_go_with_it(steps: Steps) -> None:
     assert purged["directory"] == sorted(purged["chips"].values()) and not purged["links"], purged
 
 
+def test_the_first_installation_loads_the_driver(steps: Steps, told: Told) -> None:
+    """Not only the next boot does. Where it is not wanted, or not installed, nothing is said or logged as an error."""
+    assert_links_lead_to_their_chips(steps["installed with the driver not loaded"])
+    for step in (
+        "installed with the driver not loaded",
+        "installed with the driver not wanted",
+        "installed without the driver",
+    ):
+        assert steps[step]["said"] == "status 0" and steps[step]["errors"] == "", steps[step]
+        told(f"{step}: {len(steps[step]['chips'])} devices")
+    assert not steps["installed with the driver not wanted"]["chips"]
+    assert not steps["installed without the driver"]["chips"]
+
+
 def test_a_driver_that_is_not_installed_is_a_line(steps: Steps, told: Told) -> None:
     """Without the module the boot goes on: one line says that it was not found."""
     missing = steps["without the driver"]

@@ -1,0 +1,151 @@
+"""The program as a process on a simulated node, and all that it prints: for tests of commands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import (
+    PATIENCE,
+    ROOT,
+    SIMULATION,
+    environment,
+    finished,
+    outlet_flags,
+    wait_until,
+)
+
+PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
+
+# Root may write everywhere; without this capability it may not.
+AS_OTHERS = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+
+
+@dataclass
+class Answer:
+    """What one run of the program gave."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The objects of `list --json`."""
+        rows: list[dict[str, Any]] = json.loads(self.out)
+        return rows
+
+    @property
+    def table(self) -> list[list[str]]:
+        """The cells of `list`, the heading's first."""
+        return [re.split(r"  +", line) for line in self.out.splitlines()]
+
+    @property
+    def findings(self) -> list[tuple[str, str, str]]:
+        """The lines of `check`: level, subject and text."""
+        lines = self.out.splitlines()
+        found = [re.fullmatch(r"(ok|warn|FAIL) +(\S+) +(\S.*)", line) for line in lines]
+        assert all(found), self.out + self.err
+        return [(line[1], line[2], line[3]) for line in found if line]
+
+    @property
+    def complaints(self) -> list[tuple[str, str, str]]:
+        """Those of them that are not ok."""
+        return [finding for finding in self.findings if finding[0] != "ok"]
+
+
+@dataclass
+class Host:
+    """A simulated node on which an operator types commands; its directories are below `root`."""
+
+    root: Path
+    node: SimulatedNode
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def plugins(self) -> Path:
+        return self.root / "dp"
+
+    @property
+    def cdi_file(self) -> Path:
+        return self.root / "cdi/tenstorrent.com-device.json"
+
+    @property
+    def flags(self) -> list[str]:
+        """The options that make the program look at this host and at nothing else."""
+        plugins = f"--device-plugin-dir={self.plugins}"
+        return [*self.node.flags, plugins, *outlet_flags(self.root)]
+
+    def run(
+        self, *words: str, as_other: bool = False, errors: bool = False, **environ: str
+    ) -> Answer:
+        """Run the program to its end, while the cards' firmware lives.
+
+        as_other: without root's right to look everywhere. errors: attributes can fail.
+        """
+        program = SIMULATION if errors else PROGRAM
+        command = [*(AS_OTHERS if as_other else []), *program, *words, *self.flags]
+        with Ticker(self.node, 0.2):
+            ended = finished(command, {**self.environ, **environ})
+        return Answer(ended.returncode, ended.stdout, ended.stderr)
+
+    @contextlib.contextmanager
+    def running(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """Start the program, which has PATIENCE to end in."""
+        pipe = subprocess.PIPE
+        command = [*PROGRAM, *words, *self.flags]
+        with subprocess.Popen(
+            command, env=environment() | self.environ, stdout=pipe, stderr=pipe, text=True
+        ) as process:
+            yield process
+
+    @contextlib.contextmanager
+    def kubelet(self) -> Iterator[None]:
+        """Let somebody listen where a kubelet does."""
+        self.plugins.mkdir(exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as kubelet:
+            kubelet.bind(str(self.plugins / "kubelet.sock"))
+            kubelet.listen()
+            yield
+
+
+@contextlib.contextmanager
+def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[Host]:
+    """A host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
+    (root / "node").mkdir()
+    node = SimulatedNode(root / "node", driver=driver, nodes="link")
+    for card in cards:
+        for chip in node.add(card):
+            node.set_iommu(chip.bdf)
+    host = Host(root, node)
+    with host.kubelet():
+        yield host
+
+
+def ended(process: subprocess.Popen[str]) -> Answer:
+    """Return what a program said, once it has ended."""
+    out, err = process.communicate(timeout=4 * PATIENCE)
+    return Answer(process.returncode, out, err)
+
+
+def wait_for_reader(fifo: Path) -> None:
+    """Wait until somebody reads a blocked attribute."""
+
+    def has_reader() -> bool:
+        try:
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            return False
+        return True
+
+    wait_until(has_reader, f"a reader of {fifo}")

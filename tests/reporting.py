@@ -1,0 +1,26 @@
+"""What a run says at its end: the tests that did not run here, each with its name and the reason.
+
+`make` loads this plugin; .ci/run repeats its lines after everything else.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+MARK = "NOT RUN: "
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write a line for each test that was skipped."""
+    lines = [line_of(report) for report in terminalreporter.stats.get("skipped", [])]
+    if not lines:
+        return
+    terminalreporter.section("not run")
+    for line in lines:
+        terminalreporter.write_line(line)
+
+
+def line_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the line of a test, or of a file that was skipped as a whole."""
+    reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return f"{MARK}{report.nodeid}: {reason.removeprefix('Skipped: ').removeprefix(MARK)}"
