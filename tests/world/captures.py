@@ -14,11 +14,12 @@ from typing import Any
 
 DATA = Path(__file__).parent / "data"
 PCI_ATTRIBUTES = (
-    "vendor", "device", "subsystem_vendor", "subsystem_device", "class", "revision", "numa_node", "local_cpulist",
-    "current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "modalias", "driver_override",
-    "config", "uevent",
+    "vendor", "device", "subsystem_vendor", "subsystem_device", "class", "revision",
+    "numa_node", "local_cpulist", "current_link_speed", "current_link_width",
+    "max_link_speed", "max_link_width", "modalias", "driver_override",
+    "config", "uevent", "aer_dev_correctable", "aer_dev_nonfatal", "aer_dev_fatal",
 )  # fmt: skip
-CONFIG_BYTES = 64  # of the configuration space: its header, which is all that an ordinary user may read
+CONFIG_BYTES = 64  # of the configuration space: its header, all that an ordinary user may read
 SENSOR = re.compile(r"(temp|power|in|curr|fan)\d+_\w+|name")
 
 
@@ -34,38 +35,55 @@ def capture_names() -> list[str]:
 
 
 def capture(name: str) -> dict[str, Any]:
-    """One captured tree: `driver`, `module`, `directories`, `functions`, and `events_on_load` where they were recorded.
+    """One captured tree: `driver`, `module`, `directories`, `functions`, perhaps `events_on_load`.
 
-    A function is `path` (below /sys/devices), `ordinal`, `dev`, `mode` (of the node), `by_id`, `pids`, `hwmon` (its
-    number), the attributes of its three directories in `pci`, `class` and `sensors`, and `links`. Texts are without the
-    newline that ends every attribute, and `config`, the beginning of PCI's configuration space, is in hex. In links
-    `{path}`, `{bdf}`, `{N}`, `{H}` and `{dev}` stand for its own.
-    `board` (what the emulated firmware knew) is there for a function whose attributes do not tell it.
+    A function is `path` (below /sys/devices), `ordinal`, `dev`, `mode` (of the node), `by_id`,
+    `pids`, `hwmon` (its number), the attributes of its three directories in `pci`, `class` and
+    `sensors`, and `links`. Texts are without the newline that ends every attribute, and `config`,
+    the beginning of PCI's configuration space, is in hex. In links `{path}`, `{bdf}`, `{N}`, `{H}`
+    and `{dev}` stand for its own. `board` (what the emulated firmware knew) is there for a function
+    whose attributes do not tell it.
     """
     stored = _stored("captures.json")[name]
     common = stored["common"]
     functions = [
-        {**line, **{group: {**common.get(group, {}), **line[group]} for group in GROUPS if group in line}}
+        {
+            **line,
+            **{
+                group: {**common.get(group, {}), **line[group]} for group in GROUPS if group in line
+            },
+        }
         for line in stored["functions"]
     ]
-    return {key: value for key, value in stored.items() if key != "common"} | {"functions": functions}
+    return {key: value for key, value in stored.items() if key != "common"} | {
+        "functions": functions
+    }
 
 
 def captured_uevents(name: str, step: str) -> list[tuple[str, str, dict[str, str]]]:
-    """The kernel's events of one recorded step, as (action, devpath, environment); `wire` makes messages of them.
+    """The kernel's events of one recorded step, as (action, devpath, environment).
 
-    The environment is without ACTION, DEVPATH and SEQNUM. `wakeup` events come from the emulated platform's ACPI.
+    `wire` makes messages of them.
+
+    The environment is without ACTION, DEVPATH and SEQNUM. `wakeup` events come from the emulated
+    platform's ACPI.
     """
     return [(action, devpath, env) for action, devpath, env in _stored("uevents.json")[name][step]]
 
 
 GROUPS = ("pci", "class", "sensors", "links")
-DIRECTORIES = ("/sys/class/tenstorrent", "/sys/class/hwmon", "/sys/bus/pci/drivers/tenstorrent",
-               "/proc/driver/tenstorrent", "/dev/tenstorrent", "/dev/tenstorrent/by-id")  # fmt: skip
+DIRECTORIES = (
+    "/sys/class/tenstorrent",
+    "/sys/class/hwmon",
+    "/sys/bus/pci/drivers/tenstorrent",
+    "/proc/driver/tenstorrent",
+    "/dev/tenstorrent",
+    "/dev/tenstorrent/by-id",
+)
 
 
 def compact(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Reduce {path: entry} of a whole tree, captured or `observe`d, to the facts that `capture` describes."""
+    """Reduce {path: entry} of a tree, captured or `observe`d, to what `capture` describes."""
 
     def text(path: str) -> str:
         if "hex" in entries[path]:
@@ -76,21 +94,26 @@ def compact(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         return content.removesuffix("\n")
 
     def texts(directory: str, wanted: Callable[[str], object]) -> dict[str, str]:
-        names = [p[len(directory) :] for p, e in entries.items() if p.startswith(directory) and e["type"] == "file"]
+        below = [path for path in entries if path.startswith(directory)]
+        files = [path for path in below if entries[path]["type"] == "file"]
+        names = [path.removeprefix(directory) for path in files]
         return {name: text(directory + name) for name in sorted(names) if wanted(name)}
 
     functions = []
     for char, entry in entries.items():
         if not char.startswith("/sys/dev/char/"):
             continue
-        path, _, ordinal = entry["target"].removeprefix("../../devices/").partition("/tenstorrent/tenstorrent!")
+        target = entry["target"].removeprefix("../../devices/")
+        path, _, ordinal = target.partition("/tenstorrent/tenstorrent!")
         pci, bdf, dev = f"/sys/devices/{path}", path.rsplit("/")[-1], char.rsplit("/")[-1]
         numbered = re.compile(re.escape(pci) + r"/hwmon/hwmon(\d+)")
         hwmon = next((found[1] for p in entries if (found := numbered.fullmatch(p))), "")
         parts = (path, bdf, f"tenstorrent!{ordinal}", f"hwmon{hwmon}", dev)
         templates = ("{path}", "{bdf}", "tenstorrent!{N}", "hwmon{H}", "{dev}")
 
-        def templated(name: str, parts: Sequence[str] = parts, templates: Sequence[str] = templates) -> str:
+        def templated(
+            name: str, parts: Sequence[str] = parts, templates: Sequence[str] = templates
+        ) -> str:
             for part, template in zip(parts, templates, strict=True):
                 name = re.sub(rf"(?<=/){re.escape(part)}(?=/|$)", template, name)
             return name
@@ -100,21 +123,26 @@ def compact(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                and not p.endswith(("firmware_node", "iommu_group"))]  # fmt: skip
         node = entries.get(f"/dev/tenstorrent/{ordinal}", {})
         pids = entries.get(f"/proc/driver/tenstorrent/{ordinal}/pids")
+        shown = re.compile("tt_.*|dev|uevent|pcie_.*")
+        sensor = re.compile(SENSOR.pattern + "|uevent")
         groups = {
             "pci": texts(f"{pci}/", PCI_ATTRIBUTES.__contains__),
-            "class": texts(f"{pci}/tenstorrent/tenstorrent!{ordinal}/", re.compile("tt_.*|dev|uevent|pcie_.*").match),
-            "sensors": texts(f"{pci}/hwmon/hwmon{hwmon}/", re.compile(SENSOR.pattern + "|uevent").fullmatch),
+            "class": texts(f"{pci}/tenstorrent/tenstorrent!{ordinal}/", shown.match),
+            "sensors": texts(f"{pci}/hwmon/hwmon{hwmon}/", sensor.fullmatch),
             "links": {templated(p): templated(entries[p]["target"]) for p in own},
         }
-        by_id = {p.rsplit("/")[-1]: e["target"] for p, e in entries.items() if p.startswith("/dev/tenstorrent/by-id/")}
+        by_id = [path for path in entries if path.startswith("/dev/tenstorrent/by-id/")]
+        own_ids = [path for path in by_id if entries[path]["target"] == f"../{ordinal}"]
         functions.append({
             "path": path, "ordinal": int(ordinal), "dev": dev, "mode": node.get("mode"),
-            "by_id": sorted(link for link, target in by_id.items() if target == f"../{ordinal}"),
+            "by_id": sorted(path.rsplit("/")[-1] for path in own_ids),
             "pids": pids and pids["content"], "hwmon": int(hwmon) if hwmon else None,
             **{group: values for group, values in groups.items() if values},
         })  # fmt: skip
     return {
-        "driver": text("/sys/module/tenstorrent/version") if "/sys/module/tenstorrent/version" in entries else None,
+        "driver": text("/sys/module/tenstorrent/version")
+        if "/sys/module/tenstorrent/version" in entries
+        else None,
         "module": texts("/sys/module/tenstorrent/", {"version", "initstate"}.__contains__),
         "directories": [directory for directory in DIRECTORIES if directory in entries],
         "functions": sorted(functions, key=lambda function: function["ordinal"]),

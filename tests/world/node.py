@@ -1,14 +1,17 @@
-"""A simulated node: the sysfs, /dev and /proc of a machine with Tenstorrent cards, as a directory tree.
+"""A simulated node: sysfs, /dev and /proc of a machine with Tenstorrent cards, as a tree.
 
-`SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd) and udev show them:
-same names, links, formats, order of appearance and kernel uevents; tests.world.captures has what it is modelled on.
+`SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd)
+and udev show them: same names, links, formats, order of appearance and kernel uevents;
+tests.world.captures has what it is modelled on.
 
-A plain tree cannot do all that the kernel does: for reads that fail or block see tests.world.tree. A device node is a
-real character device where the process may make one ("mknod"); elsewhere it is a symlink to /dev/null or one of its
-siblings ("link"), whose number sysfs's `dev` then repeats: stat() agrees either way.
+A plain tree cannot do all that the kernel does: for reads that fail or block see tests.world.tree.
+A device node is a real character device where the process may make one ("mknod"); elsewhere it is a
+symlink to /dev/null or one of its siblings ("link"), whose number sysfs's `dev` then repeats:
+stat() agrees either way.
 
-The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes can work on one tree:
-`SimulatedNode.open(root)`, or by hand `python -m tests.world.node DIR --help`.
+The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes
+can work on one tree: `SimulatedNode.open(root)`, or by hand `python -m tests.world.node DIR
+--help`.
 """
 
 from __future__ import annotations
@@ -38,20 +41,36 @@ DRIVER_MAJOR = 245  # dynamic in reality; the number of every capture
 
 # The board's code: bits 36-51 of its serial, and the PCI subsystem device id.
 CARDS = {
-    "n300": 0x14, "n150": 0x18, "galaxy-wormhole": 0x35, "p100": 0x36, "p150a": 0x40, "p150b": 0x41, "p150c": 0x42,
-    "p100a": 0x43, "p300b": 0x44, "p300a": 0x45, "p300c": 0x46, "galaxy-blackhole": 0x47,
+    "n300": 0x14, "n150": 0x18, "galaxy-wormhole": 0x35, "p100": 0x36, "p150a": 0x40,
+    "p150b": 0x41, "p150c": 0x42, "p100a": 0x43,
+    "p300b": 0x44, "p300a": 0x45, "p300c": 0x46, "galaxy-blackhole": 0x47,
 }  # fmt: skip
 ARCHITECTURES = {"0x401e": "wormhole", "0xb140": "blackhole"}
-# First ordinal of a Galaxy tray by the high nibble of the bus number, a table in the driver (since 2.8).
-GALAXY_ORDINALS = {"wormhole": {0xC: 0, 0x8: 8, 0x0: 16, 0x4: 24}, "blackhole": {0x0: 0, 0x4: 8, 0xC: 16, 0x8: 24}}
+# First ordinal of a Galaxy tray by the high nibble of the bus number, a table in the driver (since
+# 2.8).
+GALAXY_ORDINALS = {
+    "wormhole": {0xC: 0, 0x8: 8, 0x0: 16, 0x4: 24},
+    "blackhole": {0x0: 0, 0x4: 8, 0xC: 16, 0x8: 24},
+}
 GALAXY_PROBE_ORDER = (0x0, 0xC, 0x8, 0x4)  # as the captured machine enumerated its root buses
 
-# The release which brought an attribute; nothing listed here was in 1.34. Which architecture got tt_asic_id in 2.1
-# is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
-SINCE = {"tt_asic_id": (2, 3), "tt_heartbeat": (2, 7), "tt_therm_trip_count": (2, 7), "fan1_input": (2, 0),
-         "fan1_label": (2, 0)}  # fmt: skip
+# The release which brought an attribute; nothing listed here was in 1.34. Which architecture got
+# tt_asic_id in 2.1 is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
+SINCE = {
+    "tt_asic_id": (2, 3),
+    "tt_heartbeat": (2, 7),
+    "tt_therm_trip_count": (2, 7),
+    "fan1_input": (2, 0),
+    "fan1_label": (2, 0),
+}
 BLACKHOLE_MAX_SINCE = (2, 6)
-COUNTERS_SINCE, PROC_SINCE, CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (2, 0), (2, 5), (2, 6), (2, 8), (2, 9)
+COUNTERS_SINCE, PROC_SINCE, CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (
+    (2, 0),
+    (2, 5),
+    (2, 6),
+    (2, 8),
+    (2, 9),
+)
 
 # Link nodes borrow the numbers of these, which every machine and container has.
 BORROWED = {(1, 3): "/dev/null", (1, 5): "/dev/zero", (1, 7): "/dev/full", (1, 8): "/dev/random",
@@ -61,33 +80,48 @@ Condition = Literal["healthy", "dead", "off-bus", "resetting", "lost"]
 
 
 def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
-    """A kernel uevent as it arrives on the netlink socket: a header, then NUL-terminated assignments, SEQNUM last."""
-    lines = [f"{action}@{devpath}", f"ACTION={action}", f"DEVPATH={devpath}", *(f"{k}={v}" for k, v in env.items())]
+    """A kernel uevent as it arrives: a header, then NUL-terminated assignments, SEQNUM last."""
+    lines = [
+        f"{action}@{devpath}",
+        f"ACTION={action}",
+        f"DEVPATH={devpath}",
+        *(f"{k}={v}" for k, v in env.items()),
+    ]
     return "".join(f"{line}\0" for line in [*lines, f"SEQNUM={seqnum}"]).encode()
 
 
 def dead_value(name: str, healthy: str) -> str:
-    """What an attribute reads when every register of the chip reads all ones, of the usual form and without an error.
+    """What an attribute reads when every register of the chip reads all ones.
 
-    Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The others follow from the
-    same arithmetic (32 bits: mV as they are, mA and limits in thousandths), tt_eth_fw_ver from its bit fields 8.4.12.
+    Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The
+    others follow from the same arithmetic (32 bits: mV as they are, mA and limits in thousandths),
+    tt_eth_fw_ver from its bit fields 8.4.12.
     """
     if name.endswith("_label") or name == "name":
         return healthy
-    special = {"tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16, "tt_eth_fw_ver": "255.15.4095",
-               "temp1_input": "65535999", "temp1_max": "4294966296", "curr1_input": "4294966296",
-               "curr1_max": "4294966296", "power1_input": "4293967296", "power1_max": "4293967296"}  # fmt: skip
+    special = {
+        "tt_card_type": "unknown",
+        "tt_serial": "F" * 16,
+        "tt_asic_id": "F" * 16,
+        "tt_eth_fw_ver": "255.15.4095",
+        "temp1_input": "65535999",
+        "temp1_max": "4294966296",
+        "curr1_input": "4294966296",
+        "curr1_max": "4294966296",
+        "power1_input": "4293967296",
+        "power1_max": "4293967296",
+    }
     return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The node
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Function:
-    """What state.json keeps of a PCI function: its place, what it shows while all is well, and what ails it."""
+    """A PCI function in state.json: its place, what it shows while well, and what ails it."""
 
     path: str  # below /sys/devices: "pci0000:00/0000:00:02.0/0000:01:00.0"
     pci: dict[str, str]
@@ -112,7 +146,7 @@ class Function:
         return ARCHITECTURES[self.pci["device"]]
 
     def uevent_environment(self) -> dict[str, str]:
-        """What the kernel says of the function in uevents and, after DRIVER, in its `uevent` file."""
+        """What the kernel says of it in uevents and, after DRIVER, in its `uevent` file."""
         ids = {name: self.pci[name][2:].upper() for name in PCI_ATTRIBUTES[:5]}
         return {
             "PCI_CLASS": ids["class"].lstrip("0"),
@@ -126,13 +160,15 @@ class Function:
 class SimulatedNode:
     """A machine's device tree under `root`, and the operations that befall it.
 
-    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events and links there are;
-    unless `loaded=False` it is loaded. `numbers` are (major, minor) by ordinal where the default (245:N, or the
-    borrowed ones of "link") will not do. `udev_rules=False`: without the driver's rules the node stays 0600 and there
-    are no by-id links; `links=False`: without our package's rule there are no by-pci links.
+    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events
+    and links there are; unless `loaded=False` it is loaded. `numbers` are (major, minor) by ordinal
+    where the default (245:N, or the borrowed ones of "link") will not do. `udev_rules=False`:
+    without the driver's rules the node stays 0600 and there are no by-id links; `links=False`:
+    without our package's rule there are no by-pci links.
 
-    `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the kernel sends it.
-    `on_step` is called in the middle of operations, with a part of a device there and another not.
+    `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the
+    kernel sends it. `on_step` is called in the middle of operations, with a part of a device there
+    and another not.
     """
 
     def __init__(
@@ -149,12 +185,26 @@ class SimulatedNode:
         self._attach(root)
         if self._state_file.exists():
             raise FileExistsError(f"{root} holds a simulated node already")
-        for path in ("sys/class/hwmon", "sys/bus/pci/devices", "sys/devices", "sys/dev/char", "dev", "proc/driver"):
+        for path in (
+            "sys/class/hwmon",
+            "sys/bus/pci/devices",
+            "sys/devices",
+            "sys/dev/char",
+            "dev",
+            "proc/driver",
+        ):
             (root / path).mkdir(parents=True, exist_ok=True)
         self._state: dict[str, Any] = {
-            "driver": driver, "nodes": _node_kind(root / "dev") if nodes == "auto" else nodes, "numbers": numbers,
-            "udev_rules": udev_rules, "links": links, "udev": True, "driver_state": "", "bound": [], "seqnum": 1050,
-        }  # fmt: skip
+            "driver": driver,
+            "nodes": _node_kind(root / "dev") if nodes == "auto" else nodes,
+            "numbers": numbers,
+            "udev_rules": udev_rules,
+            "links": links,
+            "udev": True,
+            "driver_state": "",
+            "bound": [],
+            "seqnum": 1050,
+        }
         self._save()
         if loaded:
             self.load_driver()
@@ -164,7 +214,9 @@ class SimulatedNode:
         self.on_uevent: Callable[[bytes], None] | None = None
         self.on_step: Callable[[], None] | None = None
         self._state_file = root / "state.json"
-        self._functions: dict[str, Function] = {}  # in the order of the kernel's list: a rescanned function is the last
+        self._functions: dict[
+            str, Function
+        ] = {}  # in the order of the kernel's list: a rescanned function is the last
         self._loaded: tuple[int, int] | None = None
         self._lock = threading.RLock()
         self._depth = 0
@@ -190,32 +242,44 @@ class SimulatedNode:
     ) -> SimulatedNode:
         """The tree of a capture, with its driver's version, ordinals, hwmon numbers and values."""
         facts = capture(name)
-        functions = sorted(facts["functions"], key=lambda function: (function["hwmon"] or 0, function["ordinal"]))
+        functions = sorted(
+            facts["functions"], key=lambda function: (function["hwmon"] or 0, function["ordinal"])
+        )
         rules = all(function["mode"] == "0666" for function in functions)
         node = cls(root, driver=facts["driver"], nodes=nodes, numbers=numbers, udev_rules=rules)
         with node.changing():
             for facts in functions:
                 shown = facts.get("class", {})
-                if "board" in facts:  # the capture shows no telemetry (or nothing at all): this is what it would be
-                    card = next(card for card, code in CARDS.items() if code == int(facts["board"]["ssid"], 16))
-                    function = node._function(card, facts["path"], facts["board"]["serial"], facts["board"]["asic_id"])
+                if (
+                    "board" in facts
+                ):  # the capture shows no telemetry (or nothing at all): this is what it would be
+                    card = next(
+                        card
+                        for card, code in CARDS.items()
+                        if code == int(facts["board"]["ssid"], 16)
+                    )
+                    function = node._function(
+                        card, facts["path"], facts["board"]["serial"], facts["board"]["asic_id"]
+                    )
                     function.pci |= facts.get("pci", {})
                     function.firmware = not shown
                 else:
                     telemetry = {k: v for k, v in shown.items() if k.startswith("tt_")}
                     counters = {k: v for k, v in shown.items() if "/" in k}
                     sensors = {k: v for k, v in facts["sensors"].items() if k != "uevent"}
-                    function = Function(facts["path"], dict(facts["pci"]), telemetry, counters, sensors)
+                    function = Function(
+                        facts["path"], dict(facts["pci"]), telemetry, counters, sensors
+                    )
                 node._functions[function.bdf] = function
                 node._plug(function)
                 node._probe(function, ordinal=facts["ordinal"], hwmon=facts["hwmon"])
         return node
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold the tree: what happens inside is one step to other threads and processes that go through this class."""
+        """Hold the tree: what happens inside is one step to who else goes through this class."""
         with self._lock, contextlib.ExitStack() as stack:
             if self._depth == 0:
                 lock = stack.enter_context((self.root / ".lock").open("w"))
@@ -223,7 +287,10 @@ class SimulatedNode:
                 status = self._state_file.stat()
                 if self._loaded != (status.st_ino, status.st_mtime_ns):
                     stored = json.loads(self._state_file.read_text())
-                    self._functions = {bdf: Function(**function) for bdf, function in stored.pop("functions").items()}
+                    self._functions = {
+                        bdf: Function(**function)
+                        for bdf, function in stored.pop("functions").items()
+                    }
                     self._state, self._loaded = stored, (status.st_ino, status.st_mtime_ns)
             self._depth += 1
             try:
@@ -233,7 +300,7 @@ class SimulatedNode:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the tree, and keep what changes of the state, also if the operation fails halfway."""
+        """Hold the tree, and keep what changes of the state, also if it fails halfway."""
         with self.holding():
             before = self._dump()
             try:
@@ -243,7 +310,10 @@ class SimulatedNode:
                     self._save()
 
     def _dump(self) -> str:
-        return json.dumps(self._state | {"functions": {bdf: asdict(f) for bdf, f in self._functions.items()}}, indent=1)
+        return json.dumps(
+            self._state | {"functions": {bdf: asdict(f) for bdf, f in self._functions.items()}},
+            indent=1,
+        )
 
     def _save(self) -> None:
         put(self._state_file, self._dump())
@@ -275,7 +345,7 @@ class SimulatedNode:
         return [f"--{name}-root={self.root / directory}" for name, directory in
                 (("sysfs", "sys"), ("dev", "dev"), ("proc", "proc"))]  # fmt: skip
 
-    # -- what can happen to a machine ----------------------------------------------------------------------------------
+    # -- what can happen to a machine --------------------------------------------------------------
 
     def add(
         self,
@@ -288,21 +358,29 @@ class SimulatedNode:
         ordinal: int | None = None,
         firmware: bool = True,
     ) -> list[Chip]:
-        """Plug a card: its functions appear on the bus and are probed, with the events of a hot-plug.
+        """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
-        A p300* has two functions with one serial, a Galaxy 32 on its own buses (8 for each serial), any other card one.
-        `bdf`, `asic_id` and `ordinal` are those of the first function. NUMA node: -1 unless told, but on a Galaxy 0 for
-        the trays below bus 0x80 and 1 above. `firmware=False`: not ready when the driver looks.
+        A p300* has two functions with one serial, a Galaxy 32 on its own buses (8 for each serial),
+        any other card one. `bdf`, `asic_id` and `ordinal` are those of the first function. NUMA
+        node: -1 unless told, but on a Galaxy 0 for the trays below bus 0x80 and 1 above.
+        `firmware=False`: not ready when the driver looks.
         """
         galaxy, code = card.startswith("galaxy-"), CARDS[card]
         with self.changing():
             if galaxy:
-                places = [f"0000:{tray << 4 | chip:02x}:00.0" for tray in GALAXY_PROBE_ORDER for chip in range(1, 9)]
+                places = [
+                    f"0000:{tray << 4 | chip:02x}:00.0"
+                    for tray in GALAXY_PROBE_ORDER
+                    for chip in range(1, 9)
+                ]
             else:
                 used = {int(bdf.split(":")[1], 16) for bdf in self._functions}
                 domain, first = (bdf or "0000:01").split(":")[:2]
                 free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
-                places = [f"{domain}:{bus:02x}:00.0" for bus in free[: 2 if card.startswith("p300") else 1]]
+                places = [
+                    f"{domain}:{bus:02x}:00.0"
+                    for bus in free[: 2 if card.startswith("p300") else 1]
+                ]
                 if bdf:
                     places[0] = bdf
             if taken := self._functions.keys() & set(places):
@@ -313,8 +391,16 @@ class SimulatedNode:
                 board = bus >> 4 if galaxy else first_chip
                 own_serial = serial or f"000{code:04X}{511700100 + board}"
                 own_id = f"{0x3B1D7A5620E40000 + (code << 8) + first_chip + index:016X}"
-                node_number = numa_node if numa_node is not None else (0 if bus < 0x80 else 1) if galaxy else -1
-                function = self._function(card, _path(place), own_serial, own_id if index else asic_id or own_id)
+                node_number = (
+                    numa_node
+                    if numa_node is not None
+                    else (0 if bus < 0x80 else 1)
+                    if galaxy
+                    else -1
+                )
+                function = self._function(
+                    card, _path(place), own_serial, own_id if index else asic_id or own_id
+                )
                 cpus = "0-1" if node_number < 0 else str(node_number)
                 function.pci |= {"numa_node": str(node_number), "local_cpulist": cpus}
                 function.firmware = firmware
@@ -327,29 +413,41 @@ class SimulatedNode:
     def _function(self, card: str, path: str, serial: str, asic_id: str) -> Function:
         """A function of `card` with the values of the captured board of its architecture."""
         code = CARDS[card]
-        sample = capture("n150-p150a")["functions"][0 if card == "n150" or card in ("n300", "galaxy-wormhole") else 1]
+        sample = capture("n150-p150a")["functions"][
+            0 if card == "n150" or card in ("n300", "galaxy-wormhole") else 1
+        ]
         blackhole = sample["pci"]["device"] == "0xb140"
 
         def offered(name: str) -> bool:
-            since = BLACKHOLE_MAX_SINCE if blackhole and name.endswith("_max") else SINCE.get(name, (0,))
+            since = (
+                BLACKHOLE_MAX_SINCE
+                if blackhole and name.endswith("_max")
+                else SINCE.get(name, (0,))
+            )
             return self.version >= since
 
         shown = {k: v for k, v in sample["class"].items() if offered(k)}
         identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
         modalias = re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"])
-        config = sample["pci"]["config"][:92] + f"{code:02x}00" + sample["pci"]["config"][96:]  # its own at 0x2e
+        config = (
+            sample["pci"]["config"][:92] + f"{code:02x}00" + sample["pci"]["config"][96:]
+        )  # its own at 0x2e
         return Function(
             path=path,
-            pci=sample["pci"] | {"subsystem_device": f"0x{code:04x}", "modalias": modalias, "config": config},
+            pci=sample["pci"]
+            | {"subsystem_device": f"0x{code:04x}", "modalias": modalias, "config": config},
             telemetry={k: identity.get(k, v) for k, v in shown.items() if k.startswith("tt_")},
-            counters={k: v for k, v in shown.items() if "/" in k and self.version >= COUNTERS_SINCE},
+            counters={
+                k: v for k, v in shown.items() if "/" in k and self.version >= COUNTERS_SINCE
+            },
             sensors={k: v for k, v in sample["sensors"].items() if k != "uevent" and offered(k)},
         )
 
     def load_driver(self, probe: bool = True) -> None:
-        """modprobe: the functions are probed in the kernel's order, so ordinals may differ from the last time.
+        """modprobe: the functions are probed in the kernel's order, which may be another by now.
 
-        `probe=False` stops before the first of them, with the module still initialising; go on with `probe`.
+        `probe=False` stops before the first of them, with the module still initialising; go on with
+        `probe`.
         """
         with self.changing():
             if self._state["driver_state"]:
@@ -372,13 +470,16 @@ class SimulatedNode:
             self._loaded_after_the_last()
 
     def probe(self, chip: str | int) -> None:
-        """While the driver is being loaded it takes this function next; with the last one it is loaded."""
+        """While the driver is being loaded it takes this one next; with the last it is loaded."""
         with self.changing():
             self._probe(self._functions[self.chip(chip).bdf])
             self._loaded_after_the_last()
 
     def _loaded_after_the_last(self) -> None:
-        if any(self._is_ours(function) and function.ordinal is None for function in self._functions.values()):
+        if any(
+            self._is_ours(function) and function.ordinal is None
+            for function in self._functions.values()
+        ):
             return
         self._state["driver_state"] = "live"
         put(self.root / "sys/module/tenstorrent/initstate", "live")
@@ -386,16 +487,23 @@ class SimulatedNode:
         self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
 
     def _is_ours(self, function: Function) -> bool:
-        """Whether the driver can have the function: it is there, no other driver's, and not kept for another."""
+        """Whether the driver can have it: it is there, no other driver's, nor kept for one."""
         kept = function.pci["driver_override"] not in ("(null)", "tenstorrent")
         return function.present and function.other_driver is None and not kept
 
     def unload_driver(self) -> None:
-        """rmmod: the functions are released, the last bound first. (The real one refuses while a node is open.)"""
+        """rmmod: the functions are released, the last bound first.
+
+        (The real one refuses while a node is open.)
+        """
         with self.changing():
             for bdf in reversed(list(self._state["bound"])):
                 self._release(self._functions[bdf])
-            for directory, subsystem in (("bus/pci/drivers", "drivers"), ("class", "class"), ("module", "module")):
+            for directory, subsystem in (
+                ("bus/pci/drivers", "drivers"),
+                ("class", "class"),
+                ("module", "module"),
+            ):
                 remove(self.root / "sys" / directory / "tenstorrent")
                 if subsystem == "class":
                     remove_empty(self.root / "proc/driver/tenstorrent")
@@ -403,12 +511,15 @@ class SimulatedNode:
             self._state["driver_state"] = ""
 
     def stop_udev(self) -> None:
-        """udev is dead: whatever comes has the kernel's mode and no links, and links of what goes stay behind."""
+        """udev is dead: what comes has the kernel's mode and no links; links of what goes stay."""
         with self.changing():
             self._state["udev"] = False
 
     def start_udev(self) -> None:
-        """udev runs again, and coldplug has it look at what is there. It knows nothing of what went meanwhile."""
+        """udev runs again, and coldplug has it look at what is there.
+
+        It knows nothing of what went meanwhile.
+        """
         with self.changing():
             self._state["udev"] = True
             for bdf in self._state["bound"]:
@@ -416,7 +527,7 @@ class SimulatedNode:
                 self._udev_change(self._functions[bdf])
 
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
-        """Renumber two functions, as a reload of the driver can: both are unbound, then bound as the other's number."""
+        """Renumber two functions, as a reload can: unbound, then bound as the other's number."""
         with self.changing():
             one, other = (self._functions[self.chip(name).bdf] for name in (a, b))
             ordinals = one.ordinal, other.ordinal
@@ -426,7 +537,7 @@ class SimulatedNode:
             self._probe(one, ordinal=ordinals[1])
 
     def set_hugepages(self, count_1g: int) -> None:
-        """Reserve 1 GiB pages, all free, and mount hugetlbfs twice (`proc/mounts` names the host's paths)."""
+        """Reserve 1 GiB pages, all free, and mount hugetlbfs twice, on the host's paths."""
         with self.changing():
             pool = self.root / "sys/kernel/mm/hugepages/hugepages-1048576kB"
             pool.mkdir(parents=True, exist_ok=True)
@@ -435,14 +546,21 @@ class SimulatedNode:
             mounts = {"hugepages": "pagesize=2M", "hugepages-1G": "mode=777,pagesize=1024M"}
             for name in mounts:
                 (self.root / "dev" / name).mkdir(exist_ok=True)
-            lines = [f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,{options} 0 0" for name, options in mounts.items()]
+            lines = [
+                f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,{options} 0 0"
+                for name, options in mounts.items()
+            ]
             put(self.root / "proc/mounts", "\n".join(lines))
 
     def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
-        """Put a function behind an IOMMU, in a group of its own; type "identity" is one that translates nothing."""
+        """Put a function behind an IOMMU, in a group of its own; "identity" translates nothing."""
         with self.changing():
             function = self._functions[self.chip(bdf).bdf]
-            used = {other.iommu[0] for other in self._functions.values() if other.iommu and other is not function}
+            used = {
+                other.iommu[0]
+                for other in self._functions.values()
+                if other.iommu and other is not function
+            }
             self._iommu_down(function)
             function.iommu = (_lowest_free(used), type)
             self._iommu_up(function)
@@ -454,20 +572,23 @@ class SimulatedNode:
                 if not function.frozen:
                     self._beat(function, 1)
 
-    def start_process(self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3") -> None:
+    def start_process(
+        self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
+    ) -> None:
         """Show a process that has opened device nodes, each named by its path or by a CDI name.
 
-        `cgroup` is its /proc/<pid>/cgroup. What is no node of a card here is opened without a trace;
-        FileNotFoundError if a path leads nowhere.
+        `cgroup` is its /proc/<pid>/cgroup. What is no node of a card here is opened without a
+        trace; FileNotFoundError if a path leads nowhere.
         """
         with self.changing():
-            ordinals = [ordinal for node in nodes if (ordinal := self._ordinal_of(node)) is not None]
+            ordinals = [self._ordinal_of(node) for node in nodes]
             process = self.root / f"proc/{pid}"
             process.mkdir()
             put(process / "comm", command)
             put(process / "cgroup", cgroup)
             for ordinal in ordinals:
-                self._change_pids(ordinal, lambda pids: [*pids, str(pid)])
+                if ordinal is not None:
+                    self._change_pids(ordinal, lambda pids: [*pids, str(pid)])
 
     def end_process(self, pid: int) -> None:
         """Show it no longer: it has closed what it had open."""
@@ -475,10 +596,12 @@ class SimulatedNode:
             remove(self.root / f"proc/{pid}")
             for function in self._functions.values():
                 if function.ordinal is not None:
-                    self._change_pids(function.ordinal, lambda pids: [p for p in pids if p != str(pid)])
+                    self._change_pids(
+                        function.ordinal, lambda pids: [p for p in pids if p != str(pid)]
+                    )
 
     def _ordinal_of(self, node: str) -> int | None:
-        """The number of the card's node that a path leads to, or that a CDI name's device has now."""
+        """The number of the card's node that a path leads to, or that a CDI name stands for."""
         name = node.rpartition("=")[2]
         if name in self._functions:
             return self._functions[name].ordinal
@@ -487,7 +610,8 @@ class SimulatedNode:
         while path.is_symlink() and path.parent.name.startswith("by-"):
             path = path.parent / path.readlink()
             path.lstat()
-        ours = path.resolve().parent == (self.root / "dev/tenstorrent").resolve() or path.parent.name == "tenstorrent"
+        is_here = path.resolve().parent == (self.root / "dev/tenstorrent").resolve()
+        ours = is_here or path.parent.name == "tenstorrent"
         return int(path.name) if ours and path.name.isdigit() else None
 
     def _change_pids(self, ordinal: int, change: Callable[[list[str]], list[str]]) -> None:
@@ -496,7 +620,7 @@ class SimulatedNode:
         if file.exists():
             put(file, "\n".join(change(file.read_text().split())))
 
-    # -- where things are ----------------------------------------------------------------------------------------------
+    # -- where things are --------------------------------------------------------------------------
 
     def _pci(self, function: Function) -> Path:
         return self.root / "sys/devices" / function.path
@@ -511,7 +635,11 @@ class SimulatedNode:
         numbers = self._state["numbers"]
         if numbers is not None and ordinal < len(numbers):
             return int(numbers[ordinal][0]), int(numbers[ordinal][1])
-        return (DRIVER_MAJOR, ordinal) if self._state["nodes"] == "mknod" else [*BORROWED][ordinal % len(BORROWED)]
+        return (
+            (DRIVER_MAJOR, ordinal)
+            if self._state["nodes"] == "mknod"
+            else [*BORROWED][ordinal % len(BORROWED)]
+        )
 
     def _emit(self, action: str, devpath: str, **env: str) -> None:
         self._state["seqnum"] += 1
@@ -529,11 +657,15 @@ class SimulatedNode:
     def _emit_class(self, action: str, function: Function) -> None:
         assert function.ordinal is not None
         major, minor = self._number(function.ordinal)
-        env = {"MAJOR": str(major), "MINOR": str(minor), "DEVNAME": f"tenstorrent/{function.ordinal}"}
+        env = {
+            "MAJOR": str(major),
+            "MINOR": str(minor),
+            "DEVNAME": f"tenstorrent/{function.ordinal}",
+        }
         devpath = f"/devices/{function.path}/tenstorrent/tenstorrent!{function.ordinal}"
         self._emit(action, devpath, SUBSYSTEM="tenstorrent", **env)
 
-    # -- coming ------------------------------------------------------------------------------------------------------
+    # -- coming ------------------------------------------------------------------------------------
 
     def _plug(self, function: Function) -> None:
         """The PCI core finds the function."""
@@ -549,14 +681,21 @@ class SimulatedNode:
         self._iommu_up(function)
         self._emit_pci("add", function)
 
-    def _probe(self, function: Function, *, ordinal: int | None = None, hwmon: int | None = None) -> None:
-        """The driver takes the function. Node and class directory come first, telemetry next if firmware is ready."""
+    def _probe(
+        self, function: Function, *, ordinal: int | None = None, hwmon: int | None = None
+    ) -> None:
+        """The driver takes the function.
+
+        Node and class directory come first, telemetry next if firmware is ready.
+        """
         if not self._state["driver_state"] or not self._is_ours(function):
             return
         if function.condition in ("resetting", "lost"):  # a new probe looks at the chip afresh
             function.condition = "healthy"
         function.ordinal = self._free_ordinal(function) if ordinal is None else ordinal
-        if any(f is not function and f.ordinal == function.ordinal for f in self._functions.values()):
+        if any(
+            f is not function and f.ordinal == function.ordinal for f in self._functions.values()
+        ):
             raise ValueError(f"ordinal {function.ordinal} is in use")
         self._state["bound"].append(function.bdf)
         pci, driver = self._pci(function), self.root / "sys/bus/pci/drivers/tenstorrent"
@@ -574,19 +713,29 @@ class SimulatedNode:
 
     def _free_ordinal(self, function: Function) -> int:
         used = {f.ordinal for f in self._functions.values() if f.ordinal is not None}
-        if function.pci["subsystem_device"] in ("0x0035", "0x0047") and self.version >= GALAXY_SINCE:
+        if (
+            function.pci["subsystem_device"] in ("0x0035", "0x0047")
+            and self.version >= GALAXY_SINCE
+        ):
             bus = int(function.bdf.split(":")[1], 16)
             tray = GALAXY_ORDINALS[function.arch].get(bus >> 4)
-            if tray is not None and 1 <= bus & 15 <= 8 and (ordinal := tray + (bus & 15) - 1) not in used:
+            if (
+                tray is not None
+                and 1 <= bus & 15 <= 8
+                and (ordinal := tray + (bus & 15) - 1) not in used
+            ):
                 return ordinal
         return _lowest_free(used)
 
     def _class_up(self, function: Function) -> None:
-        """In the order of device_add(): the class leads to the device before its number, and its node, are there."""
+        """As device_add(): the class leads to the device before its number and node are there."""
         assert function.ordinal is not None
         entry, (major, minor) = self._class(function), self._number(function.ordinal)
         entry.mkdir(parents=True)
-        put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\nDEVNAME=tenstorrent/{function.ordinal}")
+        put(
+            entry / "uevent",
+            f"MAJOR={major}\nMINOR={minor}\nDEVNAME=tenstorrent/{function.ordinal}",
+        )
         link(entry / "device", self._pci(function))
         link(entry / "subsystem", self.root / "sys/class/tenstorrent")
         link(self.root / "sys/class/tenstorrent" / entry.name, entry)
@@ -644,10 +793,10 @@ class SimulatedNode:
             put(group / "type", function.iommu[1])
             link(self._pci(function) / "iommu_group", group)
 
-    # -- going -------------------------------------------------------------------------------------------------------
+    # -- going -------------------------------------------------------------------------------------
 
     def _release(self, function: Function) -> None:
-        """The driver lets the function go, in the kernel's order: the binding's links, hwmon, node, class directory."""
+        """The driver lets the function go, in the kernel's order: links, hwmon, node, class."""
         if function.ordinal is None:
             return
         self._keep_heartbeat(function)
@@ -717,14 +866,20 @@ class SimulatedNode:
             remove(self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}")
             remove(self._pci(function) / "iommu_group")
 
-    # -- udev, which comes after the kernel's event -------------------------------------------------------------------
+    # -- udev, which comes after the kernel's event ------------------------------------------------
 
     def _links(self, function: Function) -> dict[str, Path]:
         """The function's links in /dev/tenstorrent, by directory."""
         directory = self.root / "dev/tenstorrent"
         links = {"by-pci": directory / "by-pci" / function.bdf} if self._state["links"] else {}
-        if self._state["udev_rules"] and "tt_asic_id" in function.telemetry and self.version >= CHANGE_SINCE:
-            links["by-id"] = directory / "by-id" / f"{function.arch}-{function.telemetry['tt_asic_id']}"
+        if (
+            self._state["udev_rules"]
+            and "tt_asic_id" in function.telemetry
+            and self.version >= CHANGE_SINCE
+        ):
+            links["by-id"] = (
+                directory / "by-id" / f"{function.arch}-{function.telemetry['tt_asic_id']}"
+            )
         return links
 
     def _udev_add(self, function: Function) -> None:
@@ -751,10 +906,10 @@ class SimulatedNode:
             remove_empty(path.parent)
         remove_empty(self.root / "dev/tenstorrent")
 
-    # -- attributes --------------------------------------------------------------------------------------------------
+    # -- attributes --------------------------------------------------------------------------------
 
     def _file(self, function: Function, name: str) -> Path:
-        """Where an attribute is: PCI's own, hwmon's, or (tt_*, `dev`, counters) the class directory's."""
+        """Where an attribute is: PCI's own, hwmon's, or (tt_*, `dev`, counters) the class's."""
         if name in PCI_ATTRIBUTES and name != "uevent":
             return self._pci(function) / name
         if (SENSOR.fullmatch(name) and function.hwmon is None) or function.ordinal is None:
@@ -772,16 +927,26 @@ class SimulatedNode:
             put(self._pci(function) / name, text)
         elif name == "config":
             off = condition in ("off-bus", "resetting")
-            put(self._pci(function) / name, b"\xff" * CONFIG_BYTES if off else bytes.fromhex(function.pci[name]))
+            put(
+                self._pci(function) / name,
+                b"\xff" * CONFIG_BYTES if off else bytes.fromhex(function.pci[name]),
+            )
         elif name in PCI_ATTRIBUTES:
             off = name == "current_link_speed" and condition in ("off-bus", "resetting")
             put(self._pci(function) / name, "Unknown" if off else function.pci[name])
-        elif name in function.counters:  # these read the chip's registers even between reset and POST_RESET
-            put(self._file(function, name), function.counters[name] if condition in ("healthy", "lost") else ALL_ONES)
+        elif (
+            name in function.counters
+        ):  # these read the chip's registers even between reset and POST_RESET
+            put(
+                self._file(function, name),
+                function.counters[name] if condition in ("healthy", "lost") else ALL_ONES,
+            )
         else:
             value = (function.sensors if SENSOR.fullmatch(name) else function.telemetry)[name]
             constant = name == "name" or name.endswith("_label")
-            if condition in ("dead", "off-bus") or pre_enodata:  # before 2.9 a chip in reset was read; not captured
+            if (
+                condition in ("dead", "off-bus") or pre_enodata
+            ):  # before 2.9 a chip in reset was read; not captured
                 put(self._file(function, name), dead_value(name, value))
             elif condition in ("resetting", "lost") and not constant:
                 put_errno(self._file(function, name), "ENODATA")
@@ -797,10 +962,16 @@ class SimulatedNode:
 
     def _heartbeat(self, function: Function) -> tuple[Path, int] | None:
         """The heartbeat's file and present value, where there is a living one."""
-        if function.hwmon is None or "tt_heartbeat" not in function.telemetry or function.condition != "healthy":
+        if (
+            function.hwmon is None
+            or "tt_heartbeat" not in function.telemetry
+            or function.condition != "healthy"
+        ):
             return None
         file = self._class(function) / "tt_heartbeat"
-        if not file.exists() or not stat.S_ISREG(file.lstat().st_mode):  # removed, blocked or failing
+        if not file.exists() or not stat.S_ISREG(
+            file.lstat().st_mode
+        ):  # removed, blocked or failing
             return None
         text = file.read_bytes().strip()
         return (file, int(text)) if text.isdigit() and len(text) < 20 else None
@@ -820,7 +991,7 @@ def _lowest_free(used: set[int]) -> int:
 
 
 def _path(bdf: str) -> str:
-    """Where a function hangs below /sys/devices: a root bus for every 16 buses, a root port for each card."""
+    """Where a function hangs: below a root bus for every 16 buses, a root port for each card."""
     domain, bus = bdf.split(":")[0], int(bdf.split(":")[1], 16)
     root = max(bus - 1, 0) & 0xF0
     port = bus - root + (1 if root == 0 else -1)  # the first two slots of bus 0 are taken
@@ -828,7 +999,7 @@ def _path(bdf: str) -> str:
 
 
 def _node_kind(directory: Path) -> Literal["mknod", "link"]:
-    """Whether this process can make a device node here (which needs CAP_MKNOD, and not a user namespace's)."""
+    """Whether this process can make a device node here (by CAP_MKNOD in no user namespace)."""
     try:
         os.mknod(directory / ".probe", stat.S_IFCHR | 0o600, os.makedev(DRIVER_MAJOR, 0))
     except OSError:
@@ -838,7 +1009,7 @@ def _node_kind(directory: Path) -> Literal["mknod", "link"]:
 
 
 class Chip:
-    """A handle to one PCI function of a node; it holds nothing but the name, so it outlives whatever happens."""
+    """A handle to one PCI function: nothing but its name, so it outlives whatever happens."""
 
     def __init__(self, node: SimulatedNode, bdf: str) -> None:
         self.node = node
@@ -868,19 +1039,19 @@ class Chip:
         return self.node.root / f"dev/tenstorrent/{ordinal}"
 
     def attribute(self, name: str) -> Path:
-        """The real path of an attribute: tt_*, a sensor, a PCI attribute, `dev` or `pcie_perf_counters/...`."""
+        """The real path of an attribute: tt_*, a sensor, PCI's, `dev`, `pcie_perf_counters/...`."""
         with self.node.holding():
             return self.node._file(self.node._functions[self.bdf], name)
 
-    # -- the firmware ------------------------------------------------------------------------------------------------
+    # -- the firmware ------------------------------------------------------------------------------
 
     def beat(self, n: int = 1) -> None:
-        """Advance the heartbeat (where there is one that can advance: not on a dead, resetting or blocked chip)."""
+        """Advance the heartbeat where there is one that can: no dead, resetting, blocked chip's."""
         with self.node.holding():
             self.node._beat(self.node._functions[self.bdf], n)
 
     def freeze(self) -> None:
-        """The firmware stops: the ticker leaves the heartbeat alone, everything else reads on as before."""
+        """The firmware stops: the ticker leaves the heartbeat alone, all else is as before."""
         with self._changing() as function:
             function.frozen = True
 
@@ -895,7 +1066,11 @@ class Chip:
 
     def trip(self, n: int = 1) -> None:
         """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
-        self._set("telemetry", "tt_therm_trip_count", str(int(self.facts.telemetry["tt_therm_trip_count"]) + n))
+        self._set(
+            "telemetry",
+            "tt_therm_trip_count",
+            str(int(self.facts.telemetry["tt_therm_trip_count"]) + n),
+        )
 
     def _set(self, group: Literal["telemetry", "sensors"], name: str, value: str) -> None:
         with self._changing() as function:
@@ -904,22 +1079,25 @@ class Chip:
                 self.node._show(function, name)
 
     def die(self, bus: bool = False) -> None:
-        """Every register reads all ones, with no error and no event; with `bus`, configuration space does, too."""
+        """Every register reads all ones, without error or event; with `bus`, `config`, too."""
         self._become("off-bus" if bus else "dead")
 
     def revive(self) -> None:
-        """The chip answers again, as before. (Where it was dead at probe, that is as late as `speak`.)"""
+        """The chip answers again, as before.
+
+        (Where it was dead at probe, that is as late as `speak`.)
+        """
         self._become("healthy")
 
     def reset(self) -> None:
-        """Between reset and POST_RESET: ENODATA from every tt_* and hwmon value (driver 2.9 and later), no event."""
+        """Between reset and POST_RESET: ENODATA from all tt_* and hwmon (since 2.9), no event."""
         self._become("resetting")
 
     def post_reset(self, heartbeat: int = 20, late: bool = False) -> None:
         """After POST_RESET: values again, and the heartbeat restarts lower; no event.
 
-        `late`: the firmware was not ready. Blackhole then gives ENODATA until the driver is bound anew (`rebind`);
-        Wormhole goes on with the old addresses, so its values return all the same.
+        `late`: the firmware was not ready. Blackhole then gives ENODATA until the driver is bound
+        anew (`rebind`); Wormhole goes on with the old addresses, so its values return all the same.
         """
         with self._changing() as function:
             if "tt_heartbeat" in function.telemetry:
@@ -935,16 +1113,20 @@ class Chip:
                 self._look_again(function)
 
     def silence(self) -> None:
-        """Firmware not ready when the driver looked: probed again, with neither tt_* nor hwmon. Same ordinal."""
+        """Firmware not ready when the driver looked: probed again, with neither tt_* nor hwmon.
+
+        Same ordinal.
+        """
         with self._changing() as function:
             function.firmware = False
             if function.ordinal is not None:
                 self.rebind()
 
     def speak(self) -> None:
-        """The firmware becomes ready. Wormhole: telemetry appears (hwmon `add`, then `change`), as its driver polls.
+        """The firmware becomes ready. Wormhole polls: hwmon `add`, then `change`.
 
-        Blackhole's driver looked once, at probe: nothing happens until `rebind`, or `vanish` and `come_back`.
+        Blackhole's driver looked once, at probe: nothing happens until `rebind`, or `vanish` and
+        `come_back`.
         """
         with self._changing() as function:
             function.firmware = True
@@ -955,7 +1137,7 @@ class Chip:
         if unseen and function.firmware and function.arch == "wormhole":
             self.node._telemetry_up(function)
 
-    # -- the bus and the driver ----------------------------------------------------------------------------------------
+    # -- the bus and the driver --------------------------------------------------------------------
 
     def vanish(self) -> None:
         """The PCI function is removed (unplugged, or by /sys/bus/pci/devices/*/remove)."""
@@ -964,7 +1146,10 @@ class Chip:
                 self.node._unplug(function)
 
     def come_back(self, ordinal: int | None = None) -> None:
-        """The function is found again, alive, the last in the kernel's list now. Lowest free ordinal unless told."""
+        """The function is found again, alive, the last in the kernel's list now.
+
+        Lowest free ordinal unless told.
+        """
         with self._changing() as function:
             if function.present:
                 raise ValueError(f"{self.bdf} is there")
@@ -988,14 +1173,14 @@ class Chip:
             self.node._probe(function, ordinal=ordinal)
 
     def rebind(self) -> None:
-        """Unbind and bind, with the same ordinal: the remedy for a Blackhole whose telemetry is lost."""
+        """Unbind and bind, with the same ordinal: the remedy for lost telemetry of a Blackhole."""
         with self._changing() as function:
             ordinal = function.ordinal
             self.unbind()
             self.bind(ordinal)
 
     def keep_for(self, driver: str) -> None:
-        """Write `driver_override`: only this driver may probe the function, such as vfio-pci; "(null)": any."""
+        """Write `driver_override`: only this driver, such as vfio-pci, may probe; "(null)": any."""
         with self._changing() as function:
             function.pci["driver_override"] = driver
             self.node._show(function, "driver_override")
@@ -1026,11 +1211,14 @@ class Chip:
                 self.by_pci.symlink_to(target)
 
     def set_pids(self, pids: Sequence[int]) -> None:
-        """Who holds the node open: one line for each open descriptor (0: a process of another PID namespace)."""
+        """Who has the node open: a line for each descriptor (0: of another PID namespace)."""
         with self._changing() as function:
-            put(self.node.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", "\n".join(map(str, pids)))
+            put(
+                self.node.root / f"proc/driver/tenstorrent/{function.ordinal}/pids",
+                "\n".join(map(str, pids)),
+            )
 
-    # -- one attribute: lasts until `restore`, or until the operation that writes it next ------------------------------
+    # -- one attribute: lasts until `restore`, or until the operation that writes it next ----------
 
     def fail(self, attribute: str, error: str = "EIO") -> None:
         """Reads of the attribute fail with this errno (see the module's conventions)."""
@@ -1050,10 +1238,7 @@ class Chip:
         """The attribute is not there (firmware that lacks the tag)."""
         with self._changing() as function:
             self.node._keep_heartbeat(function)
-            file = self.node._file(function, attribute)
-            if file.is_fifo():
-                put(file, b"")
-            remove(file)
+            remove(self.node._file(function, attribute))
 
     def block(self, attribute: str = "tt_heartbeat") -> None:
         """Whoever opens the attribute for reading waits until `unblock`."""
@@ -1062,11 +1247,11 @@ class Chip:
             replace(self.node._file(function, attribute), os.mkfifo)
 
     def unblock(self, attribute: str = "tt_heartbeat") -> None:
-        """A reader that waits gets its value (one of them; others, an empty read), and the file is back."""
+        """A reader that waits gets its value (others, an empty read), and the file is back."""
         self.restore(attribute)
 
     def restore(self, attribute: str) -> None:
-        """The attribute reads again what the chip's condition makes it read (undoes fail, write, remove, block)."""
+        """The attribute reads what the chip makes it read (undoes fail, write, remove, block)."""
         with self._changing() as function:
             if attribute in ("dev", "uevent"):
                 raise ValueError(f"{attribute} is not the chip's")
@@ -1097,20 +1282,20 @@ class Ticker:
         self._thread.join()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # By hand
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 OPERATIONS = (
-    Chip.freeze, Chip.thaw, Chip.heat, Chip.trip, Chip.die, Chip.revive, Chip.reset, Chip.post_reset,
-    Chip.silence, Chip.speak, Chip.vanish, Chip.come_back, Chip.unbind, Chip.bind, Chip.rebind, Chip.keep_for,
-    Chip.bind_to, Chip.mislead, Chip.set_pids,
+    Chip.freeze, Chip.thaw, Chip.heat, Chip.trip, Chip.die, Chip.revive, Chip.reset,
+    Chip.post_reset, Chip.silence, Chip.speak, Chip.vanish, Chip.come_back, Chip.unbind,
+    Chip.bind, Chip.rebind, Chip.keep_for, Chip.bind_to, Chip.mislead, Chip.set_pids,
     Chip.fail, Chip.write, Chip.remove, Chip.block, Chip.unblock, Chip.restore,
 )  # fmt: skip
 NODE_OPERATIONS = (
-    SimulatedNode.load_driver, SimulatedNode.probe, SimulatedNode.unload_driver, SimulatedNode.swap_ordinals,
-    SimulatedNode.set_hugepages, SimulatedNode.set_iommu, SimulatedNode.stop_udev, SimulatedNode.start_udev,
-    SimulatedNode.tick,
+    SimulatedNode.load_driver, SimulatedNode.probe, SimulatedNode.unload_driver,
+    SimulatedNode.swap_ordinals, SimulatedNode.set_hugepages, SimulatedNode.set_iommu,
+    SimulatedNode.stop_udev, SimulatedNode.start_udev, SimulatedNode.tick,
 )  # fmt: skip
 
 HELP = """\
@@ -1119,27 +1304,38 @@ a node with two boards, and one that overheats:
   python -m tests.world.node /tmp/node beat &                 (heartbeats)
   python -m tests.world.node /tmp/node heat 01:00.0 95
 
-BDF may be short (01:00.0) or the ordinal. Each operation prints the kernel uevents that the real driver would send.
+BDF may be short (01:00.0) or the ordinal. Each operation prints the kernel uevents that the real
+driver would send.
 """
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.world.node", description="A simulated node with Tenstorrent cards in the directory DIR.",
-        epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="python -m tests.world.node",
+        description="A simulated node with Tenstorrent cards in the directory DIR.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("dir", metavar="DIR", type=Path)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    create = commands.add_parser("create", help="make the tree, with these cards or as it was captured")
+    create = commands.add_parser(
+        "create", help="make the tree, with these cards or as it was captured"
+    )
     create.add_argument("cards", nargs="*", metavar="CARD", help=" ".join(CARDS))
-    create.add_argument("--capture", metavar="NAME", help=f"as it was captured: {', '.join(capture_names())}")
-    create.add_argument("--driver", default="2.10.1-pre", help="release of tt-kmd, 1.34 to 2.10.1-pre (default)")
+    create.add_argument(
+        "--capture", metavar="NAME", help=f"as it was captured: {', '.join(capture_names())}"
+    )
+    create.add_argument(
+        "--driver", default="2.10.1-pre", help="release of tt-kmd, 1.34 to 2.10.1-pre (default)"
+    )
     create.add_argument("--nodes", choices=("auto", "mknod", "link"), default="auto")
     create.add_argument("--late", action="store_true", help="the firmware of CARDs is not ready")
     add = commands.add_parser("add", help="plug cards into a node that there is")
     add.add_argument("cards", nargs="+", metavar="CARD", help=" ".join(CARDS))
     add.add_argument("--late", action="store_true", help="their firmware is not ready")
-    commands.add_parser("beat", help="run the heartbeats until Ctrl-C, also of what other processes change")
+    commands.add_parser(
+        "beat", help="run the heartbeats until Ctrl-C, also of what other processes change"
+    )
     commands.add_parser("show", help="one line for each chip")
     types: dict[str, Callable[[str], object]]
     types = {"int": int, "float": float, "str": str, "str | int": str, "bytes": os.fsencode}
@@ -1152,7 +1348,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         for parameter in [*inspect.signature(method).parameters.values()][1:]:
             if parameter.annotation == "bool":
                 command.add_argument(
-                    f"--{parameter.name}", action=argparse.BooleanOptionalAction, default=parameter.default
+                    f"--{parameter.name}",
+                    action=argparse.BooleanOptionalAction,
+                    default=parameter.default,
                 )
             elif parameter.annotation == "Sequence[int]":
                 command.add_argument(parameter.name, nargs="*", type=int)
@@ -1162,7 +1360,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
                 command.add_argument(parameter.name, type=types[parameter.annotation])
             else:
                 default = parameter.default
-                command.add_argument(parameter.name, type=types[parameter.annotation], nargs="?", default=default)
+                command.add_argument(
+                    parameter.name, type=types[parameter.annotation], nargs="?", default=default
+                )
     return parser.parse_args(argv)
 
 
@@ -1172,7 +1372,9 @@ def main(argv: Sequence[str]) -> int:
     if options.command == "create":
         options.dir.mkdir(parents=True, exist_ok=True)
         if options.capture:
-            node = SimulatedNode.from_capture(options.dir.absolute(), options.capture, nodes=options.nodes)
+            node = SimulatedNode.from_capture(
+                options.dir.absolute(), options.capture, nodes=options.nodes
+            )
         else:
             node = SimulatedNode(options.dir.absolute(), driver=options.driver, nodes=options.nodes)
         for card in options.cards:
@@ -1192,10 +1394,18 @@ def main(argv: Sequence[str]) -> int:
                 facts = chip.facts
                 file = chip.attribute("tt_heartbeat") if facts.hwmon is not None else None
                 beat = file.read_text().strip() if file is not None and file.is_file() else "-"
-                where = f"/dev/tenstorrent/{facts.ordinal}" if facts.ordinal is not None else "not bound"
+                where = (
+                    f"/dev/tenstorrent/{facts.ordinal}"
+                    if facts.ordinal is not None
+                    else "not bound"
+                )
                 card = facts.telemetry.get("tt_card_type", facts.arch)
                 serial = facts.telemetry.get("tt_serial", "-")
-                words = [facts.condition, *["frozen"] * facts.frozen, *["firmware not ready"] * (not facts.firmware)]
+                words = [
+                    facts.condition,
+                    *["frozen"] * facts.frozen,
+                    *["firmware not ready"] * (not facts.firmware),
+                ]
                 state = ", ".join(words) if facts.present else "vanished"
                 print(f"{chip.bdf}  {where:19} {card:16} {serial:16} heartbeat {beat:10} {state}")
         else:

@@ -19,11 +19,12 @@ from tests.world.node import BORROWED, Chip, SimulatedNode, Ticker, wire
 from tests.world.processes import finished
 from tests.world.tree import errno_of, observe
 
+NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
 DRIVER_RELEASES = ("1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0")
 
 
 def as_built_here(facts: dict[str, Any], node_kind: str) -> dict[str, Any]:
-    """The capture's facts, with the numbers and modes that borrowed nodes have in place of its own."""
+    """The capture's facts, with the numbers and modes of borrowed nodes in place of its own."""
     for function in facts["functions"]:
         function.pop("board", None)
         if node_kind == "link":
@@ -37,7 +38,10 @@ def as_built_here(facts: dict[str, Any], node_kind: str) -> dict[str, Any]:
 
 
 def facts_of(root: Path, node_kind: str) -> dict[str, Any]:
-    """The tree, reduced like a capture. Link nodes that borrowed one number share the first one's char link."""
+    """The tree, reduced like a capture.
+
+    Link nodes that borrowed one number share the first one's char link.
+    """
     facts = compact(observe(root))
     if node_kind == "link":
         for function in facts["functions"]:
@@ -47,9 +51,9 @@ def facts_of(root: Path, node_kind: str) -> dict[str, Any]:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory in memory where there is such a place: a Galaxy is 2500 files, and a disk would be what we test."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
+    """A directory in memory where there is such a place: a Galaxy is 2500 files."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
         yield Path(directory)
 
 
@@ -66,10 +70,10 @@ def events() -> list[bytes]:
 
 @pytest.fixture
 def build(tmp_path: Path, events: list[bytes]) -> Callable[..., SimulatedNode]:
-    """A node of these cards with the captures' device numbers, which puts its uevents into `events` from here on."""
+    """A node of these cards with the captures' numbers, whose uevents go into `events`."""
 
     def build(*cards: str, firmware: bool = True, driver: str = "2.10.1-pre") -> SimulatedNode:
-        node = SimulatedNode(tmp_path, driver=driver, nodes="link", numbers=[(245, n) for n in range(32)])
+        node = SimulatedNode(tmp_path, driver=driver, nodes="link", numbers=NUMBERS)
         for card in cards:
             node.add(card, firmware=firmware)
         node.on_uevent = events.append
@@ -79,7 +83,7 @@ def build(tmp_path: Path, events: list[bytes]) -> Callable[..., SimulatedNode]:
 
 
 def captured_messages(name: str, step: str) -> list[bytes]:
-    """The step's kernel messages, without those of the platform's ACPI and with no sequence number."""
+    """The step's kernel messages, without those of the platform's ACPI, all of number 0."""
     return [wire(action, devpath, env, 0) for action, devpath, env in captured_uevents(name, step)
             if env["SUBSYSTEM"] != "wakeup"]  # fmt: skip
 
@@ -91,12 +95,14 @@ def taken(events: list[bytes]) -> list[bytes]:
     return messages
 
 
-# -- trees ------------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in capture_names() if not name.startswith("galaxy")])
+@pytest.mark.parametrize(
+    "name", [name for name in capture_names() if not name.startswith("galaxy")]
+)
 def test_every_capture_round_trips(tmp_path: Path, name: str, nodes: Any) -> None:
-    """A tree built from a capture has the capture's names, contents, modes, links and numbers, and no others."""
+    """A tree built from a capture has its names, contents, modes, links, numbers, and no others."""
     SimulatedNode.from_capture(tmp_path, name, nodes=nodes)
     kind = SimulatedNode.open(tmp_path)._state["nodes"]
     expected = as_built_here(capture(name), kind)
@@ -105,7 +111,11 @@ def test_every_capture_round_trips(tmp_path: Path, name: str, nodes: Any) -> Non
         observed["module"], observed["directories"] = {}, ["/dev/tenstorrent"]
         (function,) = observed["functions"]
         function |= {"hwmon": None, "pids": None}
-        links = {char: target for char, target in function["links"].items() if char.startswith("/sys/dev/")}
+        links = {
+            char: target
+            for char, target in function["links"].items()
+            if char.startswith("/sys/dev/")
+        }
         observed["functions"] = [{k: links if k == "links" else v for k, v in function.items()
                                   if k in expected["functions"][0]}]  # fmt: skip
     assert observed == expected
@@ -113,8 +123,8 @@ def test_every_capture_round_trips(tmp_path: Path, name: str, nodes: Any) -> Non
 
 @pytest.mark.parametrize("name", [name for name in capture_names() if name.startswith("galaxy")])
 def test_galaxies_round_trip(tmp_path: Path, name: str) -> None:
-    """The 32 functions of a Galaxy, too, are rebuilt as captured, with the ordinals and trays that the driver gave."""
-    node = SimulatedNode.from_capture(tmp_path, name, nodes="link", numbers=[(245, n) for n in range(32)])
+    """A Galaxy's 32 functions are rebuilt as captured, with the driver's ordinals and trays."""
+    node = SimulatedNode.from_capture(tmp_path, name, nodes="link", numbers=NUMBERS)
     observed, expected = compact(observe(node.root)), capture(name)
     for function in [*observed["functions"], *expected["functions"]]:
         function.pop("mode")
@@ -129,7 +139,8 @@ BOARDS: dict[str, list[dict[str, Any]]] = {
                      for bus, numa in (("a1", 1), ("a2", 1), ("21", 0), ("22", 0))],
     "galaxy-wormhole": [{"card": "galaxy-wormhole"}],
     "galaxy-blackhole": [{"card": "galaxy-blackhole"}],
-    **{f"n150-p150a-kmd-{release}": [{"card": "n150"}, {"card": "p150a"}] for release in DRIVER_RELEASES},
+    **{f"n150-p150a-kmd-{release}": [{"card": "n150"}, {"card": "p150a"}]
+       for release in DRIVER_RELEASES},
 }  # fmt: skip
 CHIPS_OWN = {"tt_serial": "[0-9A-F]{16}", "tt_asic_id": "[0-9A-F]{16}", "tt_heartbeat": r"\d+"}
 
@@ -138,10 +149,10 @@ CHIPS_OWN = {"tt_serial": "[0-9A-F]{16}", "tt_asic_id": "[0-9A-F]{16}", "tt_hear
 def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None:
     """`add` gives a board the captured names, values, links and ordinals.
 
-    Only ids and heartbeat, on a Galaxy the NUMA node, and in the configuration space the addresses are others.
+    Only IDs, heartbeat, a Galaxy's NUMA nodes and addresses in the configuration space are others.
     """
     expected = capture(name)
-    node = SimulatedNode(tmp_path, driver=expected["driver"], nodes="link", numbers=[(245, n) for n in range(32)])
+    node = SimulatedNode(tmp_path, driver=expected["driver"], nodes="link", numbers=NUMBERS)
     for board in BOARDS[name]:
         node.add(**board)
     observed = compact(observe(tmp_path))
@@ -151,8 +162,12 @@ def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None
         serials.append([function["class"]["tt_serial"] for function in facts["functions"]])
         for function in facts["functions"]:
             own = function["class"]
-            assert all(re.fullmatch(form, own[name]) for name, form in CHIPS_OWN.items() if name in own)
-            function["class"] = {name: "own" if name in CHIPS_OWN else value for name, value in own.items()}
+            assert all(
+                re.fullmatch(form, own[name]) for name, form in CHIPS_OWN.items() if name in own
+            )
+            function["class"] = {
+                name: "own" if name in CHIPS_OWN else value for name, value in own.items()
+            }
             function["by_id"] = [re.sub("-.*", "", link) for link in function["by_id"]]
             config = bytes.fromhex(function["pci"]["config"])
             function["pci"]["config"] = config[:0x10] + config[0x28:]
@@ -160,24 +175,26 @@ def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None
             if name.startswith("galaxy"):
                 del function["pci"]["numa_node"], function["pci"]["local_cpulist"]
     assert observed["functions"] == expected["functions"]
-    # the same chips share a board
-    assert [serials[0].index(serial) for serial in serials[0]] == [serials[1].index(serial) for serial in serials[1]]
+    boards = [[those.index(serial) for serial in those] for those in serials]
+    assert boards[0] == boards[1]
 
 
 def test_serial_encodes_the_board(build: Callable[..., SimulatedNode]) -> None:
-    """Bits 36-51 of a generated serial are the board's code, which is the PCI subsystem device, too."""
+    """Bits 36-51 of a generated serial are the board's code, and so is the PCI subsystem device."""
     node = build("n300", "p100a", "p300b")
     for facts in (chip.facts for chip in node.chips):
-        assert int(facts.telemetry["tt_serial"], 16) >> 36 & 0xFFFF == int(facts.pci["subsystem_device"], 16)
+        code = int(facts.telemetry["tt_serial"], 16) >> 36 & 0xFFFF
+        assert code == int(facts.pci["subsystem_device"], 16)
 
 
 def test_nodes_agree_with_sysfs(tmp_path: Path, nodes: Any) -> None:
-    """stat() of a device node tells a character device with the number of sysfs's `dev`, whichever kind it is."""
+    """A node of either kind is a character device with the number of sysfs's `dev` to stat()."""
     node = SimulatedNode(tmp_path, nodes=nodes)
     for chip in node.add("n150") + node.add("p300c"):
         status = chip.device_node.stat()
         assert chip.device_node.is_char_device()
-        assert chip.attribute("dev").read_text() == f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}\n"
+        number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+        assert chip.attribute("dev").read_text() == f"{number}\n"
 
 
 def test_numbers_are_honoured(tmp_path: Path) -> None:
@@ -187,7 +204,7 @@ def test_numbers_are_honoured(tmp_path: Path) -> None:
     assert [os.minor(chip.device_node.stat().st_rdev) for chip in (first, second)] == [5, 3]
 
 
-# -- udev, and drivers that come late ----------------------------------------------------------------------------------
+# -- udev, and drivers that come late --------------------------------------------------------------
 
 
 def links(node: SimulatedNode) -> dict[str, str]:
@@ -201,10 +218,12 @@ def links(node: SimulatedNode) -> dict[str, str]:
 
 
 def test_udev_links_nodes_by_address(build: Callable[..., SimulatedNode]) -> None:
-    """A link by PCI address comes after the kernel's `add` and goes after its `remove`, the last with its directory."""
+    """A link by PCI address comes after the kernel's `add` and goes after its `remove`."""
     node = build()
     seen = []
-    node.on_uevent = lambda message: seen.append((message.split(b"@")[0].decode(), sorted(links(node))))
+    node.on_uevent = lambda message: seen.append(
+        (message.split(b"@")[0].decode(), sorted(links(node)))
+    )
     (chip,) = node.add("n150", asic_id="3B1D7A5620E41F08")
     by_id = "by-id/wormhole-3B1D7A5620E41F08"
     assert links(node) == {"0": "", "by-pci/0000:01:00.0": "../0", by_id: "../0"}
@@ -213,7 +232,8 @@ def test_udev_links_nodes_by_address(build: Callable[..., SimulatedNode]) -> Non
     assert not (node.root / "dev/tenstorrent").exists()
     both = ["0", "by-pci/0000:01:00.0"]
     assert seen == [
-        ("add", []), ("add", ["0"]), ("add", both), ("change", both), ("bind", sorted([*both, by_id])),
+        ("add", []), ("add", ["0"]), ("add", both), ("change", both),
+        ("bind", sorted([*both, by_id])),
         ("remove", sorted([*both, by_id])), ("remove", sorted([*both[1:], by_id])), ("unbind", []),
     ]  # fmt: skip
 
@@ -230,7 +250,7 @@ def test_without_our_rule_there_are_no_links_by_address(tmp_path: Path, udev_rul
 
 
 def test_links_can_be_stale(build: Callable[..., SimulatedNode]) -> None:
-    """While udev is dead nothing follows; when it runs again what is there is right, and what went is left behind."""
+    """Without udev nothing follows; when it runs again, links of what went are left behind."""
     node = build("n150", "n150")
     first, second = node.chips
     node.stop_udev()
@@ -249,8 +269,8 @@ def test_links_can_be_stale(build: Callable[..., SimulatedNode]) -> None:
 
 
 def test_a_driver_that_comes_late(tmp_path: Path, events: list[bytes]) -> None:
-    """Functions are on the bus without a module; then it takes one after the other, and is live after the last."""
-    node = SimulatedNode(tmp_path, nodes="link", numbers=[(245, n) for n in range(32)], loaded=False)
+    """A module that is loaded takes one function after the other, and is live after the last."""
+    node = SimulatedNode(tmp_path, nodes="link", numbers=NUMBERS, loaded=False)
     first, second = node.add("p150a") + node.add("p150a")
     sys_ = node.root / "sys"
     assert not list(sys_.glob("class/tenstorrent*")) and not (sys_ / "module").exists()
@@ -267,14 +287,15 @@ def test_a_driver_that_comes_late(tmp_path: Path, events: list[bytes]) -> None:
 
 
 def test_functions_of_other_drivers_are_left_alone(build: Callable[..., SimulatedNode]) -> None:
-    """A function that vfio-pci has, or shall have, is none of the driver's, whether it is loaded or probes again."""
+    """A function that vfio-pci has, or shall have, is none of the driver's."""
     node = build("n150", "n150", "n150")
     ours, theirs, kept = node.chips
     pci = node.root / "sys/bus/pci/devices"
     theirs.bind_to("vfio-pci")
     kept.unbind()
     kept.keep_for("vfio-pci")
-    assert (pci / theirs.bdf / "driver").resolve().name == "vfio-pci" and not (pci / kept.bdf / "driver").exists()
+    assert (pci / theirs.bdf / "driver").resolve().name == "vfio-pci"
+    assert not (pci / kept.bdf / "driver").exists()
     assert "DRIVER=vfio-pci\n" in (pci / theirs.bdf / "uevent").read_text()
     assert (pci / kept.bdf / "driver_override").read_text() == "vfio-pci\n"
     node.unload_driver()
@@ -287,16 +308,22 @@ def test_functions_of_other_drivers_are_left_alone(build: Callable[..., Simulate
 
 
 def test_devices_come_and_go_in_parts(build: Callable[..., SimulatedNode]) -> None:
-    """In between the class leads to a device whose number is not there yet; it goes before the attributes do."""
+    """The class leads to a device whose number is not there yet; it goes before attributes do."""
     node = build()
     states = set()
 
     def look() -> None:
-        entry = node.root / "sys/devices/pci0000:00/0000:00:02.0/0000:01:00.0/tenstorrent/tenstorrent!0"
+        entry = (
+            node.root / "sys/devices/pci0000:00/0000:00:02.0/0000:01:00.0/tenstorrent/tenstorrent!0"
+        )
         names = ("device", "dev", "tt_serial", "device/numa_node")
         seen = {name for name in names if (entry / name).exists()}
         seen |= {"class"} if (node.root / "sys/class/tenstorrent/tenstorrent!0").exists() else set()
-        states.add(frozenset(seen | ({"node"} if (node.root / "dev/tenstorrent/0").is_symlink() else set())))
+        states.add(
+            frozenset(
+                seen | ({"node"} if (node.root / "dev/tenstorrent/0").is_symlink() else set())
+            )
+        )
 
     node.on_step = look
     (chip,) = node.add("n150")
@@ -307,11 +334,15 @@ def test_devices_come_and_go_in_parts(build: Callable[..., SimulatedNode]) -> No
     assert {frozenset(), frozenset(whole - {"node"}), frozenset({"tt_serial"})} < states
 
 
-# -- uevents ---------------------------------------------------------------------------------------------------------
+# -- uevents ---------------------------------------------------------------------------------------
 
 
-def test_life_of_a_blackhole_pair_replays(build: Callable[..., SimulatedNode], events: list[bytes]) -> None:
-    """Load, remove, rescan, unbind, bind, unload, load (renumbered), removal of a dead function: message by message."""
+def test_life_of_a_blackhole_pair_replays(
+    build: Callable[..., SimulatedNode], events: list[bytes]
+) -> None:
+    """Load, remove, rescan, unbind, bind, unload, load (renumbered), removal of a dead function:
+    message by message.
+    """
     node = build("p150a", "p150a")
     chip = node.chip("0000:01:00.0")
     node.unload_driver()
@@ -336,12 +367,17 @@ def test_life_of_a_blackhole_pair_replays(build: Callable[..., SimulatedNode], e
     assert taken(events) == captured_messages("p150ax2", "unplug-surprise-bus-dead")
 
 
-def test_life_of_a_wormhole_replays(build: Callable[..., SimulatedNode], events: list[bytes]) -> None:
-    """The same of a Wormhole, whose telemetry events the real driver puts before or behind `bind` at random."""
+def test_life_of_a_wormhole_replays(
+    build: Callable[..., SimulatedNode], events: list[bytes]
+) -> None:
+    """The same of a Wormhole, whose telemetry events the real driver puts before or behind `bind`
+    at random.
+    """
     node = build("n150")
     (chip,) = node.chips
     steps: dict[str, Callable[[], None]] = {
-        "pci-remove": chip.vanish, "pci-rescan": chip.come_back, "unbind": chip.unbind, "bind": chip.bind,
+        "pci-remove": chip.vanish, "pci-rescan": chip.come_back,
+        "unbind": chip.unbind, "bind": chip.bind,
         "rmmod": node.unload_driver, "modprobe-again": node.load_driver,
     }  # fmt: skip
     for step, operation in steps.items():
@@ -351,7 +387,9 @@ def test_life_of_a_wormhole_replays(build: Callable[..., SimulatedNode], events:
         assert step == "bind" or messages == captured_messages("n150", step)
 
 
-def test_adding_a_card_is_a_hot_plug(build: Callable[..., SimulatedNode], events: list[bytes]) -> None:
+def test_adding_a_card_is_a_hot_plug(
+    build: Callable[..., SimulatedNode], events: list[bytes]
+) -> None:
     """`add` sends the events of the platform's plug, `vanish` those of its unplug."""
     (chip,) = build().add("n150")
     assert taken(events) == captured_messages("hotplug-n150", "plug")
@@ -359,8 +397,12 @@ def test_adding_a_card_is_a_hot_plug(build: Callable[..., SimulatedNode], events
     assert taken(events) == captured_messages("hotplug-n150", "unplug")
 
 
-def test_late_wormhole_speaks_with_events(build: Callable[..., SimulatedNode], events: list[bytes]) -> None:
-    """Wormhole firmware that is late: no telemetry at probe, hwmon `add` and `change` when it is ready."""
+def test_late_wormhole_speaks_with_events(
+    build: Callable[..., SimulatedNode], events: list[bytes]
+) -> None:
+    """Wormhole firmware that is late: no telemetry at probe, hwmon `add` and `change` when it is
+    ready.
+    """
     node = build("n150", firmware=False)
     node.unload_driver()
     taken(events)
@@ -370,8 +412,10 @@ def test_late_wormhole_speaks_with_events(build: Callable[..., SimulatedNode], e
     assert taken(events) == captured_messages("n150-late", "firmware-becomes-ready")
 
 
-def test_late_blackhole_needs_to_be_bound_again(build: Callable[..., SimulatedNode], events: list[bytes]) -> None:
-    """Blackhole's driver asks once: firmware that is late shows nothing until it is unbound and bound."""
+def test_late_blackhole_needs_to_be_bound_again(
+    build: Callable[..., SimulatedNode], events: list[bytes]
+) -> None:
+    """Blackhole's driver asks once: late firmware shows nothing until it is unbound and bound."""
     (chip,) = build("p150a", firmware=False).chips
     chip.speak()
     assert taken(events) == captured_messages("p150a-late", "firmware-becomes-ready") == []
@@ -380,8 +424,10 @@ def test_late_blackhole_needs_to_be_bound_again(build: Callable[..., SimulatedNo
 
 
 @pytest.mark.parametrize("release", DRIVER_RELEASES)
-def test_old_drivers_send_their_own_events(tmp_path: Path, events: list[bytes], release: str) -> None:
-    """`change` exists since 2.6, and before 2.5 hwmon came first: loading each release sends what was recorded."""
+def test_old_drivers_send_their_own_events(
+    tmp_path: Path, events: list[bytes], release: str
+) -> None:
+    """Loading sends what was recorded: no `change` before 2.6, hwmon first before 2.5."""
     name = f"n150-p150a-kmd-{release}"
     node = SimulatedNode.from_capture(tmp_path, name)
     node.unload_driver()
@@ -402,7 +448,7 @@ def test_faults_send_nothing(build: Callable[..., SimulatedNode], events: list[b
 
 
 def test_parts_appear_between_the_events(build: Callable[..., SimulatedNode]) -> None:
-    """At `add` the node is there but no telemetry, at `change` all is; at `remove` node and class entry are gone."""
+    """At `add` there is a node without telemetry, at `change` all is, at `remove` neither."""
     node = build()
     seen = []
 
@@ -413,7 +459,7 @@ def test_parts_appear_between_the_events(build: Callable[..., SimulatedNode]) ->
             *node.root.glob("sys/class/tenstorrent/*/tt_serial"),
             *node.root.glob("dev/tenstorrent/*[0-9]"),
         ]
-        seen.append((message.split(b"@")[0].decode(), sorted(path.name for path in found)))  # fmt: skip
+        seen.append((message.split(b"@")[0].decode(), sorted(path.name for path in found)))
 
     node.on_uevent = look
     (chip,) = node.add("n150")
@@ -422,56 +468,64 @@ def test_parts_appear_between_the_events(build: Callable[..., SimulatedNode]) ->
         ("add", []), ("add", ["0", "tenstorrent!0"]), ("add", ["0", "hwmon0", "tenstorrent!0"]),
         ("change", ["0", "hwmon0", "tenstorrent!0", "tt_serial"]),
         ("bind", ["0", "hwmon0", "tenstorrent!0", "tt_serial"]),
-        ("remove", ["0", "tenstorrent!0", "tt_serial"]), ("remove", []), ("unbind", []), ("remove", []),
+        ("remove", ["0", "tenstorrent!0", "tt_serial"]), ("remove", []), ("unbind", []),
+        ("remove", []),
     ]  # fmt: skip
     assert not (node.root / "dev/tenstorrent").exists()
 
 
-# -- what befalls a chip -----------------------------------------------------------------------------------------------
+# -- what befalls a chip ---------------------------------------------------------------------------
+
+
+COUNTER = "pcie_perf_counters/mst_rd_data_word_received0"
 
 
 def reads(chip: Chip) -> dict[str, str]:
-    names = ("tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_aiclk", "tt_fw_bundle_ver", "temp1_input",
-             "power1_input", "name", "vendor", "current_link_speed",
-             "pcie_perf_counters/mst_rd_data_word_received0")  # fmt: skip
-    return {name: chip.attribute(name).read_text() for name in names if errno_of(chip.attribute(name)) is None}
+    """What attributes read that do not fail."""
+    names = (
+        "tt_heartbeat", "tt_card_type", "tt_serial", "tt_asic_id", "tt_aiclk", "tt_fw_bundle_ver",
+        "temp1_input", "power1_input", "name", "vendor", "current_link_speed", COUNTER,
+    )  # fmt: skip
+    files = {name: chip.attribute(name) for name in names}
+    return {name: file.read_text() for name, file in files.items() if errno_of(file) is None}
 
 
 def test_dead_chip_reads_all_ones(build: Callable[..., SimulatedNode]) -> None:
-    """Death after probe gives texts of the usual form and no error, and everything is back when the chip revives."""
+    """Death after probe gives texts of the usual form and no error, until the chip revives."""
     (chip,) = build("n150").chips
     alive = reads(chip)
     chip.die(bus=True)
     assert reads(chip) == {
-        "tt_heartbeat": "4294967295\n", "tt_card_type": "unknown\n", "tt_serial": "FFFFFFFFFFFFFFFF\n",
-        "tt_asic_id": "FFFFFFFFFFFFFFFF\n", "tt_aiclk": "4294967295\n", "tt_fw_bundle_ver": "255.255.255.255\n",
-        "temp1_input": "65535999\n", "power1_input": "4293967296\n", "name": "wormhole\n", "vendor": "0x1e52\n",
-        "current_link_speed": "Unknown\n", "pcie_perf_counters/mst_rd_data_word_received0": "4294967295\n",
+        "tt_heartbeat": "4294967295\n", "tt_card_type": "unknown\n",
+        "tt_serial": "FFFFFFFFFFFFFFFF\n", "tt_asic_id": "FFFFFFFFFFFFFFFF\n",
+        "tt_aiclk": "4294967295\n", "tt_fw_bundle_ver": "255.255.255.255\n",
+        "temp1_input": "65535999\n", "power1_input": "4293967296\n", "name": "wormhole\n",
+        "vendor": "0x1e52\n", "current_link_speed": "Unknown\n", COUNTER: "4294967295\n",
     }  # fmt: skip
     assert chip.attribute("config").read_bytes() == b"\xff" * 64
     chip.revive()
     assert reads(chip) == alive
     config = chip.attribute("config").read_bytes()
-    assert (
-        len(config) == 64 and config[:4] == bytes.fromhex("521e1e40") and config[0x2C:0x30] == bytes.fromhex("521e1800")
-    )
+    ids = config[:4], config[0x2C:0x30]
+    assert len(config) == 64 and ids == (b"\x52\x1e\x1e\x40", b"\x52\x1e\x18\x00")
     assert chip.attribute("config").stat().st_mode & 0o777 == 0o644
     chip.die()
     assert chip.attribute("config").read_bytes() == config
 
 
 def test_reset_gives_enodata_and_a_lower_heartbeat(build: Callable[..., SimulatedNode]) -> None:
-    """Between reset and POST_RESET every telemetry value is ENODATA; then the heartbeat starts again."""
+    """Every telemetry value is ENODATA until POST_RESET; then the heartbeat starts again."""
     (chip,) = build("p150a").chips
     chip.reset()
-    assert errno_of(chip.attribute("tt_serial")) == errno_of(chip.attribute("temp1_max")) == errno.ENODATA
-    assert set(reads(chip)) == {"name", "vendor", "current_link_speed", "pcie_perf_counters/mst_rd_data_word_received0"}
+    for name in ("tt_serial", "temp1_max"):
+        assert errno_of(chip.attribute(name)) == errno.ENODATA
+    assert set(reads(chip)) == {"name", "vendor", "current_link_speed", COUNTER}
     chip.post_reset()
     assert chip.attribute("tt_heartbeat").read_text() == "20\n"
 
 
 def test_blackhole_can_lose_its_telemetry_for_good(build: Callable[..., SimulatedNode]) -> None:
-    """POST_RESET before Blackhole's firmware is ready leaves ENODATA; unbind and bind is the remedy."""
+    """POST_RESET before Blackhole's firmware is ready leaves ENODATA until it is bound anew."""
     (chip,) = build("p150a").chips
     chip.reset()
     chip.post_reset(late=True)
@@ -481,7 +535,7 @@ def test_blackhole_can_lose_its_telemetry_for_good(build: Callable[..., Simulate
 
 
 def test_blocked_read_waits_and_gets_its_value(build: Callable[..., SimulatedNode]) -> None:
-    """A blocked attribute holds its reader until `unblock`, which answers it and puts the file back."""
+    """A blocked attribute holds its reader until `unblock` answers it and puts the file back."""
     (chip,) = build("n150").chips
     file, values = chip.attribute("tt_heartbeat"), list[str]()
     value = file.read_text()
@@ -495,11 +549,14 @@ def test_blocked_read_waits_and_gets_its_value(build: Callable[..., SimulatedNod
     assert values == [value] and file.read_text() == value
 
 
-def test_blocked_reader_survives_removal(build: Callable[..., SimulatedNode]) -> None:
+@pytest.mark.parametrize("attribute", ["temp1_input", "tt_heartbeat"])
+def test_blocked_reader_survives_removal(
+    build: Callable[..., SimulatedNode], attribute: str
+) -> None:
     """When the function goes, whoever waits in a blocked read is let go."""
     (chip,) = build("n150").chips
-    file = chip.attribute("temp1_input")
-    chip.block("temp1_input")
+    file = chip.attribute(attribute)
+    chip.block(attribute)
     reader = threading.Thread(target=file.read_text, daemon=True)
     reader.start()
     reader.join(0.05)
@@ -551,7 +608,7 @@ def test_renumbering(build: Callable[..., SimulatedNode]) -> None:
 
 
 def test_only_the_living_beat(build: Callable[..., SimulatedNode]) -> None:
-    """A tick advances healthy chips only, and goes round frozen, dead, blocked and removed heartbeats."""
+    """A tick advances healthy chips only: no frozen, dead, blocked or removed heartbeat."""
     node = build(*["n150"] * 5)
     alive, frozen, dead, blocked, gone = node.chips
     frozen.freeze()
@@ -566,7 +623,7 @@ def test_only_the_living_beat(build: Callable[..., SimulatedNode]) -> None:
 
 
 def test_readers_never_see_half_a_value(build: Callable[..., SimulatedNode]) -> None:
-    """While the heartbeat advances, every read gives a whole value and a listing shows attributes only."""
+    """While the heartbeat advances every read is whole, and a listing shows attributes only."""
     node = build("n150")
     (chip,) = node.chips
     file = chip.attribute("tt_heartbeat")
@@ -579,11 +636,12 @@ def test_readers_never_see_half_a_value(build: Callable[..., SimulatedNode]) -> 
 
 
 def test_hugepages_and_iommu(build: Callable[..., SimulatedNode]) -> None:
-    """The node can have 1 GiB pages and put a function behind an IOMMU, which also survives a removal."""
+    """The node can have 1 GiB pages, and a function an IOMMU, which also survives a removal."""
     node = build("n150")
     (chip,) = node.chips
     node.set_hugepages(4)
-    assert (node.root / "sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages").read_text() == "4\n"
+    pool = node.root / "sys/kernel/mm/hugepages/hugepages-1048576kB"
+    assert (pool / "nr_hugepages").read_text() == "4\n"
     assert (node.root / "dev/hugepages-1G").is_dir()
     assert "/dev/hugepages-1G hugetlbfs" in (node.root / "proc/mounts").read_text()
     node.set_iommu(chip.bdf, "DMA-FQ")
@@ -592,7 +650,7 @@ def test_hugepages_and_iommu(build: Callable[..., SimulatedNode]) -> None:
     assert (chip.attribute("vendor").parent / "iommu_group/type").read_text() == "DMA-FQ\n"
 
 
-# -- by hand ---------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def run(*arguments: str | Path) -> str:
@@ -600,12 +658,15 @@ def run(*arguments: str | Path) -> str:
 
 
 def test_another_process_can_work_on_the_tree(tmp_path: Path) -> None:
-    """The command line makes a node, prints the daemon's flags, and changes what an opened node then shows."""
+    """The command line makes a node, prints the daemon's flags, and changes the tree."""
     flags = run(tmp_path, "create", "n150", "p300c")
-    assert flags == f"--sysfs-root={tmp_path}/sys --dev-root={tmp_path}/dev --proc-root={tmp_path}/proc\n"
+    roots = {"sysfs": "sys", "dev": "dev", "proc": "proc"}
+    wanted = [f"--{name}-root={tmp_path}/{directory}" for name, directory in roots.items()]
+    assert flags.split() == wanted
     node = SimulatedNode.open(tmp_path)
     chip = node.chip("01:00.0")
-    assert "remove@/devices/pci0000:00/0000:00:02.0/0000:01:00.0\n" in run(tmp_path, "vanish", "01:00.0")
+    events = run(tmp_path, "vanish", "01:00.0")
+    assert "remove@/devices/pci0000:00/0000:00:02.0/0000:01:00.0\n" in events
     assert chip.ordinal is None
     run(tmp_path, "come-back", "01:00.0", "--ordinal", "7")
     assert chip.ordinal == 7

@@ -1,9 +1,13 @@
-"""A directory tree that stands in for sysfs, /dev and /proc: attributes that change in one step, fail, or block.
+"""A directory tree that stands in for sysfs, /dev and /proc.
 
-* **A read that fails.** A file cannot return ENODATA, so an attribute that shall fail with an errno is a dangling
-  symlink to `errno:NAME` (`errno:ENODATA`, `errno:EIO`, any name of the errno module). `errno_of(path)` recognises it;
-  whoever launches the program under test wraps `os.open` with it and raises OSError there (the driver: at read()).
-* **A read that blocks.** A FIFO stands in the attribute's place: open() for reading waits until something else does.
+Its attributes change in one step, fail, or block.
+
+* **A read that fails.** A file cannot return ENODATA, so an attribute that shall fail with an errno
+  is a dangling symlink to `errno:NAME` (`errno:ENODATA`, `errno:EIO`, any name of the errno
+  module). `errno_of(path)` recognises it; whoever launches the program under test wraps `os.open`
+  with it and raises OSError there (the driver: at read()).
+* **A read that blocks.** A FIFO stands in the attribute's place: open() for reading waits until
+  something else does.
 """
 
 from __future__ import annotations
@@ -17,23 +21,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WRITABLE = {"uevent", "numa_node", "config", "driver_override"}  # mode 0644 in sysfs; everything else is 0444
+# Mode 0644 in sysfs; everything else is 0444.
+WRITABLE = {"uevent", "numa_node", "config", "driver_override"}
 
 
 def errno_of(path: str | os.PathLike[str]) -> int | None:
-    """The errno with which a read of this attribute shall fail, or None if it is an ordinary file (or not there)."""
+    """The errno with which a read of this attribute shall fail; None for any other file."""
     try:
         target = os.readlink(path)
     except (OSError, ValueError):
         return None
-    return int(getattr(errno, target.removeprefix("errno:"))) if target.startswith("errno:") else None
+    if not target.startswith("errno:"):
+        return None
+    return int(getattr(errno, target.removeprefix("errno:")))
 
 
 def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> None:
-    """Put what `make` makes in the place of `path` in one step; readers that a FIFO there held get `answer`."""
+    """Put what `make` makes in the place of `path` in one step.
+
+    Readers that a FIFO there held get `answer`.
+    """
     new = path.with_name(f".{path.name}.new")  # nothing in sysfs begins with a dot
     try:
-        blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if stat.S_ISFIFO(path.lstat().st_mode) else None
+        is_fifo = stat.S_ISFIFO(path.lstat().st_mode)
+        blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if is_fifo else None
     except FileNotFoundError:
         blocked = None
     try:
@@ -42,7 +53,8 @@ def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> No
         new.unlink()
         make(new)
     os.replace(new, path)
-    if blocked is not None:  # its opening let the readers in; they get one answer, and whoever reads on gets the end
+    # Its opening let the readers in; they get one answer, and whoever reads on gets the end.
+    if blocked is not None:
         os.write(blocked, answer.encode())
         os.close(blocked)
 
@@ -50,7 +62,7 @@ def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> No
 def put(path: Path, content: str | bytes) -> None:
     """Write an attribute; a str gets the newline that the driver ends every one with.
 
-    One that is there and small is written in place: who has it open reads the new value, as in sysfs.
+    One that is there and small is written in place: who has it open reads the new value.
     """
     data = content if isinstance(content, bytes) else f"{content}\n".encode() if content else b""
     if data and _overwrite(path, data):
@@ -66,7 +78,10 @@ def put(path: Path, content: str | bytes) -> None:
 
 
 def _overwrite(path: Path, data: bytes) -> bool:
-    """Whether there was a small regular file, which holds this now; a reader sees one or the other."""
+    """Whether there was a small regular file, which holds this now.
+
+    A reader sees one or the other.
+    """
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or max(status.st_size, len(data)) > 4096:
@@ -95,10 +110,12 @@ def link(path: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or directory, and let go whoever waits in a FIFO below it."""
-    if path.is_dir() and not path.is_symlink():
-        for fifo in [p for p in path.rglob("*") if p.is_fifo()]:
-            put(fifo, b"")
+    """Remove a file, link or directory, and let go whoever waits in a FIFO there or below it."""
+    is_directory = path.is_dir() and not path.is_symlink()
+    for each in [path, *path.rglob("*")] if is_directory else [path]:
+        if each.is_fifo():
+            put(each, b"")
+    if is_directory:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -109,8 +126,20 @@ def remove_empty(path: Path) -> None:
         path.rmdir()
 
 
+def open_below(root: Path) -> int:
+    """How many files below a directory this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this listing
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
+    return count
+
+
 def observe(root: Path) -> dict[str, dict[str, Any]]:
-    """The tree under `root` as {path: entry}, in the form of the captures (and with `errname` for a failing read)."""
+    """The tree under `root` as {path: entry}, in the form of the captures.
+
+    A failing read has `errname`.
+    """
     entries: dict[str, dict[str, Any]] = {}
     for directory, directories, files in os.walk(root):
         for name in sorted(directories + files):
@@ -118,18 +147,26 @@ def observe(root: Path) -> dict[str, dict[str, Any]]:
             entry: dict[str, Any] = {"mode": f"{path.lstat().st_mode & 0o7777:04o}"}
             if (code := errno_of(path)) is not None:
                 entry |= {"type": "file", "errname": errno.errorcode[code]}
-            elif path.is_symlink() and not (path.readlink().is_absolute() and path.is_char_device()):
+            elif path.is_symlink() and not _is_link_node(path):
                 entry |= {"type": "link", "target": str(path.readlink())}
-            elif path.is_char_device():  # a link node, too, is one to whoever calls stat()
+            elif path.is_char_device():
                 node = path.stat()
-                entry |= {"type": "char", "mode": f"{node.st_mode & 0o7777:04o}",
-                          "major": os.major(node.st_rdev), "minor": os.minor(node.st_rdev)}  # fmt: skip
+                entry |= {
+                    "type": "char",
+                    "mode": f"{node.st_mode & 0o7777:04o}",
+                    "major": os.major(node.st_rdev),
+                    "minor": os.minor(node.st_rdev),
+                }
             elif path.is_dir():
                 entry |= {"type": "dir"}
+            elif path.name == "config":
+                entry |= {"type": "file", "hex": path.read_bytes().hex()}
             else:
-                binary = path.name == "config"
-                entry |= {"type": "file"} | (
-                    {"hex": path.read_bytes().hex()} if binary else {"content": path.read_text()}
-                )
+                entry |= {"type": "file", "content": path.read_text()}
             entries[f"/{path.relative_to(root)}"] = entry
     return entries
+
+
+def _is_link_node(path: Path) -> bool:
+    """Whether a link stands in for a device node, which it is to whoever calls stat()."""
+    return path.readlink().is_absolute() and path.is_char_device()
