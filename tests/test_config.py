@@ -552,7 +552,6 @@ def test_the_switch_works_bare_with_a_value_and_before_a_command(
 
 # -- whatever there may be -------------------------------------------------------------------------
 
-unhurried = hypothesis_settings(deadline=None)
 values = st.sampled_from(["bdf", "card", "/x", "info", True, 0, -1, 1e999, "two\nlines"])
 scalars = st.text(max_size=8) | st.booleans() | st.integers() | st.floats() | values
 known_keys = [*DEFAULTS, "health", "mounts", "sharing", *(f.name for f in fields(HealthSettings))]
@@ -566,7 +565,7 @@ lines = st.one_of(
 texts = st.lists(lines, max_size=6).map(lambda them: "\n".join(them).encode("utf-8", "replace"))
 
 
-@unhurried
+@hypothesis_settings(deadline=None)
 @given(texts | st.binary(max_size=60))
 def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
     """Whatever a file holds, it is a valid configuration, or a line says what is wrong."""
@@ -637,7 +636,7 @@ whole = st.builds(
 )
 
 
-@unhurried
+@hypothesis_settings(deadline=None, max_examples=60)
 @given(whole)
 def test_valid_settings_survive_being_written_and_read(settings: Settings) -> None:
     """A file that says all of a configuration gives exactly that one."""
