@@ -8,6 +8,7 @@ as they came, without defaults or validation; whoever asks for a list or a watch
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 import json
 import threading
@@ -60,14 +61,21 @@ class ApiServer:
         pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
         pod["spec"] |= {"nodeName": node, "dnsPolicy": "Default", "securityContext": {}, "schedulerName": "default"}
         pod["spec"].setdefault("enableServiceLinks", True)
-        for container in pod["spec"]["containers"]:
+        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
             container |= {"terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File"}
             container.setdefault("imagePullPolicy", "IfNotPresent")
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
 
-    def delete_pod(self, name: str) -> None:
-        self.delete(f"/api/v1/namespaces/default/pods/{name}")
+    def delete_pod(self, name: str, *, grace: int | None = None) -> None:
+        """Delete a pod's object at once; with `grace`, let the kubelet end the pod first and delete it then."""
+        path = f"/api/v1/namespaces/default/pods/{name}"
+        if grace is None:
+            self.delete(path)
+        else:
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            marks = {"deletionTimestamp": now, "deletionGracePeriodSeconds": grace}
+            self.patch(path, {"metadata": marks})
 
     def pod(self, name: str) -> JSON | None:
         """The pod as `kubectl get` would show it."""

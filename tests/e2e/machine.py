@@ -752,7 +752,7 @@ class Kubelet:
         assert self.process is None or not self.process.alive, "it runs already"
         self._starts += 1
         self._hang_up()
-        self._stale_socket = self._socket_ctime()
+        self._stale_socket = self.socket_identity()
         self.process = self.machine.spawn(self.command(), self.log)
 
     def command(self) -> list[str]:
@@ -789,11 +789,11 @@ class Kubelet:
         if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
-            return self.get("/healthz") == b"ok" and self._socket_ctime() not in (None, self._stale_socket)
+            return self.get("/healthz") == b"ok" and self.socket_identity() not in (None, self._stale_socket)
         except OSError:
             return False
 
-    def _socket_ctime(self) -> int | None:
+    def socket_identity(self) -> int | None:
         """Tells the registration socket of this start from the one that the last left behind."""
         try:
             return (self.device_plugin_dir / "kubelet.sock").stat().st_ctime_ns

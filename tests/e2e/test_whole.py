@@ -113,7 +113,7 @@ class UnitOfKubelet(Kubelet):
 
     def spawn(self) -> None:
         assert isinstance(self.machine, System)
-        self._stale_socket = self._socket_ctime()
+        self._stale_socket = self.socket_identity()
         unit = KUBELET.format(command=shlex.join(self.command()), log=self.log)
         self.machine.container.write("/etc/systemd/system/kubelet.service", unit)
         self.machine.container("systemctl", "enable", "--now", "kubelet")

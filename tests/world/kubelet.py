@@ -76,6 +76,10 @@ T = TypeVar("T")
 K = TypeVar("K", bound="_Alive")
 
 
+class KubeletDied(Exception):
+    """What an admission ends with if the kubelet dies meanwhile; its next start repeats it."""
+
+
 # ------------------------------------------------------------------------------------ faults
 
 
@@ -209,39 +213,49 @@ class Node:
             worker = Worker(pod, self.runtime, self.log, prepare, self._back_off)
             self._workers[pod.uid] = worker
 
-    def stop_work(self, pod: Pod) -> None:
-        """Start nothing of the pod any more."""
-        if worker := self._workers.pop(pod.uid, None):
-            worker.cancel()
-
     async def stop_all_work(self) -> None:
         """Start nothing any more, as the end of the kubelet does."""
         ending = [worker.cancel() for worker in self._workers.values()]
         self._workers.clear()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    def end(self, pod: Pod) -> None:
-        """End a pod's containers, and remove its cgroup."""
-        self.stop_work(pod)
-        for container in pod.containers.values():
-            self.runtime.stop(pod, container)
-        self.runtime.remove_cgroup(pod)
-        pod.over = True
+    def end(self, pod: Pod, *, forget: bool = False) -> None:
+        """End a pod's containers and remove its cgroup, once nothing of it is being started."""
+
+        def finish() -> None:
+            for container in pod.containers.values():
+                self.runtime.stop(pod, container)
+            self.runtime.remove_cgroup(pod)
+            pod.over = True
+            pod.known = pod.known and not forget
+            self.log.record("terminated", pod=pod.name, uid=pod.uid)
+
+        if worker := self._workers.pop(pod.uid, None):
+            worker.leave(finish)
+        else:
+            finish()
 
     def delete(self, pod: Pod, *, force: bool) -> None:
         """Delete a pod's object, and let the kubelet do what it does if it hears of that."""
         pod.wanted = False
+        self.log.record("deleted", pod=pod.name, uid=pod.uid)
         if not self.alive or not self.pods.is_heard_of(pod):
             return
         if force:
-            self.stop_work(pod)
+            self._leave_alone(pod)
         else:
-            self.end(pod)
+            self.end(pod, forget=True)
+
+    def _leave_alone(self, pod: Pod) -> None:
+        """Let the kubelet know no more of a pod; its containers run on."""
         pod.known = False
+        if worker := self._workers.get(pod.uid):
+            worker.leave(lambda: None)
 
     def halt(self, pod: Pod) -> None:
         """End a pod's containers without anybody's notice, as a reboot does."""
-        self.stop_work(pod)
+        if worker := self._workers.pop(pod.uid, None):
+            worker.cancel()
         for container in pod.containers.values():
             self.runtime.stop(pod, container)
             container.over = False
@@ -257,8 +271,7 @@ class Node:
         """Let the kubelet take notice of pods that were deleted while nobody told it."""
         for pod in self.pods:
             if pod.known and not pod.wanted:
-                self.stop_work(pod)
-                pod.known = False
+                self._leave_alone(pod)
 
     def lose_power(self) -> None:
         """End all processes; init containers will have to run again."""
@@ -521,7 +534,53 @@ class _Alive(_Observed):
         await self.manager.plugins.drop(resource)
 
 
-class Kubelet(_Alive):
+class _PodEnds(_Alive):
+    """How the pods of a kubelet's node end."""
+
+    def delete(self, pod: str) -> None:
+        """Delete a pod in an orderly manner: its containers end, its cgroup goes, then its object.
+
+        The device manager forgets it when a List or the next admission asks, and the file with its
+        next writing. While nobody tells the kubelet, because it is down or the API server away,
+        only the object goes; the kubelet forgets it when it has heard of all pods, and the
+        containers run on until `end`.
+        """
+        self.node.delete(self.node.pods.get(pod), force=False)
+
+    def force_delete(self, pod: str) -> None:
+        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
+        self.node.delete(self.node.pods.get(pod), force=True)
+
+    def end(self, pod: str) -> None:
+        """End the containers of a pod whose object is gone, and remove its cgroup."""
+        self.node.end(self.node.pods.get_running(pod))
+
+    def complete(self, pod: str) -> None:
+        """Let a pod's containers end by themselves, for good: its cgroup goes, its object stays."""
+        self.node.end(self.node.pods.get(pod))
+
+    def crash(self, pod: str, container: str) -> None:
+        """End a container; it is started again, with PreStartContainer and without Allocate."""
+        found = self.node.pods.get(pod)
+        self.node.crash(found, found.containers[container])
+        self.log.record("exited", pod=pod, container=container)
+
+    def remove_pod(self, pod: str) -> None:
+        """Delete a pod in an orderly manner, let the device manager forget it and write that down.
+
+        A short form for tests of something else: the original forgets at the next List or
+        admission.
+        """
+        with contextlib.suppress(LookupError):
+            found = self.node.pods.get(pod)
+            self.node.delete(found, force=False)
+            if self.node.alive and found.uid in self.manager.pods.held:
+                self.manager.pods.forget([found.uid])
+                self.manager.write_checkpoint_now()
+        self.log.record("freed", pod=pod)
+
+
+class Kubelet(_PodEnds):
     """A kubelet that serves in `directory`, and the pods of its node.
 
     Stopping or killing it forgets all but the checkpoint; pods run on. What starts again admits the
@@ -563,7 +622,8 @@ class Kubelet(_Alive):
         node = Node(EventLog(on_event), Runtime(cgroups, layout, host), back_off)
         beside = config.directory.parent / "pod-resources/kubelet.sock"
         super().__init__(config, node, beside if pod_resources == "beside" else pod_resources)
-        self._pods_come = pods_come
+        self.pods_come = pods_come
+        self._admission = asyncio.Lock()
 
     # Hearing of pods
 
@@ -589,7 +649,7 @@ class Kubelet(_Alive):
         async def hear() -> None:
             plugins, resources = self.manager.plugins, list(self.manager.devices.healthy)
             with contextlib.suppress(TimeoutError):
-                await self.wait_for(lambda: all(map(plugins.is_listed, resources)), self._pods_come)
+                await self.wait_for(lambda: all(map(plugins.is_listed, resources)), self.pods_come)
             await self._learn(static=False)
             if self.node.alive:
                 self.node.pods.sources_are_ready()
@@ -605,13 +665,13 @@ class Kubelet(_Alive):
             if static and pod.rejected:  # a manifest is tried again at each start
                 pod.over = pod.rejected = False
             pod.known = True
-            containers = [] if pod.over else list(pod.containers.values())
+            running = {c.name for c in pod.containers.values() if c.pid is not None}
             try:
-                for container in containers:
-                    await self._admit(pod, container, running=container.pid is not None)
+                if not pod.over:
+                    await self._admit(pod, list(pod.containers.values()), running)
             except AdmissionError:
                 continue
-            except Panic:
+            except (Panic, KubeletDied):
                 return
 
     # Admission
@@ -635,6 +695,20 @@ class Kubelet(_Alive):
         as the original does: the container gets nothing. A pod that has ended, or was deleted, is
         followed by a new one of its name, with another UID. A pod's name can be `namespace/name`.
         """
+        kind: Kind = "restartable" if restartable else "init" if init else "main"
+        wish = Container(container, dict(request), kind)
+        admitted = await self.admit_pod(pod, [wish], static=static, quality=quality)
+        return admitted[container]
+
+    async def admit_pod(
+        self,
+        pod: str,
+        containers: Sequence[Container],
+        *,
+        static: bool = False,
+        quality: Quality = "besteffort",
+    ) -> dict[str, Allocation]:
+        """Admit several containers of a pod before any is started, as the original does."""
         if not self.node.alive:
             raise RuntimeError("the kubelet does not run")
         if not static:
@@ -643,10 +717,11 @@ class Kubelet(_Alive):
             if self._learning:
                 await asyncio.wait({self._learning})  # older pods come first
         found = self.node.pods.get_or_add(pod, static, quality)
-        kind: Kind = "restartable" if restartable else "init" if init else "main"
-        known = found.containers.setdefault(container, Container(container, {}, kind))
-        known.request = dict(request)
-        return await self._admit(found, known, running=False)
+        for wish in containers:
+            known = found.containers.setdefault(wish.name, wish)
+            known.request = wish.request
+        wanted = [found.containers[wish.name] for wish in containers]
+        return await self._admit(found, wanted, set())
 
     async def readmit(self, pod: str, *, running: bool = False) -> dict[str, Allocation]:
         """Admit a pod again, as a kubelet does that has started; by container, what each gets.
@@ -658,27 +733,39 @@ class Kubelet(_Alive):
         found = self.node.pods.get(pod)
         if not running:
             self.node.halt(found)
-        containers = list(found.containers.values())
-        return {each.name: await self._admit(found, each, running=running) for each in containers}
+        everything = set(found.containers) if running else set()
+        return await self._admit(found, list(found.containers.values()), everything)
 
-    async def _admit(self, pod: Pod, container: Container, *, running: bool) -> Allocation:
-        pod.known = True
-        claim = pod.claim(container.name, running=running)
-        try:
-            allocation = await Admission(self.manager, claim).run()
-        except AdmissionError as error:
-            text = {"reason": error.reason, "message": error.message}
-            self.log.record("rejected", pod=pod.name, container=container.name, **text)
-            self.node.end(pod)
-            pod.rejected = True
-            raise
-        except Panic as panic:
-            await self._panic(panic)
-            raise
-        where = {"pod": pod.name, "container": container.name}
-        self.log.record("admitted", **where, **allocation.fields())
-        self.node.work(pod, self._prepare)
-        return allocation
+    async def _admit(
+        self, pod: Pod, containers: Sequence[Container], running: set[str]
+    ) -> dict[str, Allocation]:
+        """Admit containers of a pod, one pod at a time; `running` names those that run already."""
+        manager, result = self.manager, {}
+        async with self._admission:
+            pod.known = True
+            for container in containers:
+                claim = pod.claim(container.name, running=container.name in running)
+                try:
+                    allocation = await Admission(manager, claim).run()
+                except Panic as panic:
+                    await self._panic(panic)
+                    raise
+                except AdmissionError as error:
+                    if self.manager is not manager or not self.node.alive:
+                        raise KubeletDied(str(error)) from error
+                    self._reject(pod, container, error)
+                    raise
+                where = {"pod": pod.name, "container": container.name}
+                self.log.record("admitted", **where, **allocation.fields())
+                result[container.name] = allocation
+            self.node.work(pod, self._prepare)
+        return result
+
+    def _reject(self, pod: Pod, container: Container, error: AdmissionError) -> None:
+        text = {"reason": error.reason, "message": error.message}
+        self.log.record("rejected", pod=pod.name, container=container.name, **text)
+        self.node.end(pod)
+        pod.over = pod.rejected = True
 
     async def _prepare(self, claim: Claim) -> Allocation:
         try:
@@ -686,54 +773,6 @@ class Kubelet(_Alive):
         except Panic as panic:
             self._panic(panic)
             raise Failure(str(panic)) from panic
-
-    # What befalls pods
-
-    def delete(self, pod: str) -> None:
-        """Delete a pod in an orderly manner: its containers end, its cgroup goes, then its object.
-
-        The device manager forgets it when a List or the next admission asks, and the file with its
-        next writing. While nobody tells the kubelet, because it is down or the API server away,
-        only the object goes; the kubelet forgets it when it has heard of all pods, and the
-        containers run on until `end`.
-        """
-        self.node.delete(self.node.pods.get(pod), force=False)
-        self.log.record("deleted", pod=pod)
-
-    def force_delete(self, pod: str) -> None:
-        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
-        self.node.delete(self.node.pods.get(pod), force=True)
-        self.log.record("deleted", pod=pod)
-
-    def end(self, pod: str) -> None:
-        """End the containers of a pod whose object is gone, and remove its cgroup."""
-        self.node.end(self.node.pods.get_running(pod))
-        self.log.record("terminated", pod=pod)
-
-    def complete(self, pod: str) -> None:
-        """Let a pod's containers end by themselves, for good: its cgroup goes, its object stays."""
-        self.node.end(self.node.pods.get(pod))
-        self.log.record("completed", pod=pod)
-
-    def crash(self, pod: str, container: str) -> None:
-        """End a container; it is started again, with PreStartContainer and without Allocate."""
-        found = self.node.pods.get(pod)
-        self.node.crash(found, found.containers[container])
-        self.log.record("exited", pod=pod, container=container)
-
-    def remove_pod(self, pod: str) -> None:
-        """Delete a pod in an orderly manner, let the device manager forget it and write that down.
-
-        A short form for tests of something else: the original forgets at the next List or
-        admission.
-        """
-        with contextlib.suppress(LookupError):
-            found = self.node.pods.get(pod)
-            self.node.delete(found, force=False)
-            if self.node.alive and found.uid in self.manager.pods.held:
-                self.manager.pods.forget([found.uid])
-                self.manager.write_checkpoint_now()
-        self.log.record("freed", pod=pod)
 
 
 # ---------------------------------------------------------------------------------- services

@@ -283,9 +283,8 @@ class Plugins:
         resource = request.resource_name
         refuse_impossible(request)
         if not request.endpoint or "/" in request.endpoint:
-            self._log.violation(
-                f"{resource} registers the endpoint {request.endpoint!r}, not a file name"
-            )
+            text = f"{resource} registers the endpoint {request.endpoint!r}, not a file name"
+            self._log.violation(text)
         client = Client.to(resource, os.path.normpath(self._config.directory / request.endpoint))
         if self._config.knows_sockets_apart:
             self._clients.setdefault(resource, []).append(client)

@@ -1,0 +1,179 @@
+"""The reference kubelet as a world for scenarios, and with plugins by its side."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from generated import deviceplugin_pb2 as pb
+from generated import podresources_pb2 as pods_pb
+from generated import podresources_pb2_grpc as pods_rpc
+from tests.world.kubelet import AdmissionError, Kubelet
+from tests.world.pods import Container
+from tests.world.stage import LONG, Listed, Plugin, Wish
+from tests.world.topology import Policy
+
+N150 = "tenstorrent.com/n150"
+
+
+@contextlib.asynccontextmanager
+async def lister(kubelet: Kubelet) -> AsyncIterator[Any]:
+    """Give the pod resources API as a client has it."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(
+        f"unix:{kubelet.pod_resources}", options=options
+    ) as channel:
+        yield pods_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
+
+
+class Bench:
+    """A directory for a kubelet and for plugins, which are stopped with the context."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Bench:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def kubelet(self, **options: Any) -> Kubelet:
+        """Start a kubelet with these options of its class."""
+        return await self._stack.enter_async_context(Kubelet(self.directory, **options))
+
+    async def plugin(
+        self, *devices: pb.Device, resource: str = N150, name: str = "p.sock", **options: bool
+    ) -> Plugin:
+        """Let a plugin serve, with `options` for the kubelet."""
+        plugin = Plugin(self.directory, devices, resource, name)
+        plugin.options = pb.DevicePluginOptions(**options)
+        self._stack.push_async_callback(plugin.stop)
+        await plugin.serve()
+        return plugin
+
+    async def registered(
+        self, kubelet: Kubelet, *devices: pb.Device, resource: str = N150, **options: bool
+    ) -> Plugin:
+        """Let a plugin serve and register, and wait until the kubelet has its list."""
+        name = f"{resource.rpartition('/')[2]}.sock"
+        plugin = await self.plugin(*devices, resource=resource, name=name, **options)
+        await plugin.register()
+        await kubelet.registered(resource)
+        return plugin
+
+
+class ReferenceWorld:
+    """The reference kubelet, as scenarios see it."""
+
+    def __init__(self, directory: Path, version: tuple[int, int]) -> None:
+        self.version = version
+        self.cgroups = directory / "cgroups"
+        self._forced: set[str] = set()
+        self.kubelet = Kubelet(
+            directory / "d",
+            version=version,
+            back_off=0.01,
+            cgroups=self.cgroups,
+            layout="v1",
+        )
+
+    @property
+    def directory(self) -> Path:
+        return self.kubelet.directory
+
+    async def create(self, wish: Wish) -> None:
+        containers = [Container(part.name, dict(part.request), part.kind) for part in wish.parts]
+        with contextlib.suppress(AdmissionError):
+            await self.kubelet.admit_pod(wish.name, containers, static=wish.static)
+
+    async def uid(self, name: str) -> str:
+        return self.kubelet.uid(name)
+
+    async def state(self, name: str, container: str) -> str:
+        found = self.kubelet.node.pods.get(name)
+        about = [event.fields for event in self.kubelet.events if event.fields.get("pod") == name]
+        if found.rejected:
+            (fields,) = [fields for fields in about if "reason" in fields][-1:]
+            return f"{fields['reason']}: {fields['message']}"
+        state = found.containers[container]
+        if state.pid is not None or state.over:
+            return "done" if state.over else "running"
+        failures = [f for f in about if "reason" in f and f["container"] == container][-1:]
+        return "".join(f"{fields['reason']}: {fields['message']}" for fields in failures)
+
+    async def complete(self, name: str) -> None:
+        self.kubelet.complete(name)
+
+    async def crash(self, name: str, container: str) -> None:
+        self.kubelet.crash(name, container)
+
+    async def delete(self, name: str) -> None:
+        self.kubelet.delete(name)
+
+    async def force_delete(self, name: str) -> None:
+        self._forced.add(name)
+        self.kubelet.force_delete(name)
+
+    async def gone(self, name: str) -> None:
+        if name in self._forced:
+            self.kubelet.end(name)
+        pod = self.kubelet.node.pods.get(name)
+        await self.kubelet.wait_for(lambda: pod.over)
+
+    async def stop(self) -> None:
+        await self.kubelet.kill()
+
+    async def start(self, plugins: Iterable[Plugin], policy: Policy | None) -> None:
+        if policy:
+            self.kubelet.config.policy = policy
+        plugins = list(plugins)
+        for plugin in plugins:
+            await plugin.stop()
+        self.kubelet.pods_come = LONG if plugins else 0.0
+        await self.kubelet.start()
+        for plugin in plugins:
+            await plugin.serve()
+            await plugin.register()
+
+    async def cut_power(self) -> None:
+        await self.kubelet.power_cut()
+
+    async def heard_of_all(self) -> None:
+        await self.kubelet.wait_for(self.kubelet.node.pods.all_sources_ready)
+
+    async def dead(self) -> bool:
+        kubelet = self.kubelet
+        await kubelet.wait_for(
+            lambda: not kubelet.node.alive or kubelet.node.pods.all_sources_ready()
+        )
+        return not kubelet.node.alive
+
+    async def missed(self, plugin: Plugin) -> None:
+        ended = self.kubelet.find
+        await self.kubelet.wait_for(lambda: ended("ended", plugin.resource))
+
+    async def api_server_away(self) -> None:
+        self.kubelet.api_server_away()
+
+    async def api_server_back(self) -> None:
+        self.kubelet.api_server_back()
+
+    async def listed(self) -> Listed:
+        async with lister(self.kubelet) as stub:
+            answer = await stub.List(pods_pb.ListPodResourcesRequest())
+        return {
+            pod.name: {
+                container.name: [
+                    (d.resource_name, i) for d in container.devices for i in d.device_ids
+                ]
+                for container in pod.containers
+            }
+            for pod in answer.pod_resources
+        }

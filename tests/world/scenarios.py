@@ -1,0 +1,951 @@
+"""What kubelets do with device plugins, told as scenarios that run against any kubelet.
+
+A scenario runs on the reference kubelet (tests.world.test_kubelet) and on originals
+(tests.e2e.test_reference), and writes a record: after each step which calls the plugin got, what
+the checkpoint says, and which pods have a cgroup. The record that it has to write stands above it,
+and was taken from originals; a line that begins with a version is of that version only.
+
+In the file, `one/main=x:a | x:a,b` is an entry of the container main of the pod one, which has the
+device a of the resource x, of which a and b are registered as healthy; `a@0`: on the NUMA node 0.
+
+What cannot be had of an original in a minute is left to the reference: that a resource is removed
+five minutes after its plugin has gone (a constant of endpoint.go), and that writings overtake each
+other (chance).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from tests.world.checkpoint import CHECKPOINT
+from tests.world.stage import Part, Stage, Wish, World, device
+from tests.world.topology import Policy
+
+Script = Callable[[Stage], Awaitable[None]]
+
+
+class Scenario(NamedTuple):
+    """A script, and the record that it has to write."""
+
+    script: Script
+    record: str
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.script.__name__
+
+    def expected(self, version: tuple[int, int]) -> list[str]:
+        """Return the lines of the record for a version."""
+        name = ".".join(map(str, version))
+        lines = [line.partition("| ") for line in self.record.strip("\n").splitlines()]
+        return [text for mark, _, text in lines if mark.strip() in ("", name)]
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def writes(record: str) -> Callable[[Script], Script]:
+    """Make a scenario of a script."""
+
+    def add(script: Script) -> Script:
+        SCENARIOS[script.__name__] = Scenario(script, record)
+        return script
+
+    return add
+
+
+A, B, C, D = (device(ident) for ident in "abcd")
+
+
+def one(name: str, count: int = 1, **others: Any) -> Wish:
+    """Return a pod of one container that asks for devices of the resource x."""
+    return Wish(name, [Part("main", {"x": count})], **others)
+
+
+async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
+    """Run a scenario; returns its record."""
+    stage = Stage(world, prefix)
+    try:
+        await scenario.script(stage)
+    finally:
+        await stage.close()
+    return stage.record.lines
+
+
+# -- Lists
+
+
+@writes("""
+     | registered:
+     |   options x
+     |   file - | x:a,b
+     | another list:
+     |   file - | x:a,c
+     | the same list:
+     |   file - | x:a,c
+     | nothing healthy:
+     |   file - | x:-
+""")
+async def lists(stage: Stage) -> None:
+    """Each message is written down: a registration's, a change, and the same once more."""
+    plugin = await stage.plugin(A, B)
+    stage.note("registered")
+    await stage.send(plugin, A, device("b", "Unhealthy"), C)
+    stage.note("another list")
+    await stage.send(plugin)
+    stage.note("the same list")
+    await stage.send(plugin, device("a", "Unhealthy"))
+    stage.note("nothing healthy")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+     | the plugin is gone:
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+     | another socket:
+     |   options x
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+     | one started again:
+     |   prestart x a
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+""")
+async def registering_again(stage: Stage) -> None:
+    """A plugin that ends its stream and registers a socket of another name has its devices back."""
+    first = await stage.plugin(A, B)
+    await stage.run(one("one"))
+    stage.note("one runs")
+    await stage.stop(first)
+    stage.note("the plugin is gone")
+    await stage.plugin(A, B)
+    stage.note("another socket")
+    await stage.crash("one")
+    stage.note("one started again")
+
+
+# -- Admission
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b,c for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a | x:a,b,c
+     |   cgroups one
+     | two runs:
+     |   prefer x b,c for 2
+     |   allocate x b,c
+     |   prestart x b,c
+     |   file one/main=x:a two/main=x:b,c | x:a,b,c
+     |   cgroups one two
+     | asked: List names one/main=x:a two/main=x:b,x:c
+     |   three: UnexpectedAdmissionError: Allocate failed due to requested number of devices
+     |     unavailable for x. Requested: 1, Available: 0, which is unexpected
+     | three is refused:
+     |   file one/main=x:a two/main=x:b,c | x:a,b,c
+     |   cgroups one two
+""")
+async def admission(stage: Stage) -> None:
+    """Admission asks for a preference, then for an answer; a start asks PreStartContainer."""
+    await stage.plugin(A, B, C)
+    await stage.run(one("one"))
+    stage.note("one runs")
+    await stage.run(one("two", 2))
+    stage.note("two runs")
+    await stage.ask("asked")
+    await stage.run(one("three"))
+    stage.note("three is refused")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b,c for 1
+     |   allocate x a
+     |   prefer x b,c for 1
+     |   allocate x b
+     |   prestart x a
+     |   prestart x b
+     |   file one/main=x:a one/side=x:b | x:a,b,c
+     |   cgroups one
+     | side started again:
+     |   prestart x b
+     |   file one/main=x:a one/side=x:b | x:a,b,c
+     |   cgroups one
+     | asked: List names one/main=x:a one/side=x:b
+""")
+async def two_containers(stage: Stage) -> None:
+    """Each container has an entry, and all are admitted before the first is started."""
+    await stage.plugin(A, B, C)
+    await stage.run(Wish("one", [Part("main", {"x": 1}), Part("side", {"x": 1})]))
+    stage.note("one runs")
+    await stage.crash("one", "side")
+    stage.note("side started again")
+    await stage.ask("asked")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b for 2
+     |   allocate x a,b
+     |   prestart x a,b
+     |   file one/main=x:a@0,a@1,b@1 | x:a,b
+     |   cgroups one
+     | asked: List names one/main=x:a,x:a,x:b
+""")
+async def numa_nodes(stage: Stage) -> None:
+    """A device on two NUMA nodes stands in both lists, and is named twice."""
+    await stage.plugin(device("a", nodes=[0, 1]), device("b", nodes=[1]))
+    await stage.run(one("one", 2))
+    stage.note("one runs")
+    await stage.ask("asked")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b,c for 1
+     |   allocate x a
+     |   prefer x a,b,c with a for 2
+     |   allocate x a,b
+     |   prestart x a
+     |   prestart x a,b
+     |   file one/main=x:a,b one/setup=x:a | x:a,b,c
+     |   cgroups one
+     | asked: List names one/main=x:a,x:b
+""")
+async def an_init_container(stage: Stage) -> None:
+    """What it has, the next container gets: Allocate with the same ID, and a second entry."""
+    await stage.plugin(A, B, C)
+    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 2})]
+    await stage.run(Wish("one", parts))
+    stage.note("one runs")
+    await stage.ask("asked")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b,c for 1
+     |   allocate x a
+     |   prefer x b,c for 1
+     |   allocate x b
+     |   prestart x a
+     |   prestart x b
+     |   file one/main=x:b one/setup=x:a | x:a,b,c
+     |   cgroups one
+     | asked: List names one/main=x:b one/setup=x:a
+""")
+async def a_restartable_init_container(stage: Stage) -> None:
+    """It keeps what it has; List names it."""
+    await stage.plugin(A, B, C)
+    parts = [Part("setup", {"x": 1}, "restartable"), Part("main", {"x": 1})]
+    await stage.run(Wish("one", parts))
+    stage.note("one runs")
+    await stage.ask("asked")
+
+
+@writes("""
+     | registered:
+     |   options x
+     |   options y
+     |   file - | x:a y:a
+     |   one: UnexpectedAdmissionError: Allocate failed due to rpc error: code =
+     |     FailedPrecondition desc = not now, which is unexpected
+     | one is refused:
+     |   prefer first a for 1
+     |   allocate first a
+     |   prefer second a for 1
+     |   allocate second a
+     |   file - | first:a second:a
+     | a message:
+     |   file one/main=first:a | first:a second:a
+1.33 | asked: List names one/main=-
+1.37 | asked: List names nobody
+     | another message:
+     |   file - | first:a second:a
+""")
+async def a_refused_second_resource(stage: Stage) -> None:
+    """What the first resource's plugin gave comes into the file with the next message."""
+    plugins = [await stage.plugin(A, resource="x"), await stage.plugin(A, resource="y")]
+    stage.note("registered")
+    answers = itertools.count()
+    for plugin in plugins:
+        plugin.refuses = lambda method: method == "Allocate" and next(answers) == 1
+    await stage.run(Wish("one", [Part("main", {"x": 1, "y": 1})]))
+    stage.record.call_by_order("first", "second")
+    stage.note("one is refused")
+    await stage.send(plugins[0])
+    stage.note("a message")
+    await stage.ask("asked")
+    await stage.send(plugins[0])
+    stage.note("another message")
+
+
+@writes("""
+     |   one: CreateContainerConfigError: device plugin PreStartContainer rpc failed with err:
+     |     rpc error: code = FailedPrecondition desc = not now
+     | one runs:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   prestart x a
+     |   prestart x a
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+""")
+async def a_refused_start(stage: Stage) -> None:
+    """PreStartContainer is tried again until it is granted; the pod keeps what it has."""
+    plugin = await stage.plugin(A, B)
+    refusals = itertools.count()
+    plugin.refuses = lambda method: method == "PreStartContainer" and next(refusals) < 2
+    await stage.create(one("one"))
+    await stage.settled("one", but=("", "running"))
+    await stage.until_state("one", lambda state: state == "running")
+    stage.note("one runs")
+
+
+# -- The end of a pod
+
+
+@writes("""
+     | one and two run:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   prefer x b for 1
+     |   allocate x b
+     |   prestart x b
+     |   file one/main=x:a two/main=x:b | x:a,b
+     |   cgroups one two
+     | one has ended:
+     |   file one/main=x:a two/main=x:b | x:a,b
+     |   cgroups two
+     | a message:
+     |   file one/main=x:a two/main=x:b | x:a,b
+     |   cgroups two
+     | asked: List names two/main=x:b
+     | asked:
+     |   file one/main=x:a two/main=x:b | x:a,b
+     |   cgroups two
+     | another message:
+     |   file two/main=x:b | x:a,b
+     |   cgroups two
+     | three runs, and List was not asked:
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   file three/main=x:a | x:a,b
+     |   cgroups three
+""")
+async def orderly_deletion(stage: Stage) -> None:
+    """The pod is forgotten when List asks, and the file follows with the next message."""
+    plugin = await stage.plugin(A, B)
+    await stage.run(one("one"))
+    await stage.run(one("two"))
+    stage.note("one and two run")
+    await stage.delete("one")
+    stage.note("one has ended")
+    await stage.send(plugin)
+    stage.note("a message")
+    await stage.ask("asked")
+    stage.note("asked")
+    await stage.send(plugin)
+    stage.note("another message")
+    await stage.delete("two")
+    await stage.run(one("three"))
+    stage.note("three runs, and List was not asked")
+
+
+@writes("""
+     | asked: List names one/main=x:a
+     | one waits:
+     |   options x
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a | x:a
+     |   cgroups one
+     | asked again: List names nobody
+     | two waits:
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file - | x:a
+     |   cgroups two
+     | two is gone:
+     |   file - | x:a
+""")
+async def deletion_during_a_start(stage: Stage) -> None:
+    """PreStartContainer is not called off: the pod stays until it has returned, forced or not."""
+    plugin = await stage.plugin(A)
+    plugin.grants.clear()
+    await stage.create(one("one"))
+    await stage.called("prestart", 1)
+    await stage.world.delete(stage.full("one"))
+    await stage.ask("asked")
+    await stage.send(plugin)
+    stage.note("one waits")
+    plugin.grants.set()
+    await stage.gone("one")
+    plugin.grants.clear()
+    await stage.create(one("two"))
+    await stage.called("prestart", 1)
+    await stage.force_delete("two")
+    await stage.ask("asked again")
+    await stage.send(plugin)
+    stage.note("two waits")
+    plugin.grants.set()
+    await stage.gone("two")
+    stage.note("two is gone")
+
+
+@writes("""
+     | asked: List names nobody
+     | a message:
+     |   options x
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file - | x:a
+     |   cgroups one
+     | two runs:
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file two/main=x:a | x:a
+     |   cgroups one two
+     | one has ended:
+     |   file two/main=x:a | x:a
+     |   cgroups two
+""")
+async def forced_deletion(stage: Stage) -> None:
+    """The device goes to the next pod while the first one's container runs on."""
+    plugin = await stage.plugin(A)
+    await stage.run(one("one", stubborn=True))
+    await stage.force_delete("one")
+    await stage.ask("asked")
+    await stage.send(plugin)
+    stage.note("a message")
+    await stage.run(one("two"))
+    stage.note("two runs")
+    await stage.gone("one")
+    stage.note("one has ended")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a | x:a
+     |   cgroups one
+     | asked: List names nobody
+     | a message:
+     |   file - | x:a
+     |   cgroups one
+     | one has ended:
+     |   file - | x:a
+""")
+async def a_manifest_removed(stage: Stage) -> None:
+    """A static pod is forgotten while its container runs on."""
+    plugin = await stage.plugin(A)
+    await stage.run(one("one", static=True, stubborn=True))
+    stage.note("one runs")
+    await stage.force_delete("one")
+    await stage.ask("asked")
+    await stage.send(plugin)
+    stage.note("a message")
+    await stage.gone("one")
+    stage.note("one has ended")
+
+
+@writes("""
+     | one is complete:
+     |   options x
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a | x:a
+1.33 | asked: List names one/main=-
+1.37 | asked: List names nobody
+     | a message:
+     |   file - | x:a
+     | two runs:
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file two/main=x:a | x:a
+     |   cgroups two
+""")
+async def a_completed_pod(stage: Stage) -> None:
+    """The one that was admitted last, too; before 1.34 List still names it."""
+    plugin = await stage.plugin(A)
+    await stage.run(one("one", once=True))
+    await stage.world.complete(stage.full("one"))
+    stage.note("one is complete")
+    await stage.ask("asked")
+    await stage.send(plugin)
+    stage.note("a message")
+    await stage.run(one("two"))
+    stage.note("two runs")
+
+
+# -- The kubelet restarts
+
+
+@writes("""
+     | both run:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   prefer x b for 1
+     |   allocate x b
+     |   prestart x b
+     |   file api/main=x:a static/main=x:b | x:a,b
+     |   cgroups api static
+     | the kubelet is down:
+     |   file api/main=x:a static/main=x:b | x:a,b
+     |   cgroups api static
+     | it is up:
+     |   options x
+     |   file api/main=x:a static/main=x:b | x:a,b
+     |   cgroups api static
+     | asked: List names api/main=x:a static/main=x:b
+     | api started again:
+     |   prestart x a
+     |   file api/main=x:a static/main=x:b | x:a,b
+     |   cgroups api static
+""")
+async def a_restart(stage: Stage) -> None:
+    """Pods run on and keep what they have; nobody is asked or called for them."""
+    plugin = await stage.plugin(A, B)
+    await stage.run(one("api"))
+    await stage.run(one("static", static=True))
+    stage.note("both run")
+    await stage.world.stop()
+    stage.note("the kubelet is down")
+    await stage.start(plugin)
+    await stage.world.heard_of_all()
+    stage.note("it is up")
+    await stage.ask("asked")
+    await stage.crash("api")
+    stage.note("api started again")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   allocate x a
+     |   prestart x a
+     |   prestart x a
+     |   file one/main=x:a one/setup=x:a | x:a,b
+     |   cgroups one
+     | it is up:
+     |   options x
+     |   file one/main=x:a one/setup=x:a | x:a,b
+     |   cgroups one
+""")
+async def a_restart_with_an_init_container(stage: Stage) -> None:
+    """Of an init container that has ended the devices have to be healthy again."""
+    plugin = await stage.plugin(A, B)
+    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
+    await stage.run(Wish("one", parts))
+    stage.note("one runs")
+    await stage.world.stop()
+    await stage.start(plugin)
+    await stage.world.heard_of_all()
+    await stage.settled("one")
+    stage.note("it is up")
+
+
+@writes("""
+     | both run:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   prefer x b for 1
+     |   allocate x b
+     |   allocate x b
+     |   prestart x b
+     |   prestart x b
+     |   file one/main=x:a two/main=x:b two/setup=x:b | x:a,b
+     |   cgroups one two
+     |   two: UnexpectedAdmissionError: Allocate failed due to no healthy devices present;
+     |     cannot allocate unhealthy devices x, which is unexpected
+     | it is up:
+     |   file one/main=x:a two/main=x:b two/setup=x:b | x:a,b
+     |   cgroups one
+""")
+async def a_restart_without_the_plugin(stage: Stage) -> None:
+    """A pod that runs is left alone; one whose init container has ended is not."""
+    plugin = await stage.plugin(A, B)
+    await stage.run(one("one"))
+    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
+    await stage.run(Wish("two", parts))
+    stage.note("both run")
+    await stage.world.stop()
+    await plugin.stop()
+    await stage.start()
+    await stage.world.heard_of_all()
+    await stage.settled("one")
+    await stage.settled("two", but=("", "running", "done"))
+    await stage.world.gone(stage.full("two"))
+    stage.note("it is up")
+
+
+@writes("""
+     | all run:
+     |   options x
+     |   prefer x a,b,c for 1
+     |   allocate x a
+     |   prestart x a
+     |   prefer x b,c for 1
+     |   allocate x b
+     |   prestart x b
+     |   prefer x c for 1
+     |   allocate x c
+     |   prestart x c
+     |   file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c
+     |   cgroups gone static stays
+     | it is up:
+     |   options x
+     |   file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c
+     |   cgroups gone static stays
+     | asked: List names static/main=x:c
+     | a message:
+     |   file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c
+     |   cgroups gone static stays
+     | asked again: List names static/main=x:c stays/main=x:b
+     | another message:
+     |   file static/main=x:c stays/main=x:b | x:a,b,c
+     |   cgroups static stays
+""")
+async def a_restart_without_the_api_server(stage: Stage) -> None:
+    """Nobody is forgotten, and List names static pods only, until it is back."""
+    plugin = await stage.plugin(A, B, C)
+    await stage.run(one("gone", stubborn=True))
+    await stage.run(one("stays"))
+    await stage.run(one("static", static=True))
+    stage.note("all run")
+    await stage.world.stop()
+    await stage.force_delete("gone")
+    await stage.world.api_server_away()
+    await stage.start(plugin)
+    await stage.world.uid(stage.full("static"))
+    stage.note("it is up")
+    await stage.ask("asked")
+    await stage.send(plugin)
+    stage.note("a message")
+    await stage.world.api_server_back()
+    await stage.world.heard_of_all()
+    await stage.ask("asked again")
+    await stage.send(plugin)
+    await stage.gone("gone")
+    stage.note("another message")
+
+
+@writes("""
+     | it is up:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   options x
+     |   file - | x:a,b
+     |   cgroups one
+     |   one: CreateContainerConfigError: no devices found allocated in local cache for pod
+     |     <one>, container main, resource x
+     | one has crashed:
+     |   file - | x:a,b
+     |   cgroups one
+""")
+async def a_lost_file(stage: Stage) -> None:
+    """A container whose devices are forgotten is not allocated anew, but stays in error."""
+    plugin = await stage.plugin(A, B)
+    await stage.run(one("one"))
+    await stage.world.stop()
+    (stage.world.directory / CHECKPOINT).unlink()
+    await stage.start(plugin)
+    await stage.world.heard_of_all()
+    stage.note("it is up")
+    await stage.world.crash(stage.full("one"), "main")
+    await stage.settled("one", but=("", "running"))
+    stage.note("one has crashed")
+
+
+@writes("""
+     | it is up:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   options x
+     |   file - | x:a,b
+     |   cgroups one
+     | one started again:
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+""")
+async def a_lost_file_and_no_prestart(stage: Stage) -> None:
+    """Without PreStartContainer the plugin is asked to allocate again at the next start."""
+    plugin = await stage.plugin(A, B, prestart=False)
+    await stage.run(one("one"))
+    await stage.world.stop()
+    (stage.world.directory / CHECKPOINT).unlink()
+    await stage.start(plugin)
+    await stage.world.heard_of_all()
+    stage.note("it is up")
+    await stage.crash("one")
+    stage.note("one started again")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   allocate x a
+     |   prestart x a
+     |   prestart x a
+     |   file one/main=x:a one/setup=x:a | x:a,b
+     |   cgroups one
+     | the power is cut:
+     |   file one/main=x:a one/setup=x:a | x:a,b
+     | one runs again:
+     |   options x
+     |   prestart x a
+     |   prestart x a
+     |   file one/main=x:a one/setup=x:a | x:a,b
+     |   cgroups one
+""")
+async def a_reboot(stage: Stage) -> None:
+    """Pods have what they had, without Allocate; init containers run again."""
+    plugin = await stage.plugin(A, B)
+    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
+    await stage.run(Wish("one", parts))
+    stage.note("one runs")
+    await stage.world.stop()
+    await stage.world.cut_power()
+    stage.note("the power is cut")
+    await stage.start(plugin)
+    await stage.called("prestart", 2)
+    await stage.settled("one")
+    stage.note("one runs again")
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a | x:a
+     |   cgroups one
+     |   one: UnexpectedAdmissionError: Allocate failed due to no healthy devices present;
+     |     cannot allocate unhealthy devices x, which is unexpected
+     | one is refused:
+     |   file one/main=x:a | x:a
+     | two runs:
+     |   options x
+     |   prefer x a for 1
+     |   allocate x a
+     |   prestart x a
+     |   file two/main=x:a | x:a
+     |   cgroups two
+""")
+async def a_reboot_with_a_late_plugin(stage: Stage) -> None:
+    """Pods that come before the plugin has registered are refused, and their devices free."""
+    plugin = await stage.plugin(A)
+    await stage.run(one("one"))
+    stage.note("one runs")
+    await stage.world.stop()
+    await stage.world.cut_power()
+    await plugin.stop()
+    await stage.start()
+    await stage.world.heard_of_all()
+    await stage.settled("one", but=("", "running"))
+    stage.note("one is refused")
+    await stage.delete("one")
+    await stage.register(plugin)
+    await stage.run(one("two"))
+    stage.note("two runs")
+
+
+# -- Topology
+
+
+@writes("""
+     | one runs:
+     |   options x
+     |   prefer x a,b for 1
+     |   allocate x a
+     |   prestart x a
+     |   file one/main=x:a@0 | x:a,b
+     |   cgroups one
+     | listed as Unhealthy:
+     |   options x
+     |   file one/main=x:a@0 | x:b
+     |   cgroups one
+1.33 | not listed: it lives
+1.37 | not listed: it dies
+     | listed again:
+     |   options x
+     |   options x
+     |   file one/main=x:a@0 | x:a,b
+     |   cgroups one
+""")
+async def an_id_that_is_not_listed(stage: Stage) -> None:
+    """A kubelet with a Topology Manager dies of it at its start; not if it is Unhealthy."""
+    both = [device("a", nodes=[0]), device("b", nodes=[1])]
+    plugin = await stage.plugin(*both)
+    await stage.run(one("one"))
+    stage.note("one runs")
+    await stage.world.stop()
+    await stage.world.api_server_away()
+    plugin.devices = [device("a", "Unhealthy", nodes=[0]), device("b", nodes=[1])]
+    await stage.start(plugin, policy="best-effort")
+    await stage.world.api_server_back()
+    await stage.world.heard_of_all()
+    stage.note("listed as Unhealthy")
+    await stage.world.stop()
+    await stage.world.api_server_away()
+    plugin.devices = [device("b", nodes=[1])]
+    await stage.start(plugin)
+    await stage.world.api_server_back()
+    died = await stage.world.dead()
+    stage.record.lines.append(f"not listed: {'it dies' if died else 'it lives'}")
+    await stage.world.stop()
+    plugin.devices = both
+    await stage.start(plugin, policy="none")
+    await stage.world.heard_of_all()
+    await stage.settled("one")
+    stage.note("listed again")
+
+
+@writes("""
+     | best-effort:
+     |   options x
+     |   options x
+     |   file - | x:a,b,c,d
+     | first of best-effort:
+     |   prefer x b,c,d for 2
+     |   allocate x b,c
+     |   prestart x b,c
+     |   file best-effort-first/main=x:b@1,c@1 | x:a,b,c,d
+     |   cgroups best-effort-first
+     | second of best-effort:
+     |   allocate x a,d
+     |   prestart x a,d
+     |   file best-effort-first/main=x:b@1,c@1 best-effort-second/main=x:a@0,d@1 | x:a,b,c,d
+     |   cgroups best-effort-first best-effort-second
+     | restricted:
+     |   options x
+     |   file best-effort-first/main=x:b@1,c@1 best-effort-second/main=x:a@0,d@1 | x:a,b,c,d
+     | first of restricted:
+     |   prefer x b,c,d for 2
+     |   allocate x b,c
+     |   prestart x b,c
+     |   file restricted-first/main=x:b@1,c@1 | x:a,b,c,d
+     |   cgroups restricted-first
+     |   restricted-second: TopologyAffinityError: Resources cannot be allocated with Topology
+     |     locality
+     | second of restricted:
+     |   file restricted-first/main=x:b@1,c@1 | x:a,b,c,d
+     |   cgroups restricted-first
+     | single-numa-node:
+     |   options x
+     |   file restricted-first/main=x:b@1,c@1 | x:a,b,c,d
+     | first of single-numa-node:
+     |   prefer x b,c,d for 2
+     |   allocate x b,c
+     |   prestart x b,c
+     |   file single-numa-node-first/main=x:b@1,c@1 | x:a,b,c,d
+     |   cgroups single-numa-node-first
+     |   single-numa-node-second: TopologyAffinityError: Resources cannot be allocated with
+     |     Topology locality
+     | second of single-numa-node:
+     |   file single-numa-node-first/main=x:b@1,c@1 | x:a,b,c,d
+     |   cgroups single-numa-node-first
+""")
+async def policies(stage: Stage) -> None:
+    """The plugin is asked about aligned devices only; what cannot be aligned is refused, or not."""
+    devices = [device("a", nodes=[0]), *(device(ident, nodes=[1]) for ident in "bcd")]
+    plugin = await stage.plugin(*devices)
+    tried: tuple[Policy, ...] = ("best-effort", "restricted", "single-numa-node")
+    for policy in tried:
+        await stage.world.stop()
+        await stage.start(plugin, policy=policy)
+        await stage.world.heard_of_all()
+        stage.note(policy)
+        for name in ("first", "second"):
+            await stage.run(one(f"{policy}-{name}", 2))
+            stage.note(f"{name} of {policy}")
+        for name in ("first", "second"):
+            await stage.delete(f"{policy}-{name}")
+    await stage.world.stop()
+    await stage.start(plugin, policy="none")
+    await stage.world.heard_of_all()
+
+
+# -- Others
+
+
+@writes("""
+     | the second has registered:
+     |   options x
+     |   options x of two
+     |   file - | x:c,d
+     | the first sends its list:
+     |   file - | x:a,b
+     | one runs:
+     |   prefer x a,b for 1 of two
+     |   allocate x a of two
+     |   prestart x a of two
+     |   file one/main=x:a | x:a,b
+     |   cgroups one
+1.33 |   two: UnexpectedAdmissionError: Allocate failed due to no healthy devices present;
+1.33 |     cannot allocate unhealthy devices x, which is unexpected
+     | the second is gone:
+1.33 |   file one/main=x:a | x:a,b
+1.33 |   cgroups one
+1.37 |   prefer x b for 1
+1.37 |   allocate x b
+1.37 |   prestart x b
+1.37 |   file one/main=x:a two/main=x:b | x:a,b
+1.37 |   cgroups one two
+""")
+async def a_second_plugin(stage: Stage) -> None:
+    """It is asked with the IDs of the one that wrote last; when it dies nothing is written."""
+    first = await stage.plugin(A, B)
+    second = await stage.plugin(C, D, alias="two")
+    stage.note("the second has registered")
+    await stage.send(first)
+    stage.note("the first sends its list")
+    await stage.run(one("one"))
+    stage.note("one runs")
+    await stage.stop(second)
+    await stage.run(one("two"))
+    stage.note("the second is gone")

@@ -1,0 +1,538 @@
+"""What scenarios of kubelets are told with: a plugin, a world, a record of what happens.
+
+A scenario works on a `Stage`: that is a `World`, which is the reference kubelet or an original,
+with plugins and pods whose names no other scenario uses, and the `Record` that the scenario writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import textwrap
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import grpc
+import grpc.aio
+
+from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc
+from tests.world.checkpoint import CHECKPOINT
+from tests.world.pods import Kind
+from tests.world.processes import Broken, until
+from tests.world.topology import Policy
+
+rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
+
+DOMAIN = "example.com"
+LONG = 60.0  # seconds after which something that a kubelet has to do is taken for hung
+
+Method = Literal["Allocate", "PreStartContainer"]
+
+
+# ------------------------------------------------------------------------------------- the plugin
+
+
+def device(ident: str, health: str = "Healthy", nodes: Sequence[int] = ()) -> pb.Device:
+    """Return a device as plugins list them; `nodes`: its NUMA nodes."""
+    topology = pb.TopologyInfo(nodes=[pb.NUMANode(ID=n) for n in nodes]) if nodes else None
+    return pb.Device(ID=ident, health=health, topology=topology)
+
+
+class Plugin:
+    """The least that a kubelet takes for a device plugin: one resource, one socket, and knobs."""
+
+    def __init__(
+        self,
+        directory: Path,
+        devices: Iterable[pb.Device],
+        resource: str,
+        name: str,
+        calls: list[str] | None = None,
+    ) -> None:
+        """`name`: its socket's. `calls`: where it writes down what it is asked."""
+        self.directory = directory
+        self.devices = list(devices)
+        self.resource = resource
+        self.name = name
+        self.calls: list[str] = [] if calls is None else calls
+        self.options = pb.DevicePluginOptions()
+        self.refuses: Callable[[Method], bool] = lambda method: False
+        self.grants = asyncio.Event()  # PreStartContainer waits for this
+        self.grants.set()
+        self.permissions = "rw"
+        self.node = "/dev/null"  # the device node that everybody gets
+        self.preference: Sequence[str] | None = None  # None: what must be, then the lowest IDs
+        self.alias = ""  # for the record, where a resource has two
+        self._streams: set[asyncio.Queue[list[pb.Device] | None]] = set()
+        self._server: grpc.aio.Server | None = None
+
+    async def serve(self) -> None:
+        """Serve on its socket."""
+        self._server = grpc.aio.server()
+        rpc.add_DevicePluginServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.directory / self.name}")
+        await self._server.start()
+
+    async def register(self, *, version: str = "v1beta1") -> None:
+        """Register with the kubelet of the directory."""
+        request = pb.RegisterRequest(
+            version=version, endpoint=self.name, resource_name=self.resource, options=self.options
+        )
+        socket = f"unix:{self.directory / 'kubelet.sock'}"
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(socket, options=options) as channel:
+            await rpc.RegistrationStub(channel).Register(request, timeout=LONG)
+
+    async def stop(self) -> None:
+        """Be gone; what it served on is removed."""
+        if self._server:
+            await self._server.stop(None)
+            self._server = None
+
+    def send(self, *devices: pb.Device) -> None:
+        """Send these as a new list."""
+        self.devices = list(devices)
+        for stream in self._streams:
+            stream.put_nowait(self.devices)
+
+    def end_streams(self) -> None:
+        """End its streams politely."""
+        for stream in self._streams:
+            stream.put_nowait(None)
+
+    def _note(self, call: str, ids: Iterable[str], more: str = "") -> None:
+        name = self.resource.rpartition("/")[2]
+        who = f" of {self.alias}" if self.alias else ""
+        self.calls.append(
+            f"{call} {name} {','.join(sorted(ids))}{more}{who}".replace("  ", " ").strip()
+        )
+
+    async def _may_refuse(self, method: Method, context: Any) -> None:
+        if self.refuses(method):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not now")
+
+    # The service
+
+    async def GetDevicePluginOptions(
+        self, request: pb.Empty, context: Any
+    ) -> pb.DevicePluginOptions:
+        """Tell what it offers."""
+        self._note("options", [])
+        return self.options
+
+    async def ListAndWatch(
+        self, request: pb.Empty, context: Any
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        """Send its list, and again whenever it is told to."""
+        lists: asyncio.Queue[list[pb.Device] | None] = asyncio.Queue()
+        lists.put_nowait(self.devices)
+        self._streams.add(lists)
+        try:
+            while (devices := await lists.get()) is not None:
+                yield pb.ListAndWatchResponse(devices=devices)
+        finally:
+            self._streams.discard(lists)
+
+    async def GetPreferredAllocation(
+        self, request: pb.PreferredAllocationRequest, context: Any
+    ) -> pb.PreferredAllocationResponse:
+        """Prefer what must be included, then the lowest IDs."""
+        question = request.container_requests[0]
+        must, size = sorted(question.must_include_deviceIDs), question.allocation_size
+        available = sorted(question.available_deviceIDs)
+        more = f" with {','.join(must)}" if must else ""
+        self._note("prefer", available, f"{more} for {size}")
+        lowest = [*must, *(ident for ident in available if ident not in must)][:size]
+        ids = lowest if self.preference is None else self.preference
+        answer = pb.ContainerPreferredAllocationResponse(deviceIDs=ids)
+        return pb.PreferredAllocationResponse(container_responses=[answer])
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
+        """Answer with something of each sort."""
+        ids = sorted(request.container_requests[0].devices_ids)
+        self._note("allocate", ids)
+        await self._may_refuse("Allocate", context)
+        node = pb.DeviceSpec(
+            container_path=f"/dev/{ids[0]}", host_path=self.node, permissions=self.permissions
+        )
+        answer = pb.ContainerAllocateResponse(
+            envs={"IDS": ",".join(ids)},
+            annotations={"of": self.resource},
+            mounts=[pb.Mount(container_path="/etc/ids", host_path="/etc/hostname", read_only=True)],
+            devices=[node],
+        )
+        return pb.AllocateResponse(container_responses=[answer])
+
+    async def PreStartContainer(
+        self, request: pb.PreStartContainerRequest, context: Any
+    ) -> pb.PreStartContainerResponse:
+        """Let the container start, unless told not to."""
+        self._note("prestart", request.devices_ids)
+        await self.grants.wait()
+        await self._may_refuse("PreStartContainer", context)
+        return pb.PreStartContainerResponse()
+
+
+# -------------------------------------------------------------------------------------- the world
+
+
+class Part(NamedTuple):
+    """A container that a pod is to have."""
+
+    name: str
+    request: Mapping[str, int]  # by the last part of a resource's name
+    kind: Kind = "main"
+
+
+class Wish(NamedTuple):
+    """A pod that is to be."""
+
+    name: str
+    parts: Sequence[Part]
+    static: bool = False
+    stubborn: bool = False  # ignores SIGTERM, and so runs on for its grace period
+    once: bool = False  # is not started again
+
+
+Listed = dict[str, dict[str, list[tuple[str, str]]]]
+"""What List says: by pod and container, resources and IDs."""
+
+
+class World(Protocol):
+    """A kubelet with its node, and an API server.
+
+    Containers sleep until they are told to end or to crash.
+    """
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The kubelet's."""
+
+    @property
+    def directory(self) -> Path:
+        """Where plugins' sockets and the checkpoint are."""
+
+    @property
+    def cgroups(self) -> Path:
+        """Where pods' cgroups are, at any depth."""
+
+    async def create(self, wish: Wish) -> None:
+        """Create the pod; what becomes of it is asked for later."""
+
+    async def uid(self, name: str) -> str:
+        """Return the UID that the kubelet knows a pod by."""
+
+    async def state(self, name: str, container: str) -> str:
+        """Return "running", "done", or the kubelet's reason why not; "" while it starts."""
+
+    async def complete(self, name: str) -> None:
+        """Let a pod's containers end with success, and wait until the kubelet has seen it."""
+
+    async def crash(self, name: str, container: str) -> None:
+        """Let a container end with failure; the kubelet starts it again."""
+
+    async def delete(self, name: str) -> None:
+        """Delete a pod in an orderly manner; `gone` waits for its end."""
+
+    async def force_delete(self, name: str) -> None:
+        """Delete a pod's object or manifest at once, and wait until the kubelet has seen it."""
+
+    async def gone(self, name: str) -> None:
+        """Wait until a pod that was deleted or refused has no cgroup any more, and no object.
+
+        The containers of a pod whose deletion was forced are killed.
+        """
+
+    async def stop(self) -> None:
+        """Kill the kubelet."""
+
+    async def start(self, plugins: Iterable[Plugin], policy: Policy | None) -> None:
+        """Start it; `plugins` register as soon as they can. `policy`: another one from now on."""
+
+    async def cut_power(self) -> None:
+        """End all processes of the node, whose kubelet was stopped; `start` is then a reboot."""
+
+    async def heard_of_all(self) -> None:
+        """Wait until a kubelet that was started has heard of all pods."""
+
+    async def dead(self) -> bool:
+        """Tell whether the kubelet has died by itself before it has heard of all pods."""
+
+    async def missed(self, plugin: Plugin) -> None:
+        """Wait until the kubelet has seen that a plugin is gone."""
+
+    async def api_server_away(self) -> None:
+        """Let nobody answer in the API server's place."""
+
+    async def api_server_back(self) -> None:
+        """Let it answer again."""
+
+    async def listed(self) -> Listed:
+        """Call List."""
+
+
+# -------------------------------------------------------------------------------------- the stage
+
+
+class Record:
+    """What a scenario writes down, without what differs from run to run.
+
+    Resources and pods are called without the scenario's prefix, pods' UIDs by their names.
+    """
+
+    def __init__(self, world: World, prefix: str) -> None:
+        self.lines: list[str] = []
+        self.calls: list[str] = []
+        self.pods: dict[str, str] = {}  # names by UID
+        self.aliases: dict[str, str] = {}  # of resources, by their own names
+        self._world = world
+        self._prefix = prefix
+
+    def write(self, text: str) -> None:
+        """Write down a text that can be long and have UIDs in it."""
+        text = text.replace(f"{DOMAIN}/{self._prefix}.", "")
+        for uid, name in self.pods.items():
+            text = text.replace(uid, f"<{name}>")
+        self.lines += textwrap.wrap(text, 88, initial_indent="  ", subsequent_indent="    ")
+
+    def note(self, what: str) -> None:
+        """Write down what there is after a step: calls since the last one, the file, cgroups."""
+        entries, registered = self._file()
+        cgroups = self._cgroups()
+        self.lines.append(f"{what}:")
+        self.lines += [f"  {self._short_call(call)}" for call in self.calls]
+        self.calls.clear()
+        self.lines.append(f"  file {' '.join(entries) or '-'} | {' '.join(registered) or '-'}")
+        if cgroups:
+            self.lines.append(f"  cgroups {' '.join(cgroups)}")
+
+    def note_listed(self, what: str, listed: Listed) -> None:
+        """Write down what List says."""
+        texts = []
+        for pod, containers in listed.items():
+            if not pod.startswith(f"{self._prefix}-"):
+                continue
+            for container, devices in containers.items():
+                named = sorted(f"{self._short(r)}:{ident}" for r, ident in devices)
+                short = pod.removeprefix(f"{self._prefix}-")
+                texts.append(f"{short}/{container}={','.join(named) or '-'}")
+        self.lines.append(f"{what}: List names {' '.join(sorted(texts)) or 'nobody'}")
+
+    def call_by_order(self, *aliases: str) -> None:
+        """Let resources have these names, in the order in which they were allocated."""
+        order = [call.split()[1] for call in self.calls if call.startswith("allocate ")]
+        names = [name.removeprefix(f"{self._prefix}.") for name in order]
+        self.aliases = dict(zip(names, aliases, strict=True))
+
+    def _short(self, resource: str) -> str | None:
+        """Return how the record calls a resource; None for one that is not this scenario's."""
+        prefix = f"{DOMAIN}/{self._prefix}."
+        name = resource.removeprefix(prefix)
+        return self.aliases.get(name, name) if resource.startswith(prefix) else None
+
+    def _short_call(self, call: str) -> str:
+        method, resource, *rest = call.split()
+        return " ".join([method, str(self._short(f"{DOMAIN}/{resource}")), *rest])
+
+    def _file(self) -> tuple[list[str], list[str]]:
+        """Return the file's entries and registered devices, as far as they are this scenario's."""
+        try:
+            data = json.loads((self._world.directory / CHECKPOINT).read_bytes())["Data"]
+        except FileNotFoundError:
+            return ["(none)"], []
+        entries = []
+        for entry in data["PodDeviceEntries"] or []:
+            if (name := self._short(entry["ResourceName"])) is None:
+                continue
+            where = f"{self.pods.get(entry['PodUID'], '?')}/{entry['ContainerName']}"
+            placed = []
+            for node, ids in entry["DeviceIDs"].items():
+                placed += [f"{ident}@{node}" if node != "-1" else ident for ident in ids]
+            entries.append(f"{where}={name}:{','.join(sorted(placed))}")
+        registered = []
+        for resource, ids in (data["RegisteredDevices"] or {}).items():
+            if (name := self._short(resource)) is not None:
+                registered.append(f"{name}:{','.join(sorted(ids)) or '-'}")
+        return sorted(entries), sorted(registered)
+
+    def _cgroups(self) -> list[str]:
+        """Return which of the pods have a cgroup."""
+        found = set()
+        for _, directories, _ in os.walk(self._world.cgroups):
+            found.update(directories)
+        return sorted(name for uid, name in self.pods.items() if f"pod{uid}" in found)
+
+
+class Stage:
+    """What a scenario works with: a world, its plugins, its pods, and the record."""
+
+    def __init__(self, world: World, prefix: str) -> None:
+        """`prefix`: of the names of pods and resources; scenarios share a kubelet, but no names."""
+        self.world = world
+        self.record = Record(world, prefix)
+        self._prefix = prefix
+        self._plugins: list[Plugin] = []
+        self._left: list[str] = []  # pods that there still are
+
+    def full(self, name: str) -> str:
+        """Return the full name of a pod."""
+        return f"{self._prefix}-{name}"
+
+    def _resource(self, name: str) -> str:
+        return f"{DOMAIN}/{self._prefix}.{name}"
+
+    # Plugins and the file
+
+    async def plugin(
+        self,
+        *devices: pb.Device,
+        resource: str = "x",
+        alias: str = "",
+        prestart: bool = True,
+    ) -> Plugin:
+        """Start a plugin, and wait until the kubelet has written its list down."""
+        socket = f"{self._prefix}-{len(self._plugins)}.sock"
+        plugin = Plugin(
+            self.world.directory, devices, self._resource(resource), socket, self.record.calls
+        )
+        plugin.options.pre_start_required = prestart
+        plugin.options.get_preferred_allocation_available = True
+        plugin.alias = alias
+        self._plugins.append(plugin)
+        await self.register(plugin)
+        return plugin
+
+    async def register(self, plugin: Plugin) -> None:
+        """Serve and register, and wait until the kubelet has written the list down."""
+        await plugin.serve()
+        async with self._written():
+            await plugin.register()
+
+    async def send(self, plugin: Plugin, *devices: pb.Device) -> None:
+        """Let a plugin send a list, by default the same once more, and wait for the writing."""
+        async with self._written():
+            plugin.send(*(devices or plugin.devices))
+
+    async def start(self, *plugins: Plugin, policy: Policy | None = None) -> None:
+        """Start the kubelet, and wait until it has written down what plugins list."""
+        if plugins:
+            async with self._written():
+                await self.world.start(plugins, policy)
+        else:
+            await self.world.start((), policy)
+
+    @contextlib.asynccontextmanager
+    async def _written(self) -> AsyncIterator[None]:
+        """Wait at the end until the kubelet has written its file."""
+        before = self._identity()
+        yield
+        await until(lambda: self._identity() not in (before, None), "a writing", LONG)
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.world.directory / CHECKPOINT)
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    async def called(self, method: str, times: int) -> None:
+        """Wait until plugins have been called so often since the last note."""
+
+        def enough() -> bool:
+            return sum(call.startswith(method) for call in self.record.calls) >= times
+
+        await until(enough, f"{times} calls of {method or 'anything'}", LONG)
+
+    # Pods
+
+    async def create(self, wish: Wish) -> None:
+        """Create a pod, and wait until the kubelet knows it."""
+        parts = []
+        for part in wish.parts:
+            request = {self._resource(name): count for name, count in part.request.items()}
+            parts.append(part._replace(request=request))
+        full = wish._replace(name=self.full(wish.name), parts=parts)
+        await self.world.create(full)
+        self._left.append(full.name)
+        self.record.pods[await self.world.uid(full.name)] = wish.name
+
+    async def run(self, wish: Wish) -> None:
+        """Create a pod, and wait until it runs, or what it fails of is known."""
+        await self.create(wish)
+        for part in wish.parts:
+            if not await self.settled(wish.name, part.name):
+                break
+
+    async def settled(self, name: str, container: str = "main", but: Sequence[str] = ("",)) -> bool:
+        """Tell whether a container runs, or has run; why not goes into the record.
+
+        `but`: states that are not its last.
+        """
+        state = await self.until_state(name, lambda state: state not in but, container)
+        if state in ("running", "done"):
+            return True
+        self.record.write(f"{name}: {state}")
+        return False
+
+    async def until_state(
+        self, name: str, wanted: Callable[[str], bool], container: str = "main"
+    ) -> str:
+        """Return the first state of a container that is wanted."""
+        deadline = asyncio.get_running_loop().time() + LONG
+        while not wanted(state := await self.world.state(self.full(name), container)):
+            if asyncio.get_running_loop().time() > deadline:
+                raise Broken(f"{name}/{container} is {state!r}")
+            await asyncio.sleep(0.02)
+        return state
+
+    async def delete(self, name: str) -> None:
+        """Delete a pod in an orderly manner, and wait for its end."""
+        await self.world.delete(self.full(name))
+        await self.gone(name)
+
+    async def force_delete(self, name: str) -> None:
+        """Delete a pod's object or manifest only, and wait until the kubelet has seen it."""
+        await self.world.force_delete(self.full(name))
+
+    async def stop(self, plugin: Plugin) -> None:
+        """End a plugin, and wait until the kubelet has seen it."""
+        await plugin.stop()
+        await self.world.missed(plugin)
+
+    async def gone(self, name: str) -> None:
+        """Wait until a pod that was deleted has left nothing."""
+        await self.world.gone(self.full(name))
+        self._left.remove(self.full(name))
+
+    async def crash(self, name: str, container: str = "main") -> None:
+        """Let a container end with failure, and wait until it has been started again."""
+        self.record.calls.clear()
+        await self.world.crash(self.full(name), container)
+        await self.called("", 1)
+        await self.until_state(name, lambda state: state == "running", container)
+
+    # The record
+
+    def note(self, what: str) -> None:
+        """Write down what there is after a step."""
+        self.record.note(what)
+
+    async def ask(self, what: str) -> None:
+        """Call List, which lets the kubelet forget, and write down what it says."""
+        self.record.note_listed(what, await self.world.listed())
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        try:
+            for plugin in self._plugins:
+                plugin.grants.set()
+            for name in self._left:
+                await self.world.delete(name)
+                await self.world.gone(name)
+        finally:
+            for plugin in self._plugins:
+                await plugin.stop()
