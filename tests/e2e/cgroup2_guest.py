@@ -51,8 +51,8 @@ runtime_type = 'io.containerd.runc.v2'
 [plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc.options]
 SystemdCgroup = %s
 """
-# Runs in a container, with numbers of devices as arguments: opens the nodes that are there, and ones
-# that it makes.
+# Runs in a container, with numbers of devices as arguments: opens the nodes that are there, and
+# ones that it makes.
 ATTEMPTS = """
 attempt() {
     answer=$({ : <> "$2"; } 2>&1) && answer=opened
@@ -93,7 +93,10 @@ def ctr(command: str) -> str:
 
 
 def run_pod(name: str, uid: str, processor: Mapping[str, str]) -> None:
-    """Give the kubelet a static pod of two containers, both with the host's nodes, one with a device."""
+    """Give the kubelet a static pod: one container with a device, one without.
+
+    Both also see the host's nodes, in /host.
+    """
     shared = {
         "image": IMAGE,
         "imagePullPolicy": "Never",

@@ -107,7 +107,7 @@ def test_sandbox_score(guest: Guest) -> None:
 
 
 def test_sandbox_from_inside(guest: Guest) -> None:
-    """System calls are filtered by this architecture's numbers; what amd64 denies is denied here."""
+    """System calls are filtered by other numbers here; what is denied on amd64 is denied, too."""
     found = guest["sandbox from inside"]["answers"]
     assert found.pop("outside") == "yes", "the device cannot be opened anyway"
     denied = {
@@ -137,7 +137,7 @@ def test_registers(guest: Guest) -> None:
 
 
 def test_reloads(guest: Guest) -> None:
-    """A good file is taken over without a restart; a bad one is refused, and the status says why."""
+    """A good file is taken over without a restart; a bad one is refused, the status says why."""
     found = guest["reload"]
     assert found["good"] == "status 0" and found["bad"].endswith("status 1"), found
     assert "log_level" in found["status"], found
@@ -197,7 +197,7 @@ def test_list(guest: Guest) -> None:
 
 
 def test_the_advice_on_hugepages_can_be_followed(guest: Guest) -> None:
-    """This kernel has pages of 1 GiB: what `check` advises contents it; a second card needs more."""
+    """This kernel has pages of 1 GiB. `check` is content when its advice was followed."""
     assert set(guest["boot"]["page sizes"]) == HUGEPAGE_SIZES[guest.release.page_size]
     found = guest["hugepages"]
     assert found["reserved"].startswith("warn 4 of 1 GiB, but"), found
