@@ -3,7 +3,7 @@
 It is a virtual machine in QEMU's interpreter. Its root is on a disk, not in memory, because runc
 cannot leave a root that is the kernel's first. The cards are QEMU's "edu" devices, for which
 driver/tenstorrent.c makes device nodes. With -icount the guest's clock counts instructions, 2 ns
-each, so the deadlines that kubelet, containerd and shims have for each other are met on a busy host.
+each, so that the deadlines of kubelet, containerd and shims mean the same on a busy host.
 """
 
 from __future__ import annotations
