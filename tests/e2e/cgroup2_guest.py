@@ -5,6 +5,7 @@ See steps.py for what it prints.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import json
@@ -18,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.e2e.steps import JSON, shell, status_with, step, wait_for
+from tests.world.processes import Broken, wait_until
 
-DRIVERS = ("systemd", "cgroupfs")
+DRIVERS = ("cgroupfs", "systemd")
 CGROUPS = Path("/sys/fs/cgroup")
 MANIFESTS = Path("/etc/kubernetes/manifests")
 IMAGE = "localhost/realkubelet/busybox:1"
@@ -73,6 +75,22 @@ UIDS = {
     "besteffort": "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e01",
     "guaranteed": "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e02",
 }
+PREDECESSOR = "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e03"
+SUCCESSOR = "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e04"
+CHECKPOINT = Path("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")
+# Opens its nodes and does not end when it is told to.
+STUBBORN = (
+    "trap '' TERM; exec 3<>/dev/tenstorrent/0 4<>/dev/tenstorrent/1; while :; do sleep 1; done"
+)
+# Tells who has a node of its own open, and so once more when it has opened that itself.
+LOOK = """
+cat /proc/driver/tenstorrent/0/pids > /tmp/before
+exec 3<>/dev/tenstorrent/0
+cat /proc/driver/tenstorrent/0/pids > /tmp/after
+trap exit TERM
+while :; do sleep 1; done
+"""
+GRACE = 20  # seconds that the kubelet waits before it kills a pod
 
 
 def configure(driver: str) -> None:
@@ -102,20 +120,24 @@ def run_pod(name: str, uid: str, processor: Mapping[str, str]) -> None:
         "imagePullPolicy": "Never",
         "volumeMounts": [{"name": "host", "mountPath": "/host"}],
     }
-    containers = [
+    containers: list[JSON] = [
         {"name": "main", "resources": {"limits": {RESOURCE: "1", **processor}}},
         {"name": "without", "resources": {"limits": {**processor}}},
     ]
+    volumes = [{"name": "host", "hostPath": {"path": "/dev/tenstorrent"}}]
+    containers = [shared | container for container in containers]
+    put_manifest(name, uid, {"containers": containers, "volumes": volumes})
+
+
+def put_manifest(name: str, uid: str, spec: JSON) -> None:
+    """Put a static pod's manifest where the kubelet finds it."""
+    # There is no network plugin.
+    common = {"hostNetwork": True, "terminationGracePeriodSeconds": 1}
     manifest = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "namespace": "default", "uid": uid},
-        "spec": {
-            "hostNetwork": True,  # there is no network plugin
-            "terminationGracePeriodSeconds": 1,
-            "containers": [shared | container for container in containers],
-            "volumes": [{"name": "host", "hostPath": {"path": "/dev/tenstorrent"}}],
-        },
+        "spec": common | spec,
     }
     (MANIFESTS / f".{name}").write_text(json.dumps(manifest))  # the kubelet leaves such names alone
     (MANIFESTS / f".{name}").rename(MANIFESTS / f"{name}.json")
@@ -133,17 +155,21 @@ def pods() -> dict[str, JSON]:
     return {pod["metadata"]["name"].removesuffix("-node"): pod for pod in listed}
 
 
+def running(name: str) -> dict[str, str]:
+    """Return the IDs of a pod's containers by name, if all of them run."""
+    pod = pods().get(name)
+    if not pod:
+        return {}
+    assert pod["status"]["phase"] != "Failed", pod["status"]
+    states = [state for state in pod["status"].get("containerStatuses") or () if state["ready"]]
+    if len(states) < len(pod["spec"]["containers"]):
+        return {}
+    return {state["name"]: state["containerID"].rpartition("/")[2] for state in states}
+
+
 def wait_running(name: str) -> dict[str, str]:
     """Wait until a pod's containers run; return their IDs by name."""
-
-    def running() -> dict[str, str] | None:
-        status = pods().get(name, {}).get("status", {})
-        assert status.get("phase") != "Failed", status
-        states = [state for state in status.get("containerStatuses") or () if state["ready"]]
-        ids = {state["name"]: state["containerID"].rpartition("/")[2] for state in states}
-        return ids if len(ids) == 2 else None
-
-    return wait_for(running, lambda: f"pod {name}, which is {json.dumps(pods().get(name))}")
+    return wait_for(lambda: running(name), lambda: f"pod {name}, which is {pods().get(name)}")
 
 
 def cgroups_with(part: str) -> list[Path]:
@@ -157,9 +183,14 @@ class Container:
     def __init__(self, identity: str) -> None:
         self._identity = identity
         [self.cgroup] = cgroups_with(identity)
-        process = (self.cgroup / "cgroup.procs").read_text().split()[0]
-        self._root = Path(f"/proc/{process}/root")
-        self.in_cgroup = Path(f"/proc/{process}/cgroup").read_text()
+        self.process = (self.cgroup / "cgroup.procs").read_text().split()[0]
+        self._root = Path(f"/proc/{self.process}/root")
+        self.in_cgroup = Path(f"/proc/{self.process}/cgroup").read_text()
+
+    def read(self, path: str) -> str:
+        """Return what a file in it says; nothing while it is not there."""
+        file = self._root / path.lstrip("/")
+        return file.read_text() if file.exists() else ""
 
     @property
     def nodes(self) -> list[str]:
@@ -249,13 +280,56 @@ def try_driver(driver: str) -> JSON:
     found["holders"] = holders()
     found["without programs"] = Container(ids["without"]).without_programs(numbers)
     found["with them again"] = Container(ids["without"]).attempts(numbers)
-    for name in UIDS:
+    withdraw(**UIDS)
+    found["holders in the end"] = last_holders()
+    return found
+
+
+def withdraw(**uids: str) -> None:
+    """Take pods away, and wait until nothing is left of them."""
+    for name in uids:
         (MANIFESTS / f"{name}.json").unlink()
     wait_for(
-        lambda: not any(map(cgroups_with_uid, UIDS.values())),
-        lambda: f"the pods' cgroups to go; there are {[*map(cgroups_with_uid, UIDS.values())]}",
+        lambda: not any(map(cgroups_with_uid, uids.values())),
+        lambda: f"the pods' cgroups to go; there are {[*map(cgroups_with_uid, uids.values())]}",
     )
-    wait_for(lambda: not any(holders().values()), lambda: f"nobody to hold a chip: {holders()}")
+
+
+def last_holders() -> dict[str, list[str]]:
+    """Return who has which chip when no pod is left; `list` has half a minute to notice that."""
+    with contextlib.suppress(Broken):
+        wait_until(lambda: not any(holders().values()), seconds=30)
+    return holders()
+
+
+def hand_over() -> JSON:
+    """Take a pod away that does not end, and let another one have its devices.
+
+    The latter tells who had one of them open when it was started: a line for each opening.
+    """
+    found: JSON = {"given too early": False}
+    main: JSON = {"name": "main", "image": IMAGE, "imagePullPolicy": "Never"}
+    main["resources"] = {"limits": {RESOURCE: "2"}}
+    stubborn = main | {"command": ["sh", "-c", STUBBORN]}
+    spec = {"containers": [stubborn], "terminationGracePeriodSeconds": GRACE}
+    put_manifest("predecessor", PREDECESSOR, spec)
+    process = Container(wait_running("predecessor")["main"]).process
+    (MANIFESTS / "predecessor.json").unlink()
+    wait_for(lambda: "predecessor" not in pods(), "the kubelet to have no such pod any longer")
+    put_manifest("successor", SUCCESSOR, {"containers": [main | {"command": ["sh", "-c", LOOK]}]})
+
+    def has_ended() -> bool:
+        has_it_open = process in Path("/proc/driver/tenstorrent/0/pids").read_text().split()
+        found["given too early"] |= has_it_open and SUCCESSOR in CHECKPOINT.read_text()
+        return not has_it_open
+
+    wait_for(has_ended, "the predecessor to end")
+    successor = Container(wait_running("successor")["main"])
+    later = wait_for(lambda: successor.read("/tmp/after"), "the successor to look")
+    found["open later"] = later.split()
+    found["open at its start"] = successor.read("/tmp/before").split()
+    found["journal"] = shell("journalctl --identifier=tt-device-plugin --output=cat").splitlines()
+    withdraw(successor=SUCCESSOR)
     return found
 
 
@@ -272,3 +346,6 @@ with step("boot") as seen:
 for name in DRIVERS:
     with step(name) as seen:
         seen |= try_driver(name)
+
+with step("handed over") as seen:
+    seen |= hand_over()

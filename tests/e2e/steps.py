@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tests.world.processes import wait_until
 
 UNIT = "tt-device-plugin"
-PATIENCE = 900.0  # seconds of the guest's clock, after which what was waited for will not happen
+PATIENCE = 300.0  # seconds of the guest's clock, after which what was waited for will not happen
 JSON = dict[str, Any]
 T = TypeVar("T")
 

@@ -127,4 +127,15 @@ def test_list_names_the_pods(found: dict[str, Any], told: Told) -> None:
         own_node(found[pod]): [f"default/{pod}-node"] for pod in ("besteffort", "guaranteed")
     }
     assert found["holders"] == holders
+    assert not any(found["holders in the end"].values()), found["holders in the end"]
     told(f"{found['step']}: {holders}; all of it {found['seconds']:.0f} s of the guest's")
+
+
+def test_a_device_is_opened_by_one_pod_at_a_time(steps: Steps, told: Told) -> None:
+    """The kubelet gives devices away whose pod has yet to end; the next pod starts after that."""
+    found = steps["handed over"]
+    assert "failed" not in found, found["failed"]
+    assert found["given too early"], "the kubelet waited by itself"
+    assert found["open later"] == ["1"], "the successor cannot see who has its node open"
+    assert found["open at its start"] == [], found
+    told(f"{found['journal'][-3:]}; {found['seconds']:.0f} s of the guest's")
