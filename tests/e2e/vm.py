@@ -1,7 +1,8 @@
-"""A virtual machine for what a container cannot have: a kernel module, and the udev that answers to it.
+"""A virtual machine, for what a container cannot have: a kernel module, and udev's answer to it.
 
-Debian's kernel for virtual machines boots a root tree that is all in memory, in QEMU's interpreter, which needs nothing
-of the host and takes a minute or two. The PCI functions are QEMU's "edu" devices, the driver is driver/tenstorrent.c.
+Debian's kernel for virtual machines boots a root tree that is all in memory, in QEMU's interpreter,
+which needs nothing of the host and takes a minute or two. The PCI functions are QEMU's "edu"
+devices, the driver is driver/tenstorrent.c. Other modules make other machines with what is here.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from pathlib import Path
 from typing import IO
 
 from tests.e2e.container import CACHE, Missing, root_tree
+from tests.world.processes import ROOT
 
 DRIVER = Path(__file__).with_name("driver")
 TREE = "systemd,systemd-sysv,udev,dbus,kmod,python3"
-TOOLS = {"qemu-system-x86_64": "qemu-system-x86", "gcc": "gcc", "make": "make", "mmdebstrap": "mmdebstrap"}
+TOOLS = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "gcc": "gcc",
+    "make": "make",
+    "mmdebstrap": "mmdebstrap",
+}
 BOOTED = 600.0  # seconds for a whole run, on a machine that has much else to do
 
 
@@ -35,7 +42,10 @@ class Kernel:
 
 
 def kernel() -> Kernel:
-    """Debian's kernel, unpacked, and the driver, compiled for it, from the cache or made; raises Missing."""
+    """Return Debian's kernel, unpacked, and the driver, compiled for it; raises Missing.
+
+    They come from the cache, or are made.
+    """
     if os.uname().machine != "x86_64":
         raise Missing("the virtual machine is one for amd64")
     if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
@@ -52,24 +62,41 @@ def kernel() -> Kernel:
             _make_kernel(release, Path(half, "made"))
             Path(half, "made").rename(place)
     return Kernel(
-        release, place / f"boot/vmlinuz-{release}", place / f"lib/modules/{release}", place / "tenstorrent.ko"
+        release,
+        place / f"boot/vmlinuz-{release}",
+        place / f"lib/modules/{release}",
+        place / "tenstorrent.ko",
     )
 
 
 def _make_kernel(release: str, place: Path) -> None:
-    headers = re.findall(r"Depends: (linux-\S+)", _apt("apt-cache", "depends", f"linux-headers-{release}"))
+    headers = re.findall(
+        r"Depends: (linux-\S+)", _apt("apt-cache", "depends", f"linux-headers-{release}")
+    )
     place.mkdir()
     place.parent.chmod(0o755)  # apt downloads as a user of its own
-    _apt("apt-get", "download", f"linux-image-{release}", f"linux-headers-{release}", *headers, cwd=place)
+    _apt(
+        "apt-get",
+        "download",
+        f"linux-image-{release}",
+        f"linux-headers-{release}",
+        *headers,
+        cwd=place,
+    )
     for package in place.glob("*.deb"):
         subprocess.run(["dpkg-deb", "--extract", str(package), str(place)], check=True)
         package.unlink()
     build = place / f"usr/src/linux-headers-{release}"
     for name in ("Makefile", ".kernelvariables"):  # they name the place where they are installed
-        (build / name).write_text((build / name).read_text().replace("/usr/src/", f"{place}/usr/src/"))
+        (build / name).write_text(
+            (build / name).read_text().replace("/usr/src/", f"{place}/usr/src/")
+        )
     shutil.copytree(DRIVER, place / "driver")
     made = subprocess.run(
-        ["make", "-C", str(build), f"M={place}/driver", "modules"], capture_output=True, text=True, check=False
+        ["make", "-C", str(build), f"M={place}/driver", "modules"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode:
         raise Missing(f"the driver cannot be compiled:\n{made.stderr}")
@@ -86,7 +113,7 @@ def _apt(*command: str, cwd: Path | None = None) -> str:
 
 
 def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
-    """Boots a system with the package and runs a Python script on it; what that has written.
+    """Boot a system with the package, run a Python script on it, and return what that has written.
 
     functions: the PCI functions' places on bus 0, such as "10.0".
     """
@@ -95,41 +122,101 @@ def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
         work, root = Path(directory), Path(directory, "root")
         root.mkdir()
         subprocess.run(["tar", "-C", str(root), "-xf", str(root_tree(suite, TREE))], check=True)
-        modules = root / f"usr/lib/modules/{booted.release}"
-        modules.mkdir(parents=True)
-        shutil.copy(booted.driver, modules)
-        for path in booted.modules.glob("modules.*"):
-            shutil.copy(path, modules)
+        install_driver(booted, root)
         shutil.copy(deb, root / "package.deb")
         shutil.copy(script, root / "script.py")
-        _write(root, {"etc/systemd/system/script.service": SERVICE, "init": INIT})
-        (root / "init").chmod(0o755)
-        for command in ("depmod -a " + booted.release, "dpkg --install /package.deb", "systemctl enable script"):
-            _apt("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command.split())
+        put_files(root, {"etc/systemd/system/script.service": service("/script.py", "/dev/ttyS1")})
+        put_files(root, {"init": INIT}, 0o755)
+        inside(root, "dpkg", "--install", "/package.deb")
+        inside(root, "systemctl", "enable", "script")
         (root / "package.deb").unlink()
         with (work / "initrd").open("wb") as archive:
             write_cpio(root, archive)
         shutil.rmtree(root)
         said, console = work / "said", work / "console"
-        qemu = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35", "-m", "1536", "-smp", "2"]
-        qemu += ["-display", "none", "-nic", "none", "-no-reboot", "-kernel", str(booted.image)]
+        qemu = [
+            "qemu-system-x86_64",
+            "-accel",
+            "tcg",
+            "-cpu",
+            "max",
+            "-machine",
+            "q35",
+            "-m",
+            "1536",
+            "-smp",
+            "2",
+        ]
+        qemu += [*HEADLESS, "-kernel", str(booted.image)]
         qemu += ["-initrd", str(work / "initrd"), "-append", "console=ttyS0 panic=-1 quiet"]
-        qemu += ["-serial", f"file:{console}", "-serial", f"file:{said}"]
-        qemu += [word for place in functions for word in ("-device", f"edu,addr={place}")]
-        subprocess.run(qemu, timeout=BOOTED, check=True)
-        if not said.read_text():
-            raise AssertionError(f"the script did not run; the console says:\n{console.read_text()[-4000:]}")
-        return said.read_text()
+        qemu += ["-serial", f"file:{console}", "-serial", f"file:{said}", *cards(functions)]
+        return run_to_end(qemu, said, console, BOOTED)
 
 
+def cards(functions: Sequence[str]) -> list[str]:
+    """Return QEMU's arguments for PCI functions at these places on bus 0."""
+    return [word for place in functions for word in ("-device", f"edu,addr={place}")]
+
+
+def install_driver(booted: Kernel, root: Path) -> None:
+    """Put the driver where modprobe finds it, in a root tree that has kmod; raises Missing."""
+    modules = root / f"usr/lib/modules/{booted.release}"
+    modules.mkdir(parents=True, exist_ok=True)
+    shutil.copy(booted.driver, modules)
+    for path in booted.modules.glob("modules.*"):
+        shutil.copy(path, modules)
+    inside(root, "depmod", "-a", booted.release)
+
+
+def inside(root: Path, *command: str) -> str:
+    """Run a command in a root tree for this machine's architecture; return its output.
+
+    Raises Missing.
+    """
+    return _apt("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command)
+
+
+def run_to_end(qemu: Sequence[str], said: Path, console: Path, patience: float) -> str:
+    """Run QEMU until its guest switches itself off; return what the guest's script has written.
+
+    said, console: the files that QEMU writes the script's and the kernel's output to.
+    patience: seconds after which a guest counts as hung; they have to do for a busy machine, too.
+    """
+    try:
+        status = subprocess.run(qemu, timeout=patience, check=False).returncode
+        ended = f"QEMU ended with status {status}"
+    except subprocess.TimeoutExpired:
+        ended = f"the guest did not switch itself off within {patience:g} s"
+    written, shown = (
+        path.read_text(errors="replace") if path.exists() else "" for path in (said, console)
+    )
+    if END not in written:
+        raise AssertionError(
+            f"the script did not come to its end; {ended}.\n"
+            f"It wrote:\n{written[-6000:]}\nThe console says:\n{shown[-4000:]}"
+        )
+    return written.replace(END, "")
+
+
+HEADLESS = ("-display", "none", "-nic", "none", "-no-reboot")
 INIT = "#!/bin/sh\nexec /lib/systemd/systemd\n"
-SERVICE = """
+END = "The script has come to its end."
+
+
+def service(script: str, terminal: str) -> str:
+    """Return the unit that runs a Python script when all else is started, and then switches off.
+
+    terminal: the serial device that the script's output goes to; after it, unless it failed, `END`.
+    """
+    return f"""
 [Unit]
 After=multi-user.target
 [Service]
 Type=oneshot
-ExecStart=/usr/bin/python3 -u /script.py
-StandardOutput=file:/dev/ttyS1
+Environment=PYTHONPATH=/srv/project PYTHONDONTWRITEBYTECODE=1
+ExecStart=/usr/bin/python3 -u {script}
+ExecStartPost=/usr/bin/echo {END}
+StandardOutput=file:{terminal}
 StandardError=inherit
 ExecStopPost=/usr/bin/systemctl --force --force poweroff
 [Install]
@@ -137,9 +224,23 @@ WantedBy=multi-user.target
 """
 
 
-def _write(root: Path, files: Mapping[str, str]) -> None:
+def put_modules(root: Path) -> None:
+    """Put what a script can import into a root tree: tests.world and tests.e2e.steps."""
+    project = root / "srv/project"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests/world", project / "tests/world", ignore=ignored)
+    (project / "tests/e2e").mkdir()
+    for name in ("tests/__init__.py", "tests/e2e/__init__.py", "tests/e2e/steps.py"):
+        shutil.copy(ROOT / name, project / name)
+
+
+def put_files(root: Path, files: Mapping[str, str], mode: int = 0o644) -> None:
+    """Write files into a root tree, and make the directories that they are in."""
     for name, text in files.items():
-        (root / name).write_text(text)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(mode)
 
 
 def write_cpio(root: Path, archive: IO[bytes]) -> None:

@@ -1,0 +1,286 @@
+"""An arm64 machine in QEMU's interpreter: Debian's own kernel, systemd and Python.
+
+Nothing of that is installed under emulation, which is slow. mmdebstrap installs the system for the
+architecture of this machine, so all is there that maintainer scripts make: accounts, links, dpkg's
+database. Then the arm64 packages of the same names are unpacked over it, as in an upgrade, and the
+database says so. The machine boots it from memory.
+
+With -icount the guest's clock counts instructions, 2 ns each. A busy host makes the guest slow, but
+in its own time nothing is late.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e import vm
+from tests.e2e.container import CACHE, FRESH, Missing, root_tree
+from tests.world.processes import ROOT
+
+ARCHITECTURE = "arm64"
+AARCH64 = 183  # e_machine of its ELF files
+TOOLS = {
+    "qemu-system-aarch64": "qemu-system-arm",
+    "mmdebstrap": "mmdebstrap",
+    "dpkg-deb": "dpkg",
+}
+TERMINAL = "/dev/ttyS0"  # of a PCI card; the board's own serial port is the console
+HUNG = 3600.0  # seconds; a run takes three to four minutes on an idle machine
+# Pages of 1 GiB: what one n150 without an IOMMU needs. Only at boot is there room for them.
+HUGEPAGES = 4
+MEMORY = HUGEPAGES * 1024 + 4096  # MiB; the host has to have only what the guest touches
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of Debian, with the kernel and the processor that it is tried on."""
+
+    name: str
+    suite: str
+    kernel: str  # the package that depends on the newest one
+    processor: str
+    page_size: int
+
+
+# Debian 13's C library uses branch target identification and pointer authentication where the
+# processor has them, which a neoverse-n1 has not.
+EVERYTHING = "max,pauth-impdef=on"
+RELEASES = (
+    Release("bookworm", "bookworm", "linux-image-arm64", "neoverse-n1", 4096),
+    Release("trixie", "trixie", "linux-image-arm64", EVERYTHING, 4096),
+    Release("trixie-16k", "trixie", "linux-image-arm64-16k", EVERYTHING, 16384),
+)
+
+
+def run(release: Release, deb: Path, script: Path) -> str:
+    """Boot a system, run a Python script on it, and return what that has written; raises Missing.
+
+    The script finds the package and probe.py in /srv, and can import tests.world.
+    """
+    place = system(release.suite)
+    with tempfile.TemporaryDirectory(prefix="ttdp-arm64-", dir="/var/tmp") as directory:
+        work = Path(directory)
+        added = work / "added"
+        _add_files(added, deb, script)
+        # Archives one after the other are one file system.
+        with (work / "initrd").open("wb") as initrd:
+            with (place / "root.cpio").open("rb") as base:
+                shutil.copyfileobj(base, initrd)
+            vm.write_cpio(added, initrd)
+        said, console = work / "said", work / "console"
+        qemu = ["qemu-system-aarch64", "-machine", "virt,gic-version=3", "-cpu", release.processor]
+        qemu += ["-icount", "shift=1,sleep=on", "-smp", "1", "-m", str(MEMORY), *vm.HEADLESS]
+        qemu += ["-kernel", str(place / release.kernel), "-initrd", str(work / "initrd")]
+        qemu += ["-append", f"console=ttyAMA0 panic=-1 quiet hugepagesz=1G hugepages={HUGEPAGES}"]
+        qemu += ["-serial", f"file:{console}", "-chardev", f"file,id=said,path={said}"]
+        qemu += ["-device", "pci-serial,chardev=said"]
+        return vm.run_to_end(qemu, said, console, HUNG)
+
+
+def _add_files(root: Path, deb: Path, script: Path) -> None:
+    unit = vm.service("/srv/script.py", TERMINAL)
+    vm.put_files(root, {"init": vm.INIT}, 0o755)
+    vm.put_files(root, {"etc/systemd/system/script.service": unit})
+    wanted = root / "etc/systemd/system/multi-user.target.wants"
+    wanted.mkdir()
+    (wanted / "script.service").symlink_to("../script.service")
+    vm.put_modules(root)
+    shutil.copy(ROOT / "tests/e2e/probe.py", root / "srv")
+    shutil.copy(script, root / "srv/script.py")
+    shutil.copy(deb, root / "srv/package.deb")
+
+
+def system(suite: str) -> Path:
+    """Return a directory with a root tree, root.cpio, and kernels by their packages' names.
+
+    It comes from the cache, or is made, which takes a minute or two. Raises Missing.
+    """
+    if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
+        raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
+    kernels = sorted({release.kernel for release in RELEASES if release.suite == suite})
+    made_by = hashlib.sha256(repr((vm.TREE, kernels)).encode() + Path(__file__).read_bytes())
+    place = CACHE / f"{suite}-{ARCHITECTURE}-{made_by.hexdigest()[:12]}"
+    if place.exists() and time.time() - place.stat().st_mtime < FRESH:
+        return place
+    installed = root_tree(suite, vm.TREE)
+    shutil.rmtree(place, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{suite}-{ARCHITECTURE}-") as directory:
+        work, half = Path(directory), Path(directory, "made")
+        half.mkdir()
+        root = work / "root"
+        root.mkdir()
+        subprocess.run(["tar", "-C", str(root), "-xf", str(installed)], check=True)
+        tree = Tree(root)
+        packages = _download(suite, tree.packages, kernels, work / "packages")
+        for kernel in kernels:
+            _extract_kernel(packages, kernel, half / kernel)
+        tree.become(packages)
+        with (half / "root.cpio").open("wb") as archive:
+            vm.write_cpio(root, archive)
+        try:
+            half.rename(place)
+        except OSError:
+            if not place.exists():  # otherwise another run was quicker
+                raise
+    return place
+
+
+def _download(suite: str, names: Sequence[str], kernels: Sequence[str], into: Path) -> list[Path]:
+    """Fetch the arm64 packages of these names, and what the kernels' depend on; raises Missing."""
+    into.mkdir()
+    depends = f"apt-cache depends {' '.join(kernels)}"
+    # The tree that this makes is thrown away. Beside it, apt is set up for another suite and
+    # architecture, with the keys for it.
+    script = f"""
+        set -e
+        export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"
+        cd {into}
+        apt-get download {" ".join([*names, *kernels])}
+        apt-get download $({depends} | sed -n 's/^ *Depends: linux-image/linux-image/p')
+    """
+    made = subprocess.run(
+        [
+            *("mmdebstrap", "--quiet", "--variant=extract", f"--architectures={ARCHITECTURE}"),
+            *("--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"),
+            *(f"--extract-hook={script}", suite, "/dev/null"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise Missing(f"no packages of {suite} for {ARCHITECTURE}: {made.stderr.strip()[-500:]}")
+    return sorted(into.glob("*.deb"))
+
+
+def _extract_kernel(packages: Sequence[Path], meta: str, target: Path) -> None:
+    """Put the kernel's image from the package that a meta package depends on at `target`."""
+    depends = _field(_package(packages, meta), "Depends")
+    found = re.match(r"linux-image-(\S+)", depends)
+    assert found, f"{meta} depends on {depends}"
+    image = _package(packages, found[0])
+    path = f"./boot/vmlinuz-{found[1]}"
+    with subprocess.Popen(
+        ["dpkg-deb", "--fsys-tarfile", str(image)], stdout=subprocess.PIPE
+    ) as archive:
+        extracted = subprocess.run(
+            ["tar", "-x", "--to-stdout", path],
+            stdin=archive.stdout,
+            capture_output=True,
+            check=True,
+        )
+    target.write_bytes(extracted.stdout)
+
+
+def _package(packages: Sequence[Path], name: str) -> Path:
+    [found] = [package for package in packages if package.name.startswith(f"{name}_")]
+    return found
+
+
+def _field(package: Path, *names: str) -> str:
+    """Return one field of a package's control file, or without a name all of it."""
+    command = ["dpkg-deb", "--field", str(package), *names]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class Tree:
+    """A root tree for this machine's architecture, which becomes one for another."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._info = root / "var/lib/dpkg/info"
+        self._status = root / "var/lib/dpkg/status"
+        self._paragraphs = {
+            re.findall(r"(?m)^Package: (\S+)", paragraph)[0]: paragraph
+            for paragraph in self._status.read_text().strip().split("\n\n")
+        }
+
+    @property
+    def packages(self) -> list[str]:
+        return [*self._paragraphs]
+
+    def become(self, packages: Sequence[Path]) -> None:
+        """Replace each package by the one of its name from these; raises Missing if any is left."""
+        paragraphs = []
+        before: set[str] = set()
+        after: set[str] = set()
+        for name, old in self._paragraphs.items():
+            package = _package(packages, name)
+            control = _field(package)
+            # dpkg adds two fields to what the package says.
+            conffiles = re.findall(r"(?m)^Conffiles:\n(?: .*\n?)+", f"{old}\n")
+            paragraphs.append("".join([control, "Status: install ok installed\n", *conffiles]))
+            before |= self._forget(name)
+            after |= self._unpack(package, name, control)
+        self._status.write_text("\n".join(paragraphs))
+        for path in before - after:
+            found = self.root / path.lstrip("/")
+            if found.is_symlink() or found.is_file():
+                found.unlink()
+        (
+            self.root / "etc/ld.so.cache"
+        ).unlink()  # of the other architecture; the linker does without
+        if foreign := [*self._foreign_programs()]:
+            raise Missing(f"files of another architecture are left: {', '.join(map(str, foreign))}")
+
+    def _forget(self, name: str) -> set[str]:
+        """Remove what dpkg knows of a package; return its files and directories."""
+        files: set[str] = set()
+        for path in self._info.glob(f"{name}[.:]*"):
+            if path.suffix == ".list":
+                files.update(self._real(line) for line in path.read_text().splitlines())
+            path.unlink()
+        return files
+
+    def _unpack(self, package: Path, name: str, control: str) -> set[str]:
+        """Unpack a package, tell dpkg's database of it, and return its files and directories."""
+        extracted = self.root.parent / "control"
+        subprocess.run(["dpkg-deb", "--control", str(package), str(extracted)], check=True)
+        same = re.search(r"(?m)^Multi-Arch: same$", control)
+        prefix = f"{name}:{ARCHITECTURE}" if same else name
+        for path in extracted.iterdir():
+            if path.name != "control":
+                shutil.copy(path, self._info / f"{prefix}.{path.name}")
+        shutil.rmtree(extracted)
+        with subprocess.Popen(
+            ["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE
+        ) as archive:
+            unpacked = subprocess.run(
+                ["tar", "-C", str(self.root), "-xv", "--keep-directory-symlink"],
+                stdin=archive.stdout,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        files = [
+            line.removeprefix(".").rstrip("/") or "/." for line in unpacked.stdout.splitlines()
+        ]
+        (self._info / f"{prefix}.list").write_text("".join(f"{file}\n" for file in files))
+        return {self._real(file) for file in files}
+
+    def _real(self, path: str) -> str:
+        """Return a path without the link at its top: what was in /lib can now be in /usr/lib."""
+        directory, _, name = path.rpartition("/")
+        top, _, rest = directory.lstrip("/").partition("/")
+        if (self.root / top).is_symlink():
+            top = str((self.root / top).readlink())
+        return "/".join(filter(None, [top, rest, name]))
+
+    def _foreign_programs(self) -> Iterator[Path]:
+        """Find the ELF files of another architecture."""
+        for path in self.root.rglob("*"):
+            if path.is_symlink() or not path.is_file():
+                continue
+            with path.open("rb") as file:
+                start = file.read(20)
+            if start.startswith(b"\x7fELF") and struct.unpack_from("<H", start, 18) != (AARCH64,):
+                yield path.relative_to(self.root)

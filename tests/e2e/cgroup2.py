@@ -1,0 +1,112 @@
+"""A node with cgroup v2 only: Debian 12, with containerd and runc, a real kubelet and the package.
+
+It is a virtual machine in QEMU's interpreter. Its root is on a disk, not in memory, because runc
+cannot leave a root that is the kernel's first. The cards are QEMU's "edu" devices, for which
+driver/tenstorrent.c makes device nodes. With -icount the guest's clock counts instructions, 2 ns
+each, so that the deadlines of kubelet, containerd and shims mean the same on a busy host.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.e2e import vm
+from tests.e2e.container import Missing, root_tree
+from tests.e2e.machine import IMAGE, build_kubelet, busybox_layer, image_archive, kubelet_path
+
+SUITE = "bookworm"
+KUBELET = "1.37"
+TREE = f"{vm.TREE},containerd,runc,bpftool"
+TOOLS = {"mke2fs": "e2fsprogs", "busybox": "busybox-static"}  # and what vm.py takes
+FUNCTIONS = ("10.0", "11.0")
+DISK = 3 << 30  # bytes, of which the file has only those that are used
+HUNG = 3600.0  # seconds; a run takes three to four minutes on an idle machine
+MODULES = ("overlay",)  # of the kernel, for containerd
+JOURNAL = "systemd.journald.forward_to_console=1"  # tells where a guest hangs
+# What the real driver's package has: without it the nodes are root's own, by their mode.
+RULE = 'SUBSYSTEM=="tenstorrent", MODE="0666"\n'
+KUBELET_UNIT = """
+[Unit]
+After=containerd.service
+Wants=containerd.service
+[Service]
+ExecStart=/usr/local/bin/kubelet --config=/etc/kubernetes/kubelet.json --v=2
+"""
+
+
+def run(deb: Path, script: Path) -> str:
+    """Boot a node with the package, run a Python script on it, and return what that has written.
+
+    Raises Missing.
+    """
+    if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
+        raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
+    if not kubelet_path(KUBELET).exists() and not shutil.which("go"):
+        raise Missing("building the kubelet needs Go 1.21 or newer")
+    booted, kubelet = vm.kernel(), build_kubelet(KUBELET)
+    with tempfile.TemporaryDirectory(prefix="ttdp-cgroup2-", dir="/var/tmp") as directory:
+        work, root = Path(directory), Path(directory, "root")
+        root.mkdir()
+        subprocess.run(["tar", "-C", str(root), "-xf", str(root_tree(SUITE, TREE))], check=True)
+        _put_kernel_modules(booted, root)
+        vm.install_driver(booted, root)
+        shutil.copy(kubelet, root / "usr/local/bin/kubelet")
+        (root / "srv/image.tar").write_bytes(image_archive(IMAGE, busybox_layer()))
+        vm.put_modules(root)
+        shutil.copy(script, root / "srv/script.py")
+        _install(root, deb)
+        disk = work / "disk"
+        with disk.open("wb") as file:
+            file.truncate(DISK)
+        subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(root), str(disk)], check=True)
+        shutil.rmtree(root)
+        return _boot(booted, disk, work)
+
+
+def _put_kernel_modules(booted: vm.Kernel, root: Path) -> None:
+    for name in MODULES:
+        [module] = booted.modules.rglob(f"{name}.ko")
+        target = root / "usr/lib/modules" / booted.release / module.relative_to(booted.modules)
+        target.parent.mkdir(parents=True)
+        shutil.copy(module, target)
+
+
+def _install(root: Path, deb: Path) -> None:
+    files = {
+        "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 node\n",  # which containerd copies
+        "etc/hostname": "node\n",
+        "etc/resolv.conf": "",
+        "etc/systemd/system/script.service": vm.service("/srv/script.py", "/dev/ttyS1"),
+        "etc/systemd/system/kubelet.service": KUBELET_UNIT,
+        "etc/udev/rules.d/50-tenstorrent.rules": RULE,
+        "etc/modules-load.d/containers.conf": "".join(f"{name}\n" for name in MODULES),
+    }
+    vm.put_files(root, files)
+    shutil.copy(deb, root / "srv/package.deb")
+    vm.inside(root, "dpkg", "--install", "/srv/package.deb")
+    # The script starts these two when it has written their configuration.
+    vm.inside(root, "systemctl", "disable", "containerd")
+    vm.inside(root, "systemctl", "enable", "script")
+
+
+def _boot(booted: vm.Kernel, disk: Path, work: Path) -> str:
+    said, console = work / "said", work / "console"
+    qemu = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35"]
+    qemu += [
+        "-m",
+        "2048",
+        "-smp",
+        "1",
+        "-icount",
+        "shift=1,sleep=on",
+        *vm.HEADLESS,
+        *vm.cards(FUNCTIONS),
+    ]
+    qemu += ["-drive", f"file={disk},if=none,id=disk,format=raw,cache=unsafe"]
+    qemu += ["-device", "nvme,drive=disk,serial=disk", "-kernel", str(booted.image)]
+    qemu += ["-append", f"root=/dev/nvme0n1 rw console=ttyS0 panic=-1 quiet {JOURNAL}"]
+    qemu += ["-serial", f"file:{console}", "-serial", f"file:{said}"]
+    return vm.run_to_end(qemu, said, console, HUNG)
