@@ -247,7 +247,7 @@ class Remembered(NamedTuple):
             pb.RegisterRequest(resource_name=name)
             ttdp.device_list(resource)
         fleet.observe(settings)
-        memory.save(fleet.memory(), custody.memory())
+        memory.save(chips=fleet.memory(), custody=custody.memory())
         return listed
 
 
