@@ -249,7 +249,7 @@ texts = st.one_of(
 )
 
 
-@hypothesis_settings(deadline=None)
+@hypothesis_settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.sampled_from([*VALUES]), texts))
 @example({"tt_heartbeat": "1_000"})
 @example({"temp1_input": "+41500"})
