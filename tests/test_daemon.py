@@ -375,11 +375,18 @@ async def test_polls_that_fail_each_time_give_no_sign_of_life(
     node.add("n150")
     daemon = await start(interval=0.05, environ={"WATCHDOG_USEC": "100000"})
     await until(lambda: daemon.notified("WATCHDOG=1"))
+    polls = 0
+
+    def fail(*_: object, **__: object) -> None:
+        nonlocal polls
+        polls += 1
+        raise RuntimeError
+
     with monkeypatch.context() as patch:
-        patch.setattr(daemon.daemon.monitor.fleet, "observe", None)
-        await asyncio.sleep(0.15)
+        patch.setattr(daemon.daemon.monitor.fleet, "observe", fail)
+        await until(lambda: polls > 2)
         daemon.forget_notes()
-        await asyncio.sleep(0.3)
+        await until(lambda: polls > 8)
         assert not daemon.notified("WATCHDOG=1")
     await until(lambda: daemon.notified("WATCHDOG=1"))
 

@@ -146,7 +146,7 @@ async def test_the_files_follow_by_events_alone(
     await until(lambda: daemon.notified("READY=1"))
     node.swap_ordinals(first.bdf, second.bdf)
     await until(lambda: daemon.chip(first.bdf).function.ordinal == first.ordinal)
-    await until(lambda: described(places["cdi_dir"]) == nodes_of(node), seconds=3)
+    await until(lambda: described(places["cdi_dir"]) == nodes_of(node))
 
 
 async def test_the_cdi_file_is_right_before_the_kubelet_starts(
@@ -336,7 +336,7 @@ async def test_a_mount_that_does_not_answer_leaves_no_file_that_is_false(
     await until(lambda: daemon.chip(first.bdf).function.ordinal == first.ordinal)
     try:
         false = {first.bdf: str(second.device_node), second.bdf: str(first.device_node)}
-        await until(lambda: described(places["cdi_dir"]) != false, seconds=5)
+        await until(lambda: described(places["cdi_dir"]) != false)
     finally:
         answers.set()
 

@@ -277,8 +277,7 @@ def test_what_is_sound_is_remembered(remembered: Remembered) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"\0" * 99, b"\xff", b'{"boot": null}', b'{"boot": null, "chips": 5}'],
+    "content", [b"", b"{", b"[]", b"\0" * 99, b"\xff", b"{}", b'{"boot": null, "chips": 5}']
 )
 def test_what_is_no_state_is_none(remembered: Remembered, content: bytes) -> None:
     """Whatever is in the file, there is a daemon."""
