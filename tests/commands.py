@@ -18,14 +18,7 @@ from typing import Any
 
 from tests.world import simulation
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import (
-    PATIENCE,
-    ROOT,
-    environment,
-    finished,
-    outlet_flags,
-    wait_until,
-)
+from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, wait_until
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 

@@ -382,8 +382,7 @@ class Cards(Story):
             N150, lambda: chip.bdf in kubelet.unhealthy(N150), self.kernel.deliver()
         )
         stage.fact(
-            "gone",
-            f"/dev/tenstorrent/{old}; unhealthy in the list after {milliseconds(seconds)}",
+            "gone", f"/dev/tenstorrent/{old}; unhealthy in the list after {milliseconds(seconds)}"
         )
         chip.come_back(ordinal=11)
         seconds = await self._listed(

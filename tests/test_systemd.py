@@ -291,11 +291,7 @@ async def test_a_reload_while_it_waits_for_the_driver_does_not_make_it_ready(
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_ends_in_order_and_takes_its_sockets_along(
-    node: SimulatedNode,
-    launch: Launch,
-    kubelet: Kubelet,
-    number: signal.Signals,
-    directory: Path,
+    node: SimulatedNode, launch: Launch, kubelet: Kubelet, number: signal.Signals, directory: Path
 ) -> None:
     """STOPPING=1, status 0, nothing left in the directory, with a kubelet that watches."""
     node.add("n150")
