@@ -315,6 +315,6 @@ def test_another_process_can_work_on_the_tree(tmp_path: Path) -> None:
     assert flags.split() == node.flags
     events = run(tmp_path, "vanish", "01:00.0")
     assert "remove@/devices/pci0000:00/0000:00:02.0/0000:01:00.0\n" in events
-    run(tmp_path, "come-back", "01:00.0", "--ordinal", "7")
+    run(tmp_path, "come-back", "01:00.0", "7")
     assert chip.ordinal == 7
     assert "tenstorrent/7" in run(tmp_path, "show")
