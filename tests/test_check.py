@@ -110,20 +110,6 @@ def test_firmware_that_has_stopped_is_named_with_the_remedy_for_that_chip(host: 
     assert "heartbeat stalled" in text and text.endswith(f"tt-smi -r {FIRST}")
 
 
-def test_a_remedy_says_what_else_it_concerns(short_tmp: Path) -> None:
-    """A reset of one chip of a p300 is its mate's, too."""
-    with host_with(short_tmp, "p300c") as host:
-        host.node.chips[0].freeze()
-        text = complaint(host.run("check"), "FAIL", FIRST)
-    assert text.endswith(f"tt-smi -r {FIRST} (that resets 0000:02:00.0 of its board, too)")
-
-
-def test_a_chip_in_reset_is_named(host: Host) -> None:
-    """Its heartbeat answers ENODATA."""
-    host.node.chips[0].reset()
-    assert "resetting" in complaint(host.run("check"), "FAIL", FIRST)
-
-
 def test_a_wrong_node_is_named(host: Host) -> None:
     """What is no character device is no device of ours."""
     node = host.node.chips[0].device_node

@@ -16,10 +16,9 @@ import pytest
 
 import ttdp
 from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
-from ttdp import Mount, PciFunction, Settings, SharedResource, Sharing
+from ttdp import Mount, PciFunction, Settings
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -91,26 +90,6 @@ def test_mounts_are_for_every_device() -> None:
 def test_without_a_chip_there_is_no_cdi_file() -> None:
     """CDI knows no specification without devices."""
     assert ttdp.cdi_spec([], Settings(), ()) is None
-
-
-async def test_an_allocation_by_cdi_names_devices_and_leaves_the_rest_to_the_file(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """Nodes and mounts are the runtime's to find; a shared device's locks are the resource's."""
-    first, second = node.add("n150") + node.add("n150")
-    node.set_hugepages(4)
-    half = SharedResource("n150", 2, "half", (second.bdf,))
-    sharing = Sharing(lock_dir=f"{short_tmp}/locks", resources=(half,))
-    await start(device_list_strategy="cdi", sharing=sharing)
-    await kubelet.registered(N150)
-    await kubelet.registered("tenstorrent.com/half")
-    alone = await kubelet.admit("alone", "main", {N150: 1})
-    shared = await kubelet.admit("half", "main", {"tenstorrent.com/half": 1})
-    assert alone.cdi_devices == [f"tenstorrent.com/device={first.bdf}"]
-    assert (alone.devices, alone.mounts) == ([], [])
-    assert alone.envs["TT_VISIBLE_DEVICES"] == first.bdf
-    paths = [(mount.host_path, mount.container_path) for mount in shared.mounts]
-    assert paths == [(f"{short_tmp}/locks/half", "/dev/shm")]
 
 
 # -- files that follow -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Garbage never hurts: on sockets, in requests, in sysfs and /dev, in what a restart remembers."""
+"""Garbage never hurts: on sockets, in requests, in what a restart remembers."""
 
 from __future__ import annotations
 
@@ -179,24 +179,6 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
         assert "Traceback" in text.getvalue()
     finally:
         logging.getLogger().removeHandler(handler)
-
-
-# -- in sysfs and /dev -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe" * 50, b"9" * 1_000_000])
-async def test_an_attribute_of_nonsense_counts_as_not_offered(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, content: bytes
-) -> None:
-    """Empty, binary or huge: the device is there, under PCI's name, and so is the daemon."""
-    chip, other = node.chips
-    for attribute in (*chip.facts.telemetry, *chip.facts.sensors):
-        chip.write(attribute, content)
-    daemon = await start()
-    await kubelet.registered(NAME)
-    await until(lambda: daemon.chip(other.bdf).health.heartbeat)
-    assert kubelet.healthy(NAME) == {chip.bdf, other.bdf}
-    assert daemon.chip(chip.bdf).identity.serial is None
 
 
 # -- in what a restart remembers -------------------------------------------------------------------

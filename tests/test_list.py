@@ -216,14 +216,6 @@ def test_processes_that_have_a_node_open_are_named(host: Host) -> None:
     assert [row["processes"] for row in host.run("list", "--json").rows] == [None] * 3
 
 
-def test_a_pod_is_named_by_the_kubelets_record(host: Host) -> None:
-    """By its UID where no API tells its name."""
-    (chip,) = host.node.add("n150")
-    (host.plugins / ttdp.CHECKPOINT).write_text(record("tenstorrent.com/n150", chip.bdf))
-    (row,) = host.run("list", "--json").rows
-    assert row["pods"] == [{"namespace": "", "pod": UID, "container": "main"}]
-
-
 # -- chips that are ill ----------------------------------------------------------------------------
 
 

@@ -198,7 +198,6 @@ class SimulatedNode:
             "numbers": numbers,
             "udev_rules": udev_rules,
             "links": links,
-            "udev": True,
             "driver_state": "",
             "bound": [],
             "seqnum": 1050,
@@ -507,22 +506,6 @@ class SimulatedNode:
                     remove_empty(self.root / "proc/driver/tenstorrent")
                 self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
             self._state["driver_state"] = ""
-
-    def stop_udev(self) -> None:
-        """udev is dead: what comes has the kernel's mode and no links; links of what goes stay."""
-        with self.changing():
-            self._state["udev"] = False
-
-    def start_udev(self) -> None:
-        """udev runs again, and coldplug has it look at what is there.
-
-        It knows nothing of what went meanwhile.
-        """
-        with self.changing():
-            self._state["udev"] = True
-            for bdf in self._state["bound"]:
-                self._udev_add(self._functions[bdf])
-                self._udev_change(self._functions[bdf])
 
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
         """Renumber two functions, as a reload can: unbound, then bound as the other's number."""
@@ -881,14 +864,12 @@ class SimulatedNode:
         return links
 
     def _udev_add(self, function: Function) -> None:
-        if not self._state["udev"]:
-            return
         if self._state["udev_rules"] and self._state["nodes"] == "mknod":
             (self.root / f"dev/tenstorrent/{function.ordinal}").chmod(0o666)
         self._lead(function, "by-pci")
 
     def _udev_change(self, function: Function) -> None:
-        if self._state["udev"] and function.hwmon is not None:
+        if function.hwmon is not None:
             self._lead(function, "by-id")
 
     def _lead(self, function: Function, kind: str) -> None:
@@ -898,7 +879,7 @@ class SimulatedNode:
 
     def _udev_remove(self, function: Function) -> None:
         """Takes its links, unless they are another's by now."""
-        for path in self._links(function).values() if self._state["udev"] else ():
+        for path in self._links(function).values():
             if path.is_symlink() and path.readlink().name == str(function.ordinal):
                 remove(path)
             remove_empty(path.parent)
