@@ -1312,8 +1312,8 @@ def _show(chip: Chip) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The command line; the exit status."""
     if len(arguments) < 2:
-        print(USAGE, file=sys.stderr)
-        return 2
+        print(USAGE)
+        return 0 if arguments == ["--help"] else 2
     root, operation, words = Path(arguments[0]).absolute(), arguments[1], arguments[2:]
     if operation in ("create", "from-capture"):
         root.mkdir(parents=True, exist_ok=True)
