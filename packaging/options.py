@@ -162,18 +162,29 @@ def metavar(key: Key) -> str:
 
 
 def readme() -> str:
-    """Return the rows of its table."""
+    """Return its table: a row for each flag, and one for each section of the file."""
     file = "may be absent; one that is named has to exist"
     rows = [("--config-file", "TTDP_CONFIG_FILE", "", ttdp.DEFAULT_CONFIG_FILE, file)]
-    keys = [*top_keys(), *(key for section in SECTIONS for key in keys_of(section))]
-    for key in keys:
-        name = f"{key.section} {key.name}".lstrip()
-        rows.append((key.flag, key.variable, name, key.shown_default, key.text))
+    for key in top_keys():
+        rows.append((key.flag, key.variable, key.name, key.shown_default, key.text))
     lines = ["| flag | environment | key in the file | default | |", "|---|---|---|---|---|"]
     for *code, text in rows:
-        cells = [f"`{each}`" if each else "" for each in code]
-        lines.append(f"| {' | '.join([*cells, text.replace('|', chr(92) + '|')])} |")
+        lines.append(f"| {' | '.join([*map(quoted, code), escaped(text)])} |")
+    for section in SECTIONS:
+        keys = [*keys_of(section)]
+        names = " ".join(quoted(key.name) for key in keys)
+        defaults = ", ".join(quoted(key.shown_default) or "–" for key in keys)
+        cells = ["", "", f"{quoted(section.heading)} {names}", defaults, section.text]
+        lines.append(f"| {' | '.join(cells)} |")
     return "".join(f"{line}\n" for line in lines)
+
+
+def quoted(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", r"\|").replace("<", "&lt;")
 
 
 # -- The manual page, in mdoc(7) -------------------------------------------------------------------
