@@ -104,6 +104,21 @@ def test_readme_names_every_metric_and_fault() -> None:
     assert re.findall(r"`(\w+)", faults)[1:] == [fault.name.lower() for fault in ttdp.Fault]
 
 
+def test_readme_names_every_label() -> None:
+    """Those of a node with an n300, and no others; its example asks for labels that there are."""
+    function = ttdp.PciFunction("0000:01:00.0", "wormhole", "n300", 0, 0, "", "")
+    chips = [ttdp.Chip(function, identity=ttdp.Identity(firmware="19.4.0.0"))]
+    listed = ttdp.configured_resources(chips, ttdp.Settings()).values()
+    lines = ttdp.feature_file(listed, chips, ttdp.Settings(), "2.10.0").splitlines()
+    written = {line.partition("=")[0].partition("/")[2] for line in lines}
+    text = " ".join(row[0] for row in cells("Node labels"))
+    named = {*re.findall(r"(?:tenstorrent\.com/|….)([a-z0-9.-]+)", text)}
+    assert named == {*written, "arch.blackhole"}
+    example = next(block for block in fenced("yaml") if "matchExpressions" in block)
+    asked = re.findall(r"key: tenstorrent\.com/([^,]+)", example)
+    assert asked and {key.replace("p300", "n300") for key in asked} <= written
+
+
 def test_readme_queries_are_tested() -> None:
     """Word for word, so that what is copied works."""
     queries = {query.strip() for query in fenced("promql")}
