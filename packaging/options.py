@@ -245,7 +245,10 @@ def configuration() -> str:
 
 def documented(key: Key) -> str:
     """Return a key's lines."""
-    value = EXAMPLES[key.name] if key.default in (None, MISSING) else key.default
+    has_default = key.default not in (None, MISSING)
+    if not has_default and key.name not in EXAMPLES:
+        sys.exit(f"{key.name} has no default: EXAMPLES in {__file__} needs a value for it")
+    value = key.default if has_default else EXAMPLES[key.name]
     note = "  # an example; as installed there is none" if key.default is None else ""
     return f"{comment(' '.join(key.sentences))}#{key.name} = {json.dumps(value)}{note}\n"
 

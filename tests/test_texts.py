@@ -193,9 +193,3 @@ def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
             wheel = f"grpcio-{grpcio}-{abi}-{abi}-"
             packed = [file for file in bundled["sha256"] if file.startswith(wheel)]
             assert any(machines[architecture] in file for file in packed), wheel
-
-
-def test_package_has_the_version_of_the_program() -> None:
-    """Debian's changelog and the program agree."""
-    changelog = (DEB / "changelog").read_text()
-    assert changelog.startswith(f"tt-device-plugin ({ttdp.__version__}) ")
