@@ -100,8 +100,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str, int, int]] = 
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("how", ["a reload", "a restart", "both restarted"])
+@pytest.mark.parametrize(
+    ("how", "change"),
+    [
+        *(("a reload", change) for change in CHANGES),
+        *(("a restart", change) for change in ("another naming", "another id", "to shared")),
+        *(("both restarted", change) for change in ("another domain", "chip to board", "renamed")),
+    ],
+)
 async def test_what_a_pod_has_is_not_offered_under_another_name(
     node: SimulatedNode, kubelet: Kubelet, directory: Path, change: str, how: str
 ) -> None:
