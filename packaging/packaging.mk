@@ -12,7 +12,8 @@ SIGN_KEY ?=
 REPOSITORY := dist/repository
 RELEASE_CHECKS ?= .ci/run
 
-.PHONY: FORCE deb-tools lock abis reproducible repository release e2e-systemd
+.PHONY: FORCE deb-tools lock abis reproducible repository release
+.PHONY: e2e-systemd e2e-kubelet e2e-cgroup2 e2e-arm64
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
@@ -62,5 +63,15 @@ SYSTEMD_TESTS := package.py udev.py logind.py repository.py pythons.py
 e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd, in system containers and virtual machines; needs root
 	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)
 
+# Whole machines in QEMU's interpreter, which need no more of the host than their package.
+MACHINE_TESTS := cgroup2.py arm64.py
+
 e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## with the real kubelet, containerd, podman; needs root
-	@$(PYTEST) -vv tests/e2e $(SYSTEMD_TESTS:%=--ignore tests/e2e/test_%) --ignore tests/e2e/test_newcomer.py
+	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_newcomer.py \
+		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(MACHINE_TESTS))
+
+e2e-cgroup2: $(DEB)$(MACHINE).deb  ## a node with cgroup v2 in a virtual machine: what a pod's containers can open; needs root
+	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
+
+e2e-arm64: $(DEB)arm64.deb  ## the arm64 package on arm64 virtual machines, Debian 12 and 13; needs root
+	@$(PYTEST) -vv tests/e2e/test_arm64.py

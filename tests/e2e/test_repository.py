@@ -303,7 +303,7 @@ def test_removal_leaves_nothing(node: Node) -> None:
     }
 
 
-# ------------------------------------------------------------------------- what is made, without apt
+# ----------------------------------------------------------------------- what is made, without apt
 
 
 def contents(repository: Path) -> dict[str, bytes]:
@@ -318,7 +318,7 @@ def contents(repository: Path) -> dict[str, bytes]:
 
 
 def test_it_comes_out_the_same(publisher: Publisher, tmp_path: Path) -> None:
-    """But for date and signatures: in whatever order, by whosever key, and made anew over itself."""
+    """But for date and signatures: in any order, by any key, and made anew over itself."""
     packages = publisher.packages
     publisher.publish(tmp_path / "one", packages.current, packages.following)
     publisher.publish(tmp_path / "two", packages.following, packages.current, key="somebody else")
