@@ -37,6 +37,7 @@ from tests.e2e.host import (
     Host,
     Packages,
 )
+from tests.e2e.steps import OTHER, probing
 from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie", "forky")
@@ -202,17 +203,11 @@ def test_sandbox_from_inside(host: Host, told: Told) -> None:
     # 10:200 is /dev/net/tun's driver, which there is everywhere. Outside, everybody can open it.
     shell("setpriv --reuid=65534 --clear-groups sh -c ': <>/dev/tenstorrent/7'")
     unit = host.path(host.property("FragmentPath")).read_text()
-    unit = re.sub(r"(?m)^Type=.*$", "Type=oneshot", unit)
-    others = r"Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStartPre=\S*back-off"
-    unit = re.sub(rf"(?m)^({others}).*\n", "", unit)
-    # As a container's process may be: of another user, with capabilities.
-    capabilities = "--property=AmbientCapabilities=CAP_NET_RAW CAP_SYS_CHROOT"
-    other = ["--unit=other", "--uid=65534", capabilities]
-    host.container("systemd-run", "--quiet", *other, "sleep", "infinity")
-    process = host.property("MainPID", "other")
-    probe = f"/srv/project/tests/e2e/probe.py /dev/tenstorrent/7 {process}"
-    started = f"ExecStart=/usr/bin/python3 {probe}\nStandardOutput=file:/srv/shared/probe"
-    unit = re.sub(r"(?m)^ExecStart=.*$", started, unit)
+    shell(OTHER)
+    probe = (
+        f"/srv/project/tests/e2e/probe.py /dev/tenstorrent/7 {host.property('MainPID', 'other')}"
+    )
+    unit = probing(unit, probe, "/srv/shared/probe")
     host.container.write("/etc/systemd/system/probe.service", unit)
     shell("systemctl daemon-reload && systemctl start probe")
     shell(f"systemctl stop other && rm -r /etc/systemd/system/probe.service {made}")
