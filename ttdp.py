@@ -1181,7 +1181,7 @@ class Custody:
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
         self._identity: FileIdentity | None = None  # of the file that was read
-        # Since when an allocation is not in the file; inf: it is.
+        # Since when an allocation is not in the file; inf: it is. The newest is the last.
         self._missing_since: dict[Allocation, float] = {}
         self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
         self._written_since = -math.inf  # the file is of a writing that was begun after this
@@ -1242,6 +1242,7 @@ class Custody:
         self._missing_since[allocation] = now
 
     def allocations(self, now: float) -> list[Allocation]:
+        """Return those that count, the newest last."""
         return [each for each in self._missing_since if self._counts(each, now)]
 
     def is_filed(self, allocation: Allocation) -> bool:
@@ -2736,15 +2737,14 @@ class Allocator:
         """
         custody = self._custody
         allocations = custody.allocations(time.monotonic())
-        own = {
-            each.pod
-            for each in allocations
-            if each.resource == resource.name and each.ids == ids and custody.is_filed(each)
-        }
+        same = [
+            each.pod for each in allocations if (each.resource, each.ids) == (resource.name, ids)
+        ]
+        own = ["", *same[-1:]]  # the newest answer's; that can be a grant
         for chip in _chips(resource, ids):
             for each in allocations:
                 is_fellow = resource.replicas > 0 and each.resource == resource.name
-                is_other = each.pod not in own and each.pod != "" and not is_fellow
+                is_other = each.pod not in own and not is_fellow
                 if is_other and chip.bdf in each.chips and self._has_open(each.pod, chip):
                     return custody.describe(each)
         return None
