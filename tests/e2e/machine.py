@@ -231,6 +231,12 @@ class Machine:
     ) -> None:
         self.destroy()
 
+    @property
+    def cgroups(self) -> Path:
+        """The machine's cgroup in any one hierarchy: the kubelet makes a pod's in all of them."""
+        roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+        return next(root for root in roots if root.is_dir()) / self.cgroup[1:]
+
     def path(self, inside: str) -> Path:
         """Where a file of the node's /var/lib, /var/log or /run is on the host."""
         for directory, outside in self._mounts.items():
@@ -936,8 +942,15 @@ class Kubelet:
 
     def allocatable(self, resource: str) -> set[str]:
         """The IDs of the resource's healthy devices, in use or not."""
+        return self.allocatable_by_resource().get(resource, set())
+
+    def allocatable_by_resource(self) -> dict[str, set[str]]:
+        """The IDs of all healthy devices."""
         answer = self._ask("GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest())
-        return {device for d in answer.devices if d.resource_name == resource for device in d.device_ids}
+        found: dict[str, set[str]] = {}
+        for devices in answer.devices:
+            found.setdefault(devices.resource_name, set()).update(devices.device_ids)
+        return found
 
     def assigned(self, resource: str) -> dict[tuple[str, str], set[str]]:
         """Which devices the containers have, by pod and container."""

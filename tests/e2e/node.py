@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,6 +227,7 @@ class Node:
         api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
         self.kubelet = kubelet(version, self.machine, self.containerd, config=config, api_server=api_server)
         self._dead: set[str] = set()  # containers of former boots
+        self._boot = ""
         self._pods: list[str] = []
         self._going: list[str] = []
         self._daemon: Daemon | None = None
@@ -251,9 +253,25 @@ class Node:
 
     def _power_on(self) -> None:
         self.machine.power_on()
+        self._begin_boot()
         self.containerd.start()
         if self.api:
             self.api.serve(self.machine)
+
+    def _begin_boot(self) -> None:
+        self._boot = str(uuid.uuid4())
+        if self._cards is not None:
+            self._show_boot(self._cards.root)
+
+    def _show_boot(self, root: Path) -> None:
+        """Show the cards' tree which boot this is, and the cgroups of this machine's pods."""
+        file = root / "proc/sys/kernel/random/boot_id"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{self._boot}\n")
+        cgroups = root / "sys/fs/cgroup"
+        cgroups.parent.mkdir(exist_ok=True)
+        if not cgroups.is_symlink():
+            cgroups.symlink_to("/sys/fs/cgroup")
 
     @property
     def cards(self) -> SimulatedNode:
@@ -261,6 +279,7 @@ class Node:
         if self._cards is None:
             root = self.machine.scratch / f"cards-{next(_names)}"
             self._cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
+            self._show_boot(root)
             self._ticker.enter_context(Ticker(self._cards))
         return self._cards
 

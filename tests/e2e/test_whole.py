@@ -130,6 +130,7 @@ class SystemNode(Node):
         assert self.api
         api = self.api
         self.system.begun = lambda: api.serve(self.system)
+        self._begin_boot()
         self.system.power_on()
         self.containerd.prepare()
 
