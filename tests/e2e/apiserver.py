@@ -32,7 +32,9 @@ class ApiServer:
 
     def __init__(self) -> None:
         self._objects: dict[str, JSON] = {}  # by path
-        self._events: list[tuple[int, str, JSON]] = []  # version, path of the collection, watch event
+        self._events: list[
+            tuple[int, str, JSON]
+        ] = []  # version, path of the collection, watch event
         self._version = itertools.count(1)
         self._latest = 0
         self._changed = threading.Condition()
@@ -59,10 +61,18 @@ class ApiServer:
         """Create a pod that is scheduled to the node, with what a real server would have filled in."""
         pod = copy.deepcopy(dict(manifest))
         pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
-        pod["spec"] |= {"nodeName": node, "dnsPolicy": "Default", "securityContext": {}, "schedulerName": "default"}
+        pod["spec"] |= {
+            "nodeName": node,
+            "dnsPolicy": "Default",
+            "securityContext": {},
+            "schedulerName": "default",
+        }
         pod["spec"].setdefault("enableServiceLinks", True)
         for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
-            container |= {"terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File"}
+            container |= {
+                "terminationMessagePath": "/dev/termination-log",
+                "terminationMessagePolicy": "File",
+            }
             container.setdefault("imagePullPolicy", "IfNotPresent")
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
@@ -122,12 +132,16 @@ class ApiServer:
         self._events.append((self._latest, path, {"type": action, "object": copy.deepcopy(item)}))
         self._changed.notify_all()
 
-    def wait_events(self, collection: str, after: int, server: _Server) -> tuple[list[JSON], int] | None:
+    def wait_events(
+        self, collection: str, after: int, server: _Server
+    ) -> tuple[list[JSON], int] | None:
         """Watch events of a kind after a version, as soon as there is one; None when the server closes."""
         with self._changed:
             while not server.closing:
                 found = [
-                    event for version, path, event in self._events if version > after and _within(path, collection)
+                    event
+                    for version, path, event in self._events
+                    if version > after and _within(path, collection)
                 ]
                 if found:
                     return found, self._latest
@@ -158,7 +172,11 @@ def merged(item: Any, change: Any) -> Any:
 def _parse(path: str) -> tuple[str, str, str, str]:
     """Group and version, namespace, kind in the plural, and name ("" for a collection) of a path."""
     parts = path.strip("/").split("/")
-    group, rest = ("/".join(parts[1:2]), parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
+    group, rest = (
+        ("/".join(parts[1:2]), parts[2:])
+        if parts[0] == "api"
+        else ("/".join(parts[1:3]), parts[3:])
+    )
     namespace = ""
     if rest[:1] == ["namespaces"] and len(rest) > 2:
         namespace, rest = rest[1], rest[2:]
@@ -193,7 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _body(self) -> JSON:
-        return dict(json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"))
+        return dict(
+            json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        )
 
     def _answer(self, code: int, content: JSON) -> None:
         data = json.dumps(content).encode()
@@ -207,7 +227,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(404, "NotFound")
 
     def _refuse(self, code: int, reason: str) -> None:
-        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+        status = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "reason": reason,
+            "code": code,
+        }
         self._answer(code, {**status, "message": f"{self.path}: {reason}"})
 
     def do_GET(self) -> None:
@@ -223,7 +249,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._watch(url.path, query)
         items, version = self.server.api.collect(url.path)
         metadata = {"resourceVersion": str(version)}
-        self._answer(200, {"kind": f"{KINDS[kind]}List", "apiVersion": group, "metadata": metadata, "items": items})
+        self._answer(
+            200,
+            {
+                "kind": f"{KINDS[kind]}List",
+                "apiVersion": group,
+                "metadata": metadata,
+                "items": items,
+            },
+        )
 
     def _watch(self, collection: str, query: Mapping[str, str]) -> None:
         group, _, kind, _ = _parse(collection)
@@ -236,8 +270,16 @@ class _Handler(BaseHTTPRequestHandler):
             items, after = self.server.api.collect(collection)
             for item in items:
                 self._chunk({"type": "ADDED", "object": item})
-            done = {"resourceVersion": str(after), "annotations": {"k8s.io/initial-events-end": "true"}}
-            self._chunk({"type": "BOOKMARK", "object": {"kind": KINDS[kind], "apiVersion": group, "metadata": done}})
+            done = {
+                "resourceVersion": str(after),
+                "annotations": {"k8s.io/initial-events-end": "true"},
+            }
+            self._chunk(
+                {
+                    "type": "BOOKMARK",
+                    "object": {"kind": KINDS[kind], "apiVersion": group, "metadata": done},
+                }
+            )
         while found := self.server.api.wait_events(collection, after, self.server):
             events, after = found
             for event in events:
@@ -252,12 +294,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         item, path = self._body(), urlsplit(self.path).path
         name = item.get("metadata", {}).get("name") or uuid.uuid4().hex
-        if self.server.api.read(f"{path}/{name}"):  # a kubelet that starts again creates its node and is told so
+        if self.server.api.read(
+            f"{path}/{name}"
+        ):  # a kubelet that starts again creates its node and is told so
             return self._refuse(409, "AlreadyExists")
         self._answer(201, self.server.api.write(f"{path}/{name}", item))
 
     def do_PUT(self) -> None:
-        self._answer(200, self.server.api.write(urlsplit(self.path).path.removesuffix("/status"), self._body()))
+        self._answer(
+            200,
+            self.server.api.write(urlsplit(self.path).path.removesuffix("/status"), self._body()),
+        )
 
     def do_PATCH(self) -> None:
         item = self.server.api.patch(urlsplit(self.path).path.removesuffix("/status"), self._body())

@@ -86,7 +86,9 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if sentences := config.stash.get(_told, []):
         terminalreporter.section("checked and measured")
         for name, sentence in sentences:
@@ -98,7 +100,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for line in results.lines():
         terminalreporter.write_line(line)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False) + "\n")
+    RESULTS.write_text(
+        json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False)
+        + "\n"
+    )
     terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(ROOT)}")
 
 

@@ -47,14 +47,20 @@ class Missing(Exception):
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
-    arguments = ["--variant=minbase", f"--include={packages}", "--aptopt=Acquire::Check-Valid-Until false"]
+    arguments = [
+        "--variant=minbase",
+        f"--include={packages}",
+        "--aptopt=Acquire::Check-Valid-Until false",
+    ]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     tarball = CACHE / f"{suite}-{key}.tar"
     if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:
         return tarball
     CACHE.mkdir(parents=True, exist_ok=True)
     half = tarball.with_suffix(f".{os.getpid()}.tar")
-    made = subprocess.run(["mmdebstrap", "--quiet", *arguments, suite, str(half)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mmdebstrap", "--quiet", *arguments, suite, str(half)], capture_output=True, text=True
+    )
     if made.returncode:
         half.unlink(missing_ok=True)
         reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
@@ -88,7 +94,16 @@ class Container:
         since = time.monotonic()
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                ["unshare", "--mount", "--propagation=private", "sh", "-c", self.script, "sh", *self.arguments],
+                [
+                    "unshare",
+                    "--mount",
+                    "--propagation=private",
+                    "sh",
+                    "-c",
+                    self.script,
+                    "sh",
+                    *self.arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -96,11 +111,17 @@ class Container:
             )
         wait_until(self._begun, f"the systemd of {self.name}", 30)
         begun()
-        wait_until(self._up, lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n", 60)
+        wait_until(
+            self._up,
+            lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n",
+            60,
+        )
         return time.monotonic() - since
 
     def _begun(self) -> bool:
-        assert self._nspawn and self._nspawn.poll() is None, f"systemd-nspawn has ended:\n{self._last_words()}"
+        assert self._nspawn and self._nspawn.poll() is None, (
+            f"systemd-nspawn has ended:\n{self._last_words()}"
+        )
         pid = self._nspawn.pid
         with contextlib.suppress(OSError, IndexError):
             self.leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
@@ -109,7 +130,10 @@ class Container:
 
     def _up(self) -> bool:
         assert self._begun(), f"systemd has ended:\n{self._last_words()}"
-        return self("systemctl", "is-system-running", check=False).strip() in ("running", "degraded")
+        return self("systemctl", "is-system-running", check=False).strip() in (
+            "running",
+            "degraded",
+        )
 
     def _last_words(self) -> str:
         return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
@@ -125,7 +149,9 @@ class Container:
     def __call__(self, *command: str, check: bool = True) -> str:
         """Standard output and error of a command in the container."""
         done = self.run("sh", "-c", 'exec "$@" 2>&1', "sh", *command)
-        assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
+        assert not check or done.returncode == 0, (
+            f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
+        )
         return done.stdout
 
     def shell(self, script: str, check: bool = True) -> str:
@@ -149,7 +175,9 @@ class Container:
         found: set[str] = set()
         for directory, names, files in os.walk(self.root):
             place = os.path.relpath(directory, self.root)
-            names[:] = [name for name in names if os.path.normpath(os.path.join(place, name)) not in kept]
+            names[:] = [
+                name for name in names if os.path.normpath(os.path.join(place, name)) not in kept
+            ]
             found.update(os.path.normpath(os.path.join(place, name)) for name in [*names, *files])
         return found
 

@@ -61,9 +61,7 @@ VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kube
 """The kubelets that can be had, by minor version: one module beside this file pins each of them."""
 
 NODE_NAME = "node"
-NODE_ADDRESS = (
-    "192.0.2.1"  # TEST-NET-1: one that is not of the loopback range, which a kubelet does not take for its own
-)
+NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: one that is not of the loopback range, which a kubelet does not take for its own
 IMAGE = "localhost/realkubelet/busybox:1"
 """The one image there is: a static busybox. It does for the pods and for the pause container."""
 
@@ -95,14 +93,18 @@ def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
     """What is missing to run these kubelets here, in one line that says what to do, or None."""
     if os.geteuid() != 0:
         return "the real kubelet needs root"
-    packages = sorted({package for tool, package in _PACKAGES.items() if shutil.which(tool) is None})
+    packages = sorted(
+        {package for tool, package in _PACKAGES.items() if shutil.which(tool) is None}
+    )
     if packages:
         return f"apt-get install --no-install-recommends {' '.join(packages)}"
     if all(kubelet_path(version).exists() for version in versions):
         return None
     if (go := shutil.which("go")) is None:
         return "building the kubelet needs Go 1.21 or newer (golang-go, in Debian 12 from bookworm-backports)"
-    said = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [go, "env", "GOVERSION"], capture_output=True, text=True, check=True
+    ).stdout
     found = re.match(r"go(\d+)\.(\d+)", said)
     if found and (int(found[1]), int(found[2])) < _MINIMUM_GO:
         return f"building the kubelet needs Go 1.21 or newer, {go} is {said.strip()}"
@@ -112,7 +114,9 @@ def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
 def kubelet_path(version: str) -> Path:
     """Where the kubelet of this minor version is once it is built; another go.sum is another kubelet."""
     module = HERE / f"kubelet-{version}"
-    digest = hashlib.sha256((module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()).hexdigest()
+    digest = hashlib.sha256(
+        (module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()
+    ).hexdigest()
     return CACHE / f"kubelet-{version}-{digest[:16]}"
 
 
@@ -125,7 +129,9 @@ def build_kubelet(version: str) -> Path:
         if target.exists():
             return target
         module = HERE / f"kubelet-{version}"
-        release = re.search(r"^\s*k8s\.io/kubernetes (v\S+)", (module / "go.mod").read_text(), re.MULTILINE)
+        release = re.search(
+            r"^\s*k8s\.io/kubernetes (v\S+)", (module / "go.mod").read_text(), re.MULTILINE
+        )
         assert release is not None, f"{module}/go.mod requires no k8s.io/kubernetes"
         partial = target.with_name(f"{target.name}.partial")
         stamp = f"-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={release[1]}"
@@ -158,7 +164,9 @@ class Process:
     """A process in a machine's namespaces, its output in a file."""
 
     def __init__(self, entered: subprocess.Popen[bytes], log: Path) -> None:
-        self._entered = entered  # nsenter: it waits for the process itself, and passes no signals on
+        self._entered = (
+            entered  # nsenter: it waits for the process itself, and passes no signals on
+        )
         self.log = log
         self.pid = wait_until(self._behind, "the process behind nsenter", 10)
 
@@ -196,7 +204,9 @@ def tail(log: Path, lines: int = 40) -> str:
     """The end of a log file, without the kubelet's notes of what this harness asked it."""
     if not log.exists():
         return "(no output)"
-    said = [line for line in log.read_text(errors="replace").splitlines() if "httplog.go" not in line]
+    said = [
+        line for line in log.read_text(errors="replace").splitlines() if "httplog.go" not in line
+    ]
     return "\n".join(said[-lines:])
 
 
@@ -227,7 +237,10 @@ class Machine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.destroy()
 
@@ -262,7 +275,9 @@ class Machine:
             private.write_text(Path("/proc/sys", name).read_text())
             script.append(f"mount --bind {private} /proc/sys/{name}")
         if self._numa_nodes is not None:
-            script.append(f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node")
+            script.append(
+                f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node"
+            )
         script += [
             f"busybox hostname {NODE_NAME}",
             "busybox ip link set lo up",
@@ -305,7 +320,9 @@ class Machine:
         if self._init is None:
             return
         assert self._init.stdin is not None and self._init.stdout is not None
-        os.kill(self._init_pid, signal.SIGKILL)  # the kernel kills all others and holds this one until they are gone
+        os.kill(
+            self._init_pid, signal.SIGKILL
+        )  # the kernel kills all others and holds this one until they are gone
         self._init.wait(30)
         self._init.stdin.close()
         self._init.stdout.close()
@@ -322,25 +339,48 @@ class Machine:
 
     def _entering(self, argv: Sequence[str]) -> list[str]:
         assert self._init is not None, "the machine is off"
-        return ["nsenter", f"--target={self._init_pid}", "--mount", "--pid", "--net", "--uts", "--ipc", "--", *argv]
+        return [
+            "nsenter",
+            f"--target={self._init_pid}",
+            "--mount",
+            "--pid",
+            "--net",
+            "--uts",
+            "--ipc",
+            "--",
+            *argv,
+        ]
 
-    def spawn(self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Process:
+    def spawn(
+        self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> Process:
         """Start a process in the machine; its output is appended to `log`."""
         with log.open("ab") as output:
             entered = subprocess.Popen(
-                self._entering(argv), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+                self._entering(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
             )
         return Process(entered, log)
 
     def run(self, argv: Sequence[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
         return subprocess.run(
-            self._entering(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+            self._entering(argv),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def connect(self, port: int) -> socket.socket:
         """A connection to the machine's loopback device."""
-        return in_network(self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
+        return in_network(
+            self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10)
+        )
 
     def listen(self, port: int) -> socket.socket:
         """A socket that takes connections on the machine's loopback device."""
@@ -354,7 +394,9 @@ class Machine:
         for node in range(nodes):
             (root / f"node{node}").mkdir(parents=True)
             (root / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: {memory} kB\n")
-            (root / f"node{node}" / "distance").write_text(" ".join("10" if n == node else "20" for n in range(nodes)))
+            (root / f"node{node}" / "distance").write_text(
+                " ".join("10" if n == node else "20" for n in range(nodes))
+            )
         for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*"):
             (root / f"node{int(path.name[3:]) % nodes}" / path.name).symlink_to(path)
         for name in ("online", "possible", "has_cpu", "has_memory"):
@@ -366,7 +408,9 @@ def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
     """A socket that is made in the network namespace of a process, and works from here."""
     made: list[socket.socket | OSError] = []
 
-    def enter() -> None:  # the namespace is a thread's own, and a socket stays in the one that it was made in
+    def enter() -> (
+        None
+    ):  # the namespace is a thread's own, and a socket stays in the one that it was made in
         try:
             with open(f"/proc/{pid}/ns/net", "rb") as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
@@ -392,7 +436,9 @@ def _remove_abandoned() -> None:
         try:
             with (scratch / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(lock.fileno()).st_mtime > 60:  # not one that is just about to lock it
+                if (
+                    time.time() - os.fstat(lock.fileno()).st_mtime > 60
+                ):  # not one that is just about to lock it
                     remove_cgroups(f"/{scratch.name}")
                     shutil.rmtree(scratch)
         except (FileNotFoundError, BlockingIOError):
@@ -416,10 +462,15 @@ def make_cgroups(cgroup: str) -> None:
         ours = root / cgroup[1:]
         ours.mkdir(exist_ok=True)
         if unified:
-            controllers = " ".join(f"+{name}" for name in (root / "cgroup.controllers").read_text().split())
+            controllers = " ".join(
+                f"+{name}" for name in (root / "cgroup.controllers").read_text().split()
+            )
             for directory in (root, ours):
                 (directory / "cgroup.subtree_control").write_text(controllers)
-        for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cpuset of version 1, which nothing can run in
+        for name in (
+            "cpuset.cpus",
+            "cpuset.mems",
+        ):  # empty in a new cpuset of version 1, which nothing can run in
             if not unified and (root / name).exists():
                 (ours / name).write_text((root / name).read_text())
 
@@ -461,7 +512,9 @@ class Containerd:
         config = self.machine.scratch / "containerd.toml"
         config.write_text(self.config())
         self.process = self.machine.spawn(
-            [self._binary, "--config", str(config)], self.machine.logs / "containerd.log", env=self._env
+            [self._binary, "--config", str(config)],
+            self.machine.logs / "containerd.log",
+            env=self._env,
         )
         self.prepare(timeout)
 
@@ -482,7 +535,9 @@ class Containerd:
             return False
         with grpc.insecure_channel(f"unix://{path}") as channel:
             try:  # containerd's own services answer some time before that for the kubelet does
-                channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)(b"", timeout=5)
+                channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)(
+                    b"", timeout=5
+                )
             except grpc.RpcError:
                 return False
         return True
@@ -502,7 +557,9 @@ class Containerd:
 
     def config(self) -> str:
         """Defaults, but for the pause image (nothing can be pulled here) and what a restricted root may not do."""
-        said = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [self._binary, "--version"], capture_output=True, text=True, check=True
+        ).stdout
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
@@ -513,11 +570,17 @@ class Containerd:
                 "[plugins.'io.containerd.cri.v1.runtime']",
             ]
         else:
-            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']", f"sandbox_image = '{IMAGE}'"]
+            lines = [
+                "version = 2",
+                "[plugins.'io.containerd.grpc.v1.cri']",
+                f"sandbox_image = '{IMAGE}'",
+            ]
             if (int(found[1]), int(found[2])) >= (1, 7):
                 lines.append("enable_cdi = true")  # the default of 2.0
         if not _has_capability(_CAP_SYS_RESOURCE):
-            lines.append("restrict_oom_score_adj = true")  # else runc fails: pods want less than our own
+            lines.append(
+                "restrict_oom_score_adj = true"
+            )  # else runc fails: pods want less than our own
         return "\n".join(lines) + "\n"
 
 
@@ -565,7 +628,9 @@ def image_archive(name: str, layer: bytes) -> bytes:
             "size": len(content),
         }
 
-    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(
+        os.uname().machine, os.uname().machine
+    )
     stored_layer = store(layer, "layer.v1.tar")
     config = {
         "architecture": architecture,
@@ -641,7 +706,9 @@ def pod(
             "terminationGracePeriodSeconds": 1,
             "enableServiceLinks": False,
             "nodeSelector": dict(selector or {}),
-            "containers": [{"name": f"main-{n}" if n else "main"} | container for n in range(containers)],
+            "containers": [
+                {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
+            ],
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
         },
     }
@@ -658,7 +725,9 @@ def refusal(status: Mapping[str, Any]) -> str | None:
 def all_run(manifest: Mapping[str, Any]) -> bool:
     """Whether each of a pod's containers runs."""
     states = manifest["status"].get("containerStatuses") or []
-    return len(states) == len(manifest["spec"]["containers"]) and all("running" in s["state"] for s in states)
+    return len(states) == len(manifest["spec"]["containers"]) and all(
+        "running" in s["state"] for s in states
+    )
 
 
 class Kubelet:
@@ -716,7 +785,10 @@ class Kubelet:
                 "imagefs.inodesFree": "0%",
             },
         }
-        if int(version.split(".")[1]) >= 31 and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        if (
+            int(version.split(".")[1]) >= 31
+            and not Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        ):
             self._config["failCgroupV1"] = False  # refused by default since 1.35
         self.configure(**(config or {}))
         self._verbosity = verbosity
@@ -795,7 +867,10 @@ class Kubelet:
         if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
-            return self.get("/healthz") == b"ok" and self.socket_identity() not in (None, self._stale_socket)
+            return self.get("/healthz") == b"ok" and self.socket_identity() not in (
+                None,
+                self._stale_socket,
+            )
         except OSError:
             return False
 
@@ -850,7 +925,9 @@ class Kubelet:
         directory.mkdir(exist_ok=True)
         # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again remembers what became of it.
         manifest["metadata"].setdefault("annotations", {})["realkubelet/attempt"] = uuid.uuid4().hex
-        partial = directory / f".{manifest['metadata']['name']}"  # names that begin with a dot are left alone
+        partial = (
+            directory / f".{manifest['metadata']['name']}"
+        )  # names that begin with a dot are left alone
         partial.write_text(json.dumps(manifest))
         partial.rename(directory / f"{manifest['metadata']['name']}.json")
 
@@ -864,7 +941,11 @@ class Kubelet:
         Path(self._config["staticPodPath"], f"{name}.json").unlink()
 
     def wait_gone(self, name: str, timeout: float = 30) -> None:
-        wait_until(lambda: self.get_pod(name) is None and not self._has_containers(name), f"pod {name} to go", timeout)
+        wait_until(
+            lambda: self.get_pod(name) is None and not self._has_containers(name),
+            f"pod {name} to go",
+            timeout,
+        )
 
     def get_pod(self, name: str) -> JSON | None:
         """The pod as the kubelet's /pods shows it, None while it knows none of that name."""
@@ -876,7 +957,10 @@ class Kubelet:
 
     def _has_containers(self, name: str) -> bool:
         listed = json.loads(self.get("/runningpods/"))  # from containerd, unlike /pods
-        return any(item["metadata"]["name"] == f"{name}{self._suffix}" for item in listed.get("items") or ())
+        return any(
+            item["metadata"]["name"] == f"{name}{self._suffix}"
+            for item in listed.get("items") or ()
+        )
 
     def pod_status(self, name: str) -> JSON:
         """The pod's status; empty while the kubelet does not know it."""
@@ -910,7 +994,9 @@ class Kubelet:
                 return str(state["containerID"]).removeprefix("containerd://")
         raise LookupError(f"pod {name} has no container {container}")
 
-    def exec(self, name: str, argv: Sequence[str], container: str = "main") -> subprocess.CompletedProcess[str]:
+    def exec(
+        self, name: str, argv: Sequence[str], container: str = "main"
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command in one of the pod's containers. It is run again if its output does not come to its end.
 
         A process that ends at once can be gone before containerd has copied what it wrote.
@@ -918,12 +1004,23 @@ class Kubelet:
         end = uuid.uuid4().hex
         script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
         for _ in range(10):
-            command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container))
+            command = (
+                "tasks",
+                "exec",
+                "--exec-id",
+                uuid.uuid4().hex,
+                self.container_id(name, container),
+            )
             done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
             if done.stdout.endswith(end) and end in done.stderr:
-                done.stdout, done.stderr = done.stdout.removesuffix(end), done.stderr.replace(end, "")
+                done.stdout, done.stderr = (
+                    done.stdout.removesuffix(end),
+                    done.stderr.replace(end, ""),
+                )
                 return done
-        raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}")
+        raise RuntimeError(
+            f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}"
+        )
 
     def logs(self, name: str, container: str = "main") -> str:
         """What a container has written, with the runtime's time stamps."""
@@ -946,7 +1043,9 @@ class Kubelet:
 
     def allocatable_by_resource(self) -> dict[str, set[str]]:
         """The IDs of all healthy devices."""
-        answer = self._ask("GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest())
+        answer = self._ask(
+            "GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest()
+        )
         found: dict[str, set[str]] = {}
         for devices in answer.devices:
             found.setdefault(devices.resource_name, set()).update(devices.device_ids)
@@ -958,7 +1057,12 @@ class Kubelet:
         found: dict[tuple[str, str], set[str]] = {}
         for p in answer.pod_resources:
             for c in p.containers:
-                ids = {device for d in c.devices if d.resource_name == resource for device in d.device_ids}
+                ids = {
+                    device
+                    for d in c.devices
+                    if d.resource_name == resource
+                    for device in d.device_ids
+                }
                 if ids:
                     found[p.name.removesuffix(self._suffix), c.name] = ids
         return found
@@ -976,7 +1080,11 @@ class Kubelet:
         return int(said[-1][0] or said[-1][1]) if said else 0
 
     def wait_allocatable(self, resource: str, devices: set[str], timeout: float = 30) -> None:
-        wait_until(lambda: self.allocatable(resource) == devices, f"{resource} to be {sorted(devices)}", timeout)
+        wait_until(
+            lambda: self.allocatable(resource) == devices,
+            f"{resource} to be {sorted(devices)}",
+            timeout,
+        )
 
     def socket_appeared(self) -> float:
         """When the registration socket was made: Unix time, in the kernel's steps of a few ms."""
@@ -989,7 +1097,9 @@ class Kubelet:
 
     def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
         """Until this start's log has a line that matches; the first of them, with its Unix time."""
-        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[0]
+        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[
+            0
+        ]
 
 
 def _klog_time(line: str) -> float:

@@ -68,7 +68,9 @@ def stale_zipapp() -> str | None:
     with zipfile.ZipFile(ZIPAPP) as packed:
         program = packed.read("site-packages/ttdp.py").decode()
         if without_version(program) != without_version((ROOT / "ttdp.py").read_text()):
-            return f"{ZIPAPP.relative_to(ROOT)} is of another ttdp.py than the one here; run: make pyz"
+            return (
+                f"{ZIPAPP.relative_to(ROOT)} is of another ttdp.py than the one here; run: make pyz"
+            )
     return None
 
 
@@ -104,7 +106,13 @@ class Daemon:
     """The daemon on a machine, under the hand of a service manager that is this class."""
 
     def __init__(
-        self, machine: Machine, cards: SimulatedNode, program: Program, *, interval: float = 5.0, config: str = ""
+        self,
+        machine: Machine,
+        cards: SimulatedNode,
+        program: Program,
+        *,
+        interval: float = 5.0,
+        config: str = "",
     ) -> None:
         """`interval`: seconds between two polls of the cards' health; the default is the daemon's own.
 
@@ -112,7 +120,9 @@ class Daemon:
         """
         self.machine = machine
         self.process: Process | None = None
-        self.starting: Callable[[], object] = lambda: None  # called when it was started, before it is ready
+        self.starting: Callable[[], object] = lambda: (
+            None
+        )  # called when it was started, before it is ready
         self._program = program
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
@@ -147,7 +157,14 @@ class Daemon:
         with contextlib.closing(manager):
             self.process = self.machine.spawn(
                 # Nice as in the unit: while a kubelet starts it takes all the processors that it can get.
-                ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}", *self._flags],
+                [
+                    "nice",
+                    "-n-10",
+                    *self._command,
+                    "run",
+                    f"--config-file={self._config}",
+                    *self._flags,
+                ],
                 self.log,
                 env={
                     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -225,7 +242,9 @@ class Node:
         self.containerd.images += images
         self.api = None if static_pods else ApiServer()
         api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
-        self.kubelet = kubelet(version, self.machine, self.containerd, config=config, api_server=api_server)
+        self.kubelet = kubelet(
+            version, self.machine, self.containerd, config=config, api_server=api_server
+        )
         self._dead: set[str] = set()  # containers of former boots
         self._boot = ""
         self._pods: list[str] = []
@@ -244,7 +263,10 @@ class Node:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ticker.close()
         if self.api:
@@ -289,13 +311,19 @@ class Node:
         return self._daemon
 
     def start_daemon(
-        self, *, interval: float = 5.0, config: str = "", expected: Mapping[str, set[str]] | None = None
+        self,
+        *,
+        interval: float = 5.0,
+        config: str = "",
+        expected: Mapping[str, set[str]] | None = None,
     ) -> None:
         """Install the daemon for the cards that there are, start it, and wait until the kubelet has all of them.
 
         `config`: for its configuration file. `expected`: IDs by resource, where they are not what they are by default.
         """
-        self._daemon = Daemon(self.machine, self.cards, self.program, interval=interval, config=config)
+        self._daemon = Daemon(
+            self.machine, self.cards, self.program, interval=interval, config=config
+        )
         self._daemon.start()
         self.wait_complete(expected)
 
@@ -304,7 +332,9 @@ class Node:
         if expected is None:
             by_resource: dict[str, set[str]] = {}
             for chip in self.cards.chips:
-                by_resource.setdefault(resource_of(chip.facts.telemetry["tt_card_type"]), set()).add(chip.bdf)
+                by_resource.setdefault(
+                    resource_of(chip.facts.telemetry["tt_card_type"]), set()
+                ).add(chip.bdf)
             expected = by_resource
         for resource, devices in expected.items():
             self.kubelet.wait_allocatable(resource, devices)
@@ -317,7 +347,10 @@ class Node:
         def probe() -> bool:
             status = api.node(NODE_NAME).get("status", {})
             return all(
-                (status.get("capacity", {}).get(resource), status.get("allocatable", {}).get(resource))
+                (
+                    status.get("capacity", {}).get(resource),
+                    status.get("allocatable", {}).get(resource),
+                )
                 == (str(capacity), str(allocatable))
                 for resource, (capacity, allocatable) in expected.items()
             )
@@ -358,9 +391,13 @@ class Node:
             self.kubelet.wait_gone(name)
         self._going = []
 
-    def reboot(self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None) -> None:
+    def reboot(
+        self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
+    ) -> None:
         """Cut the power and start everything again, the daemon before the kubelet or so many seconds after it."""
-        self._dead |= {container for name in self._pods for container in self.containers(name).values()}
+        self._dead |= {
+            container for name in self._pods for container in self.containers(name).values()
+        }
         self.machine.power_off()
         self.daemon.process = None
         while_off()
@@ -414,7 +451,10 @@ class Node:
         for _ in range(0 if self.api else 10):
             if set(outcomes) == {RUNNING}:
                 break
-            assert all(outcome == RUNNING or "no healthy devices present" in outcome for outcome in outcomes), outcomes
+            assert all(
+                outcome == RUNNING or "no healthy devices present" in outcome
+                for outcome in outcomes
+            ), outcomes
             self.kubelet.stop()
             self.kubelet.start()
             outcomes = [self.outcome(name) for name in names]
@@ -424,7 +464,9 @@ class Node:
         """The IDs that a container of the pod has."""
         return self.kubelet.assigned(resource).get((name, container), set())
 
-    def inside(self, name: str, *argv: str, container: str = "main") -> subprocess.CompletedProcess[str]:
+    def inside(
+        self, name: str, *argv: str, container: str = "main"
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod's container."""
         return self.kubelet.exec(name, argv, container)
 
@@ -455,7 +497,9 @@ class Node:
         """
         told = self.containerd.ctr("containers", "info", self.kubelet.container_id(name, container))
         devices = json.loads(told.stdout)["Spec"]["linux"]["resources"]["devices"]
-        return "".join(rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number)
+        return "".join(
+            rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number
+        )
 
     def environment(self, name: str) -> dict[str, str]:
         """The environment of the pod's first process."""
@@ -502,9 +546,7 @@ class Race:
 
 def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
     """How the last start went, with at least one pod; waits for its end."""
-    counted = (
-        rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
-    )
+    counted = rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
     allocatable, _ = kubelet.wait_logged(counted)
     admission, _ = kubelet.wait_logged(r'"SyncLoop ADD" source="\w+" pods=\["')
     appeared = kubelet.socket_appeared()

@@ -126,7 +126,9 @@ def _opened(pid: int, pod: str, ordinals: dict[int, int]) -> Iterator[Opener]:
             assert ordinal is not None
             # Here, in the machine, in the container.
             numbers = re.findall(r"\nNSpid:(.*)\n", _read(process / "status"))[0].split()
-            named = re.search(r"(?:^|\0)TT_DEVICE_PLUGIN_DEVICES=([^\0]+)", _read(process / "environ"))
+            named = re.search(
+                r"(?:^|\0)TT_DEVICE_PLUGIN_DEVICES=([^\0]+)", _read(process / "environ")
+            )
             locks = re.search(rf" \S*{LOCKS}(/\S+) /dev/shm ", _read(process / "mountinfo"))
             given = frozenset(named[1].split(",") if named else ())
             yield Opener(pid, int(numbers[1]), pod, ordinal, given, locks[1] if locks else "")

@@ -322,7 +322,9 @@ def expectation(given: Offer, held: Sequence[Held]) -> dict[str, set[str]]:
 def _is_free(resource: str, ident: str, chips: frozenset[str], held: Sequence[Held]) -> bool:
     for each in held:
         bases = {other.partition("::")[0] for other in each.ids if "::" in other}
-        is_fellow = each.resource == resource and "::" in ident and ident.partition("::")[0] in bases
+        is_fellow = (
+            each.resource == resource and "::" in ident and ident.partition("::")[0] in bases
+        )
         if each.chips & chips and not is_fellow:
             return False
     return True
@@ -523,6 +525,7 @@ def test_a_daemon_that_was_killed(ward: Ward) -> None:
     free = expectation(given, [*held, *theirs])[f"{DOMAIN}/p300c"]
     wait_until(lambda: ward.offered().get(f"{DOMAIN}/p300c"), "something to be offered", LONG)
     while ward.opened(stubborn):
+        ward.assert_apart()  # at the pace of the looks
         assert ward.offered().get(f"{DOMAIN}/p300c", set()) <= free or not ward.opened(stubborn)
     ward.wait_offered(given, held)
 

@@ -29,7 +29,11 @@ from tests.e2e.node import (
 from tests.world.node import Chip
 from tests.world.processes import percentile, wait_until
 
-N300, P300, GALAXY = "tenstorrent.com/n300", "tenstorrent.com/p300", "tenstorrent.com/galaxy-blackhole"
+N300, P300, GALAXY = (
+    "tenstorrent.com/n300",
+    "tenstorrent.com/p300",
+    "tenstorrent.com/galaxy-blackhole",
+)
 
 
 def ids(chips: list[Chip]) -> set[str]:
@@ -49,8 +53,12 @@ def test_registers_every_resource(node: Node) -> None:
     }
     node.start_daemon()
     assert {resource: node.kubelet.allocatable(resource) for resource in cards} == cards
-    assert {resource: node.kubelet.capacity(resource) for resource in cards} == {r: len(c) for r, c in cards.items()}
-    checkpoint = json.loads((node.kubelet.device_plugin_dir / "kubelet_internal_checkpoint").read_text())
+    assert {resource: node.kubelet.capacity(resource) for resource in cards} == {
+        r: len(c) for r, c in cards.items()
+    }
+    checkpoint = json.loads(
+        (node.kubelet.device_plugin_dir / "kubelet_internal_checkpoint").read_text()
+    )
     registered = checkpoint["Data"]["RegisteredDevices"]
     assert {resource: set(registered[resource]) for resource in cards} == cards
 
@@ -58,7 +66,9 @@ def test_registers_every_resource(node: Node) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_node_status_counts_devices(program: Program, version: str) -> None:
     """The node's status, as `kubectl describe node` shows it: capacity keeps a chip that dies, allocatable does not."""
-    with Node(version, program, static_pods=False, config={"nodeStatusUpdateFrequency": "1s"}) as node:
+    with Node(
+        version, program, static_pods=False, config={"nodeStatusUpdateFrequency": "1s"}
+    ) as node:
         chips = [*node.cards.add("n300"), *node.cards.add("n300"), *node.cards.add("p300c")]
         node.start_daemon(interval=0.2)
         node.wait_status({N300: (2, 2), P300: (2, 2)})
@@ -83,7 +93,9 @@ def test_pod_gets_exactly_its_device(node: Node) -> None:
         assert node.number_inside(name, f"/dev/tenstorrent/{ordinal}") == own
         assert node.open_inside(name, f"/dev/tenstorrent/{ordinal}") == "opened"
         assert node.access(name, own) == "rw"
-        for number in OPENABLE:  # made by the container: its own device, the other cards', another one of the host
+        for number in (
+            OPENABLE
+        ):  # made by the container: its own device, the other cards', another one of the host
             expected = "opened" if number == own else "Operation not permitted"
             assert node.make_and_open_inside(name, number) == expected
 
@@ -97,7 +109,9 @@ def test_pod_gets_the_environment(node: Node) -> None:
     for count in (2, 1):
         name = node.started({N300: count})
         bdfs = ",".join(sorted(node.devices(N300, name)))
-        ours = {key: value for key, value in node.environment(name).items() if key.startswith("TT_")}
+        ours = {
+            key: value for key, value in node.environment(name).items() if key.startswith("TT_")
+        }
         assert ours == {"TT_VISIBLE_DEVICES": bdfs, "TT_DEVICE_PLUGIN_DEVICES": bdfs}
 
 
@@ -117,8 +131,15 @@ def test_hugepages_are_mounted_where_the_host_has_them(node: Node) -> None:
     node.start_daemon()
     without = node.started({N300: 1})
     node.cards.set_hugepages(4)
-    for directory in ("hugepages", "hugepages-1G"):  # only that of the default page size is sure to be had
-        source = ["-t", "hugetlbfs", "none"] if directory == "hugepages" else ["--bind", str(node.cards.root / "dev")]
+    for directory in (
+        "hugepages",
+        "hugepages-1G",
+    ):  # only that of the default page size is sure to be had
+        source = (
+            ["-t", "hugetlbfs", "none"]
+            if directory == "hugepages"
+            else ["--bind", str(node.cards.root / "dev")]
+        )
         done = node.machine.run(["mount", *source, str(node.cards.root / "dev" / directory)])
         assert done.returncode == 0, done.stderr
     with_pages = node.started({N300: 1})
@@ -148,7 +169,9 @@ def test_pods_never_share_a_device(node: Node) -> None:
     }
     assert set().union(*assigned.values()) == ids(cards)  # five different ones
     for (name, container), devices in assigned.items():
-        nodes = node.inside(name, "ls", "-A", "/dev/tenstorrent", container=container).stdout.split()
+        nodes = node.inside(
+            name, "ls", "-A", "/dev/tenstorrent", container=container
+        ).stdout.split()
         assert {int(n) for n in nodes} == {node.cards.chip(bdf).ordinal for bdf in devices}
 
     refused = node.kubelet.wait_rejected(node.run({N300: 1}))
@@ -162,7 +185,9 @@ def test_pod_that_asks_for_too_much_is_refused(node: Node) -> None:
     node.start_daemon()
     refused = node.kubelet.wait_rejected(node.run({N300: 3}))
     assert refused.startswith("UnexpectedAdmissionError: Pod was rejected: Allocate failed due to ")
-    assert f"requested number of devices unavailable for {N300}. Requested: 3, Available: 2" in refused
+    assert (
+        f"requested number of devices unavailable for {N300}. Requested: 3, Available: 2" in refused
+    )
     assert node.outcome(node.run({N300: 2})) == RUNNING
 
 
@@ -189,7 +214,9 @@ def test_eight_of_a_galaxy_are_one_tray(node: Node) -> None:
     eights = [node.run({GALAXY: 8}) for _ in range(3)]
     for name in eights:
         node.kubelet.wait_running(name)
-    assert sorted(sorted(node.devices(GALAXY, name)) for name in eights) == sorted(map(sorted, whole))
+    assert sorted(sorted(node.devices(GALAXY, name)) for name in eights) == sorted(
+        map(sorted, whole)
+    )
     assert len(node.inside(eights[0], "ls", "-A", "/dev/tenstorrent").stdout.split()) == 8
 
 
@@ -204,9 +231,12 @@ def test_single_numa_node(node: Node) -> None:
         node.start_daemon()
         first = node.devices(N300, node.started({N300: 2}))
         assert len(first) == 2 and first < set(near)
-        refused = node.kubelet.wait_rejected(node.run({N300: 2}))  # two are free: one here, one there
+        refused = node.kubelet.wait_rejected(
+            node.run({N300: 2})
+        )  # two are free: one here, one there
         assert (
-            refused == "TopologyAffinityError: Pod was rejected: Resources cannot be allocated with Topology locality"
+            refused
+            == "TopologyAffinityError: Pod was rejected: Resources cannot be allocated with Topology locality"
         )
         last = [node.devices(N300, node.started({N300: 1})) for _ in range(2)]
         assert set().union(*last) == {*near, *far} - first
@@ -232,7 +262,9 @@ def test_device_fails_and_recovers(node: Node, results: Results) -> None:
         died = time.time()
         chip.die()
         node.kubelet.wait_allocatable(N300, healthy)
-        last, _ = node.kubelet.logged(f'"Processed device updates for resource" resourceName="{N300}"')[-1]
+        last, _ = node.kubelet.logged(
+            f'"Processed device updates for resource" resourceName="{N300}"'
+        )[-1]
         delays.append(last - died)
         assert node.kubelet.capacity(N300) == 3
     assert max(delays) < 2
@@ -246,7 +278,11 @@ def test_device_fails_and_recovers(node: Node, results: Results) -> None:
     assert node.outcome(node.run({N300: 2})) == RUNNING
     results.add(
         "From a chip's death to its leaving allocatable, polls 0.2 s apart",
-        {"kubelet": node.version, "median s": f"{statistics.median(delays):.2f}", "longest s": f"{max(delays):.2f}"},
+        {
+            "kubelet": node.version,
+            "median s": f"{statistics.median(delays):.2f}",
+            "longest s": f"{max(delays):.2f}",
+        },
     )
 
 
@@ -264,7 +300,9 @@ def killed(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("ended", [restarted, upgraded, killed])
-def test_daemon_ends_and_starts(node: Node, results: Results, ended: Callable[[Daemon], None]) -> None:
+def test_daemon_ends_and_starts(
+    node: Node, results: Results, ended: Callable[[Daemon], None]
+) -> None:
     """While the daemon is restarted, upgraded or killed, pods run on; seconds after its start new ones do, too."""
     cards = [chip for _ in range(3) for chip in node.cards.add("n300")]
     node.start_daemon()
@@ -280,14 +318,18 @@ def test_daemon_ends_and_starts(node: Node, results: Results, ended: Callable[[D
     node.kubelet.wait_allocatable(N300, ids(cards))
     allocatable = time.monotonic()
     new = node.started({N300: 2})
-    seconds = {"allocatable after s": allocatable - began, "new pod runs after s": time.monotonic() - began}
+    seconds = {
+        "allocatable after s": allocatable - began,
+        "new pod runs after s": time.monotonic() - began,
+    }
 
     assert max(seconds.values()) < 10
     assert node.kubelet.running(old) and node.containers(old) == before
     assert node.devices(N300, old) == held and node.devices(N300, new) == ids(cards) - held
     results.add(
         "The daemon ends and starts, pods run on",
-        {"kubelet": node.version, "daemon": ended.__name__} | {k: f"{v:.1f}" for k, v in seconds.items()},
+        {"kubelet": node.version, "daemon": ended.__name__}
+        | {k: f"{v:.1f}" for k, v in seconds.items()},
     )
 
 
@@ -330,8 +372,14 @@ def test_reboot_with_swapped_ordinals(program: Program, version: str, pods: str)
         for name in names:
             assert node.devices(N300, name) == {held[name]}
             assert node.environment(name)["TT_VISIBLE_DEVICES"] == held[name]
-            assert node.inside(name, "ls", "/dev/tenstorrent").stdout.split() == [paths[name].rpartition("/")[2]]
-            assert node.number_inside(name, paths[name]) == node.host_number(held[name]) != before[name]
+            assert node.inside(name, "ls", "/dev/tenstorrent").stdout.split() == [
+                paths[name].rpartition("/")[2]
+            ]
+            assert (
+                node.number_inside(name, paths[name])
+                == node.host_number(held[name])
+                != before[name]
+            )
             assert node.open_inside(name, paths[name]) == "opened"
 
 
@@ -347,7 +395,11 @@ def test_restarted_container_keeps_its_chip(node: Node) -> None:
     node.cards.swap_ordinals(*bdfs)
     node.kubelet.wait_allocatable(N300, set(bdfs))
     node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
-    wait_until(lambda: node.kubelet.running(name) and node.containers(name) != before, "another container", 30)
+    wait_until(
+        lambda: node.kubelet.running(name) and node.containers(name) != before,
+        "another container",
+        30,
+    )
     assert node.number_inside(name, path) == node.host_number(mine) != number
     assert node.open_inside(name, path) == "opened"
 
@@ -383,7 +435,9 @@ def test_reboot_with_a_driver_that_takes_its_time(program: Program, version: str
 
 @pytest.mark.parametrize("pods", ["static", "of an API server"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_reboot_with_a_driver_that_is_loaded_after_the_kubelet(program: Program, version: str, pods: str) -> None:
+def test_reboot_with_a_driver_that_is_loaded_after_the_kubelet(
+    program: Program, version: str, pods: str
+) -> None:
     """Nobody waits for a driver that is not being loaded. Its devices are there with it; of the pods, static ones only.
 
     And these when the kubelet is restarted; an API server's have failed for good.
@@ -442,7 +496,9 @@ class Reboots:
             "daemon starts": daemon,
             "reboots with every pod admitted": f"{self.survived} of {len(self.outcomes)}",
             "pods admitted": f"{all_outcomes.count(RUNNING)} of {len(all_outcomes)}",
-            "devices there, ms after kubelet.sock": _range([race.allocatable for race in self.races]),
+            "devices there, ms after kubelet.sock": _range(
+                [race.allocatable for race in self.races]
+            ),
             "first pod's admission": _range([race.admission for race in self.races]),
             "the others' fate": " / ".join(sorted({*all_outcomes} - {RUNNING})) or "-",
         }
@@ -453,13 +509,18 @@ def _range(seconds: list[float]) -> str:
 
 
 def start_device_pods(node: Node) -> list[str]:
-    names = [node.run({N300: chips // containers}, containers=containers) for chips, containers in DEVICE_PODS]
+    names = [
+        node.run({N300: chips // containers}, containers=containers)
+        for chips, containers in DEVICE_PODS
+    ]
     for name in names:
         assert node.outcome(name) == RUNNING
     return names
 
 
-def rebooted(version: str, program: Program, times: int, *, static_pods: bool, late: float | None) -> Reboots:
+def rebooted(
+    version: str, program: Program, times: int, *, static_pods: bool, late: float | None
+) -> Reboots:
     """Reboot a node so many times. Its device pods stay the same for as long as they are admitted."""
     done = Reboots()
     with Node(version, program, static_pods=static_pods) as node:
@@ -511,7 +572,10 @@ def reboots(program: Program, results: Results) -> RebootTable:
 
     first = side_by_side(VERSIONS, REBOOTS, None)
     late = side_by_side(VERSIONS * 2, LATE_REBOOTS // 2, LATE)
-    static = {version: rebooted(version, program, REBOOTS, static_pods=True, late=None) for version in VERSIONS}
+    static = {
+        version: rebooted(version, program, REBOOTS, static_pods=True, late=None)
+        for version in VERSIONS
+    }
     title = f"Reboots with {len(DEVICE_PODS)} pods that hold devices"
     for version in VERSIONS:
         results.add(title, first[version].row(version, "of an API server", "before the kubelet"))
@@ -524,7 +588,9 @@ def reboots(program: Program, results: Results) -> RebootTable:
 def test_reboot_with_the_daemon_first(reboots: RebootTable, version: str) -> None:
     """Started before the kubelet, as systemd does, the daemon costs no pod its life: 20 reboots of 20."""
     done = reboots.first[version]
-    assert [outcome for outcomes in done.outcomes for outcome in outcomes if outcome != RUNNING] == []
+    assert [
+        outcome for outcomes in done.outcomes for outcome in outcomes if outcome != RUNNING
+    ] == []
     assert done.survived == REBOOTS
 
 
@@ -552,7 +618,9 @@ RESTARTS = 50
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_allocatable_soon_after_a_kubelet_restart(program: Program, results: Results, version: str) -> None:
+def test_allocatable_soon_after_a_kubelet_restart(
+    program: Program, results: Results, version: str
+) -> None:
     """From kubelet.sock to eight allocatable devices it takes milliseconds, and no restart is overlooked."""
     with Node(version, program) as node:
         for _ in range(8):

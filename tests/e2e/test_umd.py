@@ -26,7 +26,10 @@ N300 = "tenstorrent.com/n300"
 def umd_nodes(program: Program) -> Iterator[dict[str, Node]]:
     """Nodes that have the image with tt-umd."""
     with contextlib.ExitStack() as stack:
-        yield {version: stack.enter_context(Node(version, program, images=[umd.image()])) for version in VERSIONS}
+        yield {
+            version: stack.enter_context(Node(version, program, images=[umd.image()]))
+            for version in VERSIONS
+        }
 
 
 @pytest.fixture(params=VERSIONS)
@@ -47,7 +50,9 @@ def visible(node: Node, name: str, *environment: str) -> list[int] | str:
     cards = " ".join(f"{chip.ordinal}={chip.bdf}" for chip in node.cards.chips)
     done = node.inside(name, "env", *environment, *umd.python(ENUMERATE, cards))
     if done.returncode:
-        return next(line for line in reversed(done.stderr.splitlines()) if "TT_VISIBLE_DEVICES" in line)
+        return next(
+            line for line in reversed(done.stderr.splitlines()) if "TT_VISIBLE_DEVICES" in line
+        )
     return list(ast.literal_eval(done.stdout.strip().splitlines()[-1]))
 
 
@@ -90,7 +95,9 @@ class Holder:
         self.node = node
         (number,) = {chip.ordinal for chip in node.cards.chips}
         text = HOLD.format(number=number, patience=patience)
-        self.name = node.started({resource: 1}, restart="Never", image=umd.IMAGE, command=umd.python(text), **others)
+        self.name = node.started(
+            {resource: 1}, restart="Never", image=umd.IMAGE, command=umd.python(text), **others
+        )
 
     def said(self) -> list[str]:
         """What it has said of the lock; tt-umd adds lines of its own."""
@@ -133,12 +140,17 @@ def test_containers_take_turns(node: Node, lock_dir: Path) -> None:
     start_shared(node, lock_dir)
     first = Holder(node, N300)
     first.wait_said("holds")
-    others = [Holder(node, N300, user=1001), Holder(node, N300)]  # another user's locks are ours, too
+    others = [
+        Holder(node, N300, user=1001),
+        Holder(node, N300),
+    ]  # another user's locks are ours, too
     for other in others:
         other.wait_said("waits")
     assert first.said() == ["holds"]
     first.kill()
-    (second,) = wait_until(lambda: [other for other in others if other.said() == ["waits", "holds"]], "the next", 20)
+    (second,) = wait_until(
+        lambda: [other for other in others if other.said() == ["waits", "holds"]], "the next", 20
+    )
     (third,) = [other for other in others if other is not second]
     assert third.said() == ["waits"]
     second.kill()
@@ -188,5 +200,8 @@ def test_locks_belong_to_who_made_them(node: Node, lock_dir: Path) -> None:
     assert lock == "TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"
     for command in (["rm", f"/dev/shm/{lock}"], ["mv", f"/dev/shm/{lock}", "/dev/shm/moved"]):
         assert "not permitted" in node.inside(other, "busybox", *command).stderr
-    assert node.inside(other, "sh", "-c", ": > /dev/shm/mine && busybox rm /dev/shm/mine").returncode == 0
+    assert (
+        node.inside(other, "sh", "-c", ": > /dev/shm/mine && busybox rm /dev/shm/mine").returncode
+        == 0
+    )
     assert node.machine.path(f"{lock_dir}/n300").stat().st_mode & 0o7777 == 0o1777

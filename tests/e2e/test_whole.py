@@ -76,7 +76,9 @@ class System(Machine):
     """A machine whose processes are the units of a systemd. It is switched off orderly."""
 
     def __init__(self, kubelet: Path, deb: Path) -> None:
-        self.container = container.Container("bookworm", {kubelet: str(kubelet), deb.parent: "/srv/packages"}, PACKAGES)
+        self.container = container.Container(
+            "bookworm", {kubelet: str(kubelet), deb.parent: "/srv/packages"}, PACKAGES
+        )
         self.container.script = BOOT
         self.scratch = self.logs = self.container.shared
         # At its own place, too; and what runs in the container.
@@ -124,7 +126,9 @@ class SystemNode(Node):
 
     def __init__(self, version: str, program: Program, deb: Path) -> None:
         self.system = System(build_kubelet(version), deb)
-        super().__init__(version, program, static_pods=False, machine=self.system, kubelet=UnitOfKubelet)
+        super().__init__(
+            version, program, static_pods=False, machine=self.system, kubelet=UnitOfKubelet
+        )
 
     def _power_on(self) -> None:
         assert self.api
@@ -134,9 +138,13 @@ class SystemNode(Node):
         self.system.power_on()
         self.containerd.prepare()
 
-    def reboot(self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None) -> None:
+    def reboot(
+        self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
+    ) -> None:
         assert daemon_late_by is None, "systemd decides on that"
-        self._dead |= {container for name in self._pods for container in self.containers(name).values()}
+        self._dead |= {
+            container for name in self._pods for container in self.containers(name).values()
+        }
         self.system.power_off()
         while_off()
         self._power_on()
@@ -156,12 +164,23 @@ def node(deb: Path, program: Program) -> Iterator[SystemNode]:
         yield node
 
 
-def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: Path, told: Told) -> None:
+def test_the_unit_serves_the_kubelet_and_boots_before_it(
+    node: SystemNode, deb: Path, told: Told
+) -> None:
     """In its sandbox the installed daemon gives pods their chips, and they have the same ones after a reboot."""
     system = node.system.container
     bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
-    system.write(CONFIG, CONFIGURATION.replace("/srv/shared/node", f"/srv/shared/{node.cards.root.name}"))
-    system("apt-get", "install", "--yes", "-o", "Dpkg::Options::=--force-confold", f"/srv/packages/{deb.name}")
+    system.write(
+        CONFIG, CONFIGURATION.replace("/srv/shared/node", f"/srv/shared/{node.cards.root.name}")
+    )
+    system(
+        "apt-get",
+        "install",
+        "--yes",
+        "-o",
+        "Dpkg::Options::=--force-confold",
+        f"/srv/packages/{deb.name}",
+    )
     node.kubelet.wait_allocatable(N300, set(bdfs))
     names = [node.run({N300: 1}) for _ in bdfs]
     assert [node.outcome(name) for name in names] == [RUNNING, RUNNING]
@@ -172,7 +191,9 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: 
     pid = system("systemctl", "show", "--value", "--property=MainPID", UNIT).strip()
     status = dict(re.findall(r"(\w+):\t(.*)", system("cat", f"/proc/{pid}/status")))
     assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
-    allowed = system("cat", f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list").splitlines()
+    allowed = system(
+        "cat", f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list"
+    ).splitlines()
     assert "a *:* rwm" not in allowed and "c 1:3 rwm" in allowed
 
     node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs))
@@ -182,7 +203,8 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: 
         assert node.number_inside(name, paths[name]) == node.host_number(held[name])
         assert node.open_inside(name, paths[name]) == "opened"
     ready, started = (
-        int(system("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit)) / 1e6
+        int(system("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit))
+        / 1e6
         for unit, moment in ((UNIT, "ActiveEnter"), ("kubelet", "ExecMainStart"))
     )
     assert ready <= started
