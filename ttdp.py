@@ -135,10 +135,13 @@ def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
 
 
 def _absolute(valid: str, forbidden: Collection[str] = ()) -> Rule:
-    def is_fine(path: str) -> bool:
-        return path.isprintable() and os.path.normpath(path) not in forbidden
+    def normal(path: str) -> str:
+        return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
 
-    return _text(valid, "/.*", is_fine)._replace(convert=os.path.normpath)
+    def is_fine(path: str) -> bool:
+        return path.isprintable() and normal(path) not in forbidden
+
+    return _text(valid, "/.*", is_fine)._replace(convert=normal)
 
 
 def _is_selection(value: Any) -> bool:
@@ -156,7 +159,7 @@ _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
 _HOST_PATH = _absolute("an absolute path")
 _TARGET = _absolute(
     "an absolute path in the container that is not the runtime's or ours",
-    ("/", "//", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
+    ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
 )
 _DIRECTORY = _path("the path of a directory")
 _OR_NONE = _path("a path, or empty", r"[^\0]*")
@@ -167,7 +170,7 @@ _PLUGIN_DIR = _path(
 )
 _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
-    "([^/]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
+    "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
 # What the API server takes as an extended resource's prefix: a DNS subdomain, but *.kubernetes.io
 # and "requests.", with which it names quotas; so 253 - 9 characters (IsExtendedResourceName in
@@ -371,7 +374,11 @@ def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         raise _invalid("device_list_strategy", "cdi", "device-specs where cdi_dir is empty")
-    return replace(settings, sharing=_checked_sharing(settings, file))
+    return replace(settings, sharing=_checked_sharing(settings, _in_one_line(file)))
+
+
+def _in_one_line(path: str) -> str:
+    return path if path.isprintable() else repr(path)
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
@@ -391,7 +398,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
     """Return keyword arguments for Settings from a TOML file; named_by: what names it, if any."""
-    shown = path if path.isprintable() else repr(path)
+    shown = _in_one_line(path)
     try:
         with open(path, "rb") as file:
             document = _parse_toml(file.read(), shown)
@@ -519,7 +526,7 @@ def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResou
         names = [set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other)]
         twice = names[0] & names[1]
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
-            return f"{min(twice, default='every device')} is selected twice"
+            return f"{few(sorted(twice)) or 'every device'} is selected twice"
     return None
 
 
@@ -1174,7 +1181,7 @@ class Custody:
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
         self._identity: FileIdentity | None = None  # of the file that was read
-        # Since when an allocation is not in the file; inf: it is.
+        # Since when an allocation is not in the file; inf: it is. The newest is the last.
         self._missing_since: dict[Allocation, float] = {}
         self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
         self._written_since = -math.inf  # the file is of a writing that was begun after this
@@ -1235,6 +1242,7 @@ class Custody:
         self._missing_since[allocation] = now
 
     def allocations(self, now: float) -> list[Allocation]:
+        """Return those that count, the newest last."""
         return [each for each in self._missing_since if self._counts(each, now)]
 
     def is_filed(self, allocation: Allocation) -> bool:
@@ -1566,9 +1574,14 @@ class Resource(NamedTuple):
     @property
     def distinct(self) -> list[Device]:
         """Each of the devices once, preferably as the configuration gives it."""
-        found: dict[tuple[str, frozenset[str]], Device] = {}
-        for device in self.devices.values():
-            found.setdefault((device.identifier, device.addresses), device)
+        return [self.devices[ids[0]] for ids in self.replicas_of_devices]
+
+    @property
+    def replicas_of_devices(self) -> list[list[str]]:
+        """The IDs of each device."""
+        found = collections.defaultdict[tuple[str, frozenset[str]], list[str]](list)
+        for identifier, device in self.devices.items():
+            found[device.identifier, device.addresses].append(identifier)
         return list(found.values())
 
 
@@ -1826,17 +1839,19 @@ def preferred_allocation(
     bits = {identifier: 1 << number for number, identifier in enumerate(reversed(ids))}
     candidates: list[Candidate] = []
     broken: set[object] = set()
-    for device in resource.distinct:
-        if not device.chips:
-            continue
-        chip = device.chips[0]
+    for replicas in resource.replicas_of_devices:
+        device = resource.devices[replicas[0]]
+        board: object = device.identifier
+        tray: object = device.identifier
+        if device.chips:
+            board = device.chips[0].board
+            tray = device.chips[0].tray
         nodes = frozenset(device.numa_nodes or (None,))
-        replicas = replica_ids(device.identifier, resource.replicas)
         left = sorted(
             free.intersection(replicas), key=lambda each: (each not in musts, -bits[each])
         )
         if not left:
-            broken |= {chip.board, chip.tray, *nodes}
+            broken |= {board, tray, *nodes}
         for again, identifier in enumerate(left[:size]):  # more replicas of one cannot matter
             own = Cost(
                 musts=-(identifier in musts),
@@ -1844,7 +1859,7 @@ def preferred_allocation(
                 users=len(replicas) - len(left),
                 addresses=-bits[identifier],
             )
-            candidates.append(Candidate(own, chip.board, chip.tray, nodes))
+            candidates.append(Candidate(own, board, tray, nodes))
     best = _Search(broken, size).host(candidates)[size]
     return [identifier for identifier in ids if bits[identifier] & -best.addresses]
 
@@ -2261,7 +2276,7 @@ def _is_allocation(value: object) -> bool:
     texts = [resource, pod, container]
     for several in (ids, chips):
         texts += several if isinstance(several, list) and several else [None]
-    return all(isinstance(text, str) for text in texts)
+    return all(isinstance(text, str) and text.isascii() for text in texts)
 
 
 def make_lock_directory(path: str) -> None:
@@ -2722,15 +2737,14 @@ class Allocator:
         """
         custody = self._custody
         allocations = custody.allocations(time.monotonic())
-        own = {
-            each.pod
-            for each in allocations
-            if each.resource == resource.name and each.ids == ids and custody.is_filed(each)
-        }
+        same = [
+            each.pod for each in allocations if (each.resource, each.ids) == (resource.name, ids)
+        ]
+        own = ["", *same[-1:]]  # the newest answer's; that can be a grant
         for chip in _chips(resource, ids):
             for each in allocations:
                 is_fellow = resource.replicas > 0 and each.resource == resource.name
-                is_other = each.pod not in own and each.pod != "" and not is_fellow
+                is_other = each.pod not in own and not is_fellow
                 if is_other and chip.bdf in each.chips and self._has_open(each.pod, chip):
                     return custody.describe(each)
         return None
@@ -3171,6 +3185,8 @@ def remove_dead_sockets(directory: str) -> None:
 
 # ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
 
+NAMES_PAUSE = 15.0  # seconds between two questions for the same pods
+
 
 class PodResources:
     """Asks the kubelet which pods have devices (pod resources API v1), one question at a time.
@@ -3184,6 +3200,16 @@ class PodResources:
         self.path = path
         self._asking: asyncio.Task[dict[tuple[str, str, str], str]] | None = None
         self._has_complained = False
+        self._nameless: Collection[str] = ()
+        self._due_at = -math.inf
+
+    def is_due(self, nameless: Collection[str], now: float) -> bool:
+        """Whether to ask for these pods: new ones at once, the same ones after a pause."""
+        is_due = bool(nameless) and (nameless != self._nameless or now >= self._due_at)
+        if is_due:
+            self._due_at = now + NAMES_PAUSE
+        self._nameless = nameless
+        return is_due
 
     async def names(self) -> dict[tuple[str, str, str], str]:
         """Return "namespace/name" by resource, ID and container, as far as it tells."""
@@ -3634,7 +3660,7 @@ def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
         stored.get("arch") not in ARCHES.values()
         or stored.get("pci_card") not in (*CARDS.values(), None)
         or type(stored.get("ordinal")) is not int
-        or not (numa_node is None or type(numa_node) is int)
+        or not (numa_node is None or (type(numa_node) is int and 0 <= numa_node < ALL_ONES))
         or not all(isinstance(text, str) for text in texts)
     ):
         return None
@@ -3770,7 +3796,7 @@ async def event_within(event: asyncio.Event, seconds: float | None) -> None:
 
 # ==== PUBLICATION: files and metrics, brought in line with what there is ==========================
 
-METRICS_PAUSE = 15.0  # seconds for which figures, names and the metrics' file count as new
+METRICS_PAUSE = 15.0  # seconds for which figures and the metrics' file count as new
 
 
 class Publication:
@@ -3924,8 +3950,6 @@ class Registrar:
         self._published: object = None  # what the lists were made of
         self._offered: set[Offered] = set()
         self._withheld: dict[str, str] = {}  # and why, which was logged
-        self._nameless: Collection[str] = ()  # pods of which the kubelet was asked last
-        self._asked_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     def configure(self, settings: Settings) -> None:
@@ -4021,12 +4045,11 @@ class Registrar:
             session.check_registered(healthy, now)
         pods = {each.pod for each in self.custody.allocations(now)}
         nameless = pods - self.custody.names.keys() - {""}
+        is_due = self._pod_resources.is_due(nameless, now)
         if self._withheld or self.custody.has_doubts():
             self._run(self._prune())
-        elif nameless and (nameless != self._nameless or now - self._asked_at >= METRICS_PAUSE):
-            self._asked_at = now
+        elif is_due:
             self._run(self.learn_names())
-        self._nameless = nameless
 
     async def learn_names(self) -> None:
         """Learn the names of pods; the kubelet forgets those that have ended."""
@@ -4648,6 +4671,7 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         if chip.present and chip.function.arch == "wormhole" and not group.startswith("DMA"):
             needy += 1
             wanted += 8 if chip.board_type == "n300" else 4
+    chips = counted(needy, "Wormhole")
     directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
     there = decimal(read_quick(f"{directory}/nr_hugepages")) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
@@ -4659,10 +4683,10 @@ def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
         mounts = file.read()
     if needy and not os.path.isdir(directory):
         advice = "this kernel has none; use an IOMMU, or a kernel with pages of 4 KiB"
-        yield "warn", "hugepages", f"{needy} Wormholes without IOMMU need them of 1 GiB: {advice}"
+        yield "warn", "hugepages", f"{chips} without IOMMU cannot have them of 1 GiB: {advice}"
     elif needy and there < wanted:
         advice = f"boot with hugepagesz=1G hugepages={wanted}, or install tt-system-tools"
-        yield "warn", "hugepages", f"{there} of 1 GiB for {needy} Wormholes without IOMMU; {advice}"
+        yield "warn", "hugepages", f"{there} of 1 GiB for {chips} without IOMMU; {advice}"
     elif needy and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
         yield "warn", "hugepages", f"{there} of 1 GiB, but {mount} is not mounted; mount it there"
     else:
@@ -4678,7 +4702,8 @@ def _check_cdi(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
         if by_cdi or (settings.cdi_dir and os.path.exists(path)):
-            yield "FAIL", "CDI", f"{path} cannot be read: {error}; is the service running?"
+            reason = (error.strerror if isinstance(error, OSError) else "") or error
+            yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
     else:
         false = sorted(
             bdf for bdf in described.keys() | nodes if described.get(bdf) != nodes.get(bdf)

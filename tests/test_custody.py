@@ -562,6 +562,27 @@ async def test_a_container_waits_for_the_end_of_the_pod_that_has_its_chip_open(
     assert not kubelet.find("not-started")
 
 
+async def test_a_checkpoint_that_goes_back_for_a_moment_lets_nobody_in(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older writing lands last: it has the first pod still, and the second not yet."""
+    caplog.set_level("INFO")
+    node.add("p150a")
+    await start(interval=5)
+    await kubelet.registered(P150)
+    await kubelet.admit("first", "main", {P150: 1})
+    await kubelet.running("first", "main")
+    before = kubelet.file.path.read_bytes()
+    kubelet.force_delete("first")
+    await kubelet.admit("second", "main", {P150: 1})
+    await until(lambda: "waits for the end of" in caplog.text)
+    kubelet.file.corrupt(before)
+    await asyncio.sleep(5 * FAST)
+    assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
+    kubelet.end("first")
+    await kubelet.running("second", "main")
+
+
 async def test_a_container_that_has_waited_long_is_tried_again_by_the_kubelet(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

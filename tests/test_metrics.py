@@ -388,7 +388,8 @@ async def test_names_come_back_after_an_outage_of_the_api_server(
     scraper: Scraper,
 ) -> None:
     """Meanwhile a pod goes by its UID; both ways out have its name once the kubelet tells it."""
-    monkeypatch.setattr("ttdp.METRICS_PAUSE", 1.0)
+    for name in ("METRICS_PAUSE", "NAMES_PAUSE"):
+        monkeypatch.setattr(f"ttdp.{name}", 1.0)
     file = Path(outlets(directory.parent)["metrics_file"])
     if way_out == "file":
         file.parent.mkdir()

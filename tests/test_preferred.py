@@ -320,7 +320,6 @@ def test_shared_devices_are_distinct_then_the_least_used_then_neighbours(
 # -- questions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="IndexError: a device without chips is left out")
 def test_a_device_that_is_not_on_this_node_is_one_to_choose() -> None:
     """A pod's ID whose chip is missing; a kubelet can ask before it hears that it is Unhealthy."""
     missing = Device(ONE, (), 0, absent=(ONE,), is_former=True)

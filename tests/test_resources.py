@@ -528,7 +528,6 @@ def test_what_a_pod_has_is_granted_again_while_the_configuration_gives_it(
         assert code is None
 
 
-@pytest.mark.xfail(strict=True, reason="replicas are known by their ID, not by their chip")
 def test_what_is_left_beside_a_pods_replica_is_preferred_as_ever() -> None:
     """Shared by ordinals and renumbered: a pod's "0::0" is no replica of the chip of "0::1"."""
     settings = shared(Shared("n150", 3), device_id_strategy="index")
