@@ -1,8 +1,9 @@
 """As much of an API server as one kubelet needs: so that its pods are ordinary ones, not static.
 
-What a kubelet makes of the two differs where it matters here. Static pods are up for admission at its first turn; those
-of an API server come once the kubelet has found its own node there, which it looks for once a second. Objects are kept
-as they came, without defaults or validation; whoever asks for a list or a watch gets everything of that kind.
+What a kubelet makes of the two differs where it matters here. Static pods are up for admission at
+its first turn; those of an API server come once the kubelet has found its own node there, which it
+looks for once a second. Objects are kept as they came, without defaults or validation; whoever asks
+for a list or a watch gets everything of that kind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.e2e.machine import JSON, Machine
 PORT = 8080
 KINDS = {
     "nodes": "Node", "pods": "Pod", "services": "Service", "leases": "Lease", "events": "Event",
-    "csidrivers": "CSIDriver", "csinodes": "CSINode", "runtimeclasses": "RuntimeClass", "configmaps": "ConfigMap",
+    "csidrivers": "CSIDriver", "csinodes": "CSINode", "runtimeclasses": "RuntimeClass",
+    "configmaps": "ConfigMap",
 }  # fmt: skip
 
 
@@ -58,7 +60,7 @@ class ApiServer:
     # What tests ask
 
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
-        """Create a pod that is scheduled to the node, with what a real server would have filled in."""
+        """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
         pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
         pod["spec"] |= {
@@ -78,7 +80,7 @@ class ApiServer:
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
 
     def delete_pod(self, name: str, *, grace: int | None = None) -> None:
-        """Delete a pod's object at once; with `grace`, let the kubelet end the pod first and delete it then."""
+        """Delete a pod's object at once; with `grace`, the kubelet ends the pod first."""
         path = f"/api/v1/namespaces/default/pods/{name}"
         if grace is None:
             self.delete(path)
@@ -135,7 +137,7 @@ class ApiServer:
     def wait_events(
         self, collection: str, after: int, server: _Server
     ) -> tuple[list[JSON], int] | None:
-        """Watch events of a kind after a version, as soon as there is one; None when the server closes."""
+        """Return the watch events of a kind after a version, once there are any; None: closed."""
         with self._changed:
             while not server.closing:
                 found = [
@@ -150,7 +152,7 @@ class ApiServer:
 
 
 def merged(item: Any, change: Any) -> Any:
-    """A strategic merge, as far as kubelets use it: lists are replaced, but those of conditions and the like."""
+    """Merge strategically, as far as kubelets use it: lists of conditions and the like, too."""
     if not isinstance(item, dict) or not isinstance(change, dict):
         return change
     result = dict(item)
@@ -170,7 +172,7 @@ def merged(item: Any, change: Any) -> Any:
 
 
 def _parse(path: str) -> tuple[str, str, str, str]:
-    """Group and version, namespace, kind in the plural, and name ("" for a collection) of a path."""
+    """Return a path's group and version, namespace, plural kind and name ("": a collection)."""
     parts = path.strip("/").split("/")
     group, rest = (
         ("/".join(parts[1:2]), parts[2:])

@@ -1,6 +1,7 @@
 """Fixtures: nodes with the real kubelet and the daemon; and what tests tell at the end of the run.
 
-These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`, as root.
+These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`. They
+need root.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _told = pytest.StashKey[list[tuple[str, str]]]()
 
 @pytest.fixture
 def told(request: pytest.FixtureRequest) -> Told:
-    """To be called with what was checked and measured, in a sentence, which stands at the end of the run."""
+    """Give what is called with a sentence on what was measured, for the end of the run."""
     sentences = request.config.stash.setdefault(_told, [])
     return lambda sentence: sentences.append((request.node.name, sentence))
 
@@ -75,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where a test has failed, what its host or node said last is shown, and the next test finds a host in order."""
+    """Show what a failed test's host or node said last, and mend the host for the next test."""
     report = yield
     if call.when == "call" and report.failed:
         for name, place in getattr(item, "funcargs", {}).items():

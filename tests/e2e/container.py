@@ -1,7 +1,8 @@
-"""System containers: a minimal Debian with its own systemd, booted by systemd-nspawn beside whatever runs here.
+"""System containers: a minimal Debian with its own systemd, booted by systemd-nspawn.
 
-The host needs neither systemd nor machined: the container is not registered with anybody, gets a cgroup of its own in
-the unified hierarchy and is entered with nsenter. Its network has nothing but a loopback interface.
+The host needs neither systemd nor machined: the container is not registered with anybody, gets a
+cgroup of its own in the unified hierarchy and is entered with nsenter. Its network has nothing but
+a loopback interface.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ ENVIRONMENT = {
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
-# A mount namespace of its own: nspawn wants the unified hierarchy and a tmpfs, whatever the host has there.
+# In a mount namespace of its own: nspawn wants the unified hierarchy and a tmpfs.
 BOOT = """
 set -e
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
 mount -t tmpfs tmpfs /run/systemd/nspawn
 echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
-exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network --machine="$NAME" \\
-    --system-call-filter=bpf --capability=CAP_BPF,CAP_NET_ADMIN "$@"  # its systemd's DevicePolicy= is a BPF program
+# The container's systemd makes a BPF program of DevicePolicy=.
+exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network \\
+    --machine="$NAME" --system-call-filter=bpf --capability=CAP_BPF,CAP_NET_ADMIN "$@"
 """
 
 
@@ -73,7 +75,7 @@ class Container:
     """One system; can be booted several times."""
 
     def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
-        """binds: what of the host is where in the container, read-only. packages: what it has. Raises Missing."""
+        """binds: what of the host is where in it, read-only. packages: what it has."""
         tree = root_tree(suite, packages)
         work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
         self.root = work / "root"
@@ -90,7 +92,7 @@ class Container:
         subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
 
     def boot(self, begun: Callable[[], object] = lambda: None) -> float:
-        """Boot, call `begun` early on, and wait until everything is started; returns the seconds that took."""
+        """Boot, call `begun` early on, wait until all is started; returns the seconds taken."""
         since = time.monotonic()
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
@@ -142,9 +144,13 @@ class Container:
         """A command in the container, to its end."""
         entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
         return subprocess.run(
-            [*entering, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=ENVIRONMENT,
+            [*entering, *command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
             timeout=timeout,
-        )  # fmt: skip
+        )
 
     def __call__(self, *command: str, check: bool = True) -> str:
         """Standard output and error of a command in the container."""
@@ -170,8 +176,9 @@ class Container:
 
     def files(self) -> set[str]:
         """Everything in the root tree but what logs and package management keep."""
-        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt", "var/cache/debconf",
-                "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc", "sys")  # fmt: skip
+        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt",
+                "var/cache/debconf", "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc",
+                "sys")  # fmt: skip
         found: set[str] = set()
         for directory, names, files in os.walk(self.root):
             place = os.path.relpath(directory, self.root)

@@ -1,10 +1,11 @@
-"""Runs the real kubelet, with the real containerd and runc, on this machine and for one test at a time.
+"""Runs the real kubelet, with the real containerd and runc, for one test at a time.
 
-What makes a node out of it is `Machine`: namespaces of its own for mounts, processes, network, IPC and host name, in
-which /var/lib, /var/log and /run are directories of a scratch tree. Kubelet and containerd can therefore use their
-usual paths (for device plugins the kubelet knows no other than /var/lib/kubelet/device-plugins) and never see those of
-the host; their ports are on a loopback device that nobody else has; and a power cut is the death of one process, the
-namespace's first, which takes all others with it. The host sees no mount, no port and no process that outlives it.
+What makes a node out of it is `Machine`: namespaces of its own for mounts, processes, network, IPC
+and host name, in which /var/lib, /var/log and /run are directories of a scratch tree. Kubelet and
+containerd can therefore use their usual paths (for device plugins the kubelet knows no other than
+/var/lib/kubelet/device-plugins) and never see those of the host; their ports are on a loopback
+device that nobody else has; and a power cut is the death of one process, the namespace's first,
+which takes all others with it. The host sees no mount, no port and no process that outlives it.
 Only cgroups are shared: everything is kept below one cgroup, which is removed at the end.
 
 A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.device_plugin_dir`.
@@ -19,8 +20,9 @@ A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.de
         kubelet.exec("one", ["ls", "-l", "/dev/chip"])
         machine.power_off()
 
-The kubelet runs standalone: there is no API server, pods are static pods (files in a directory), and what became of
-them is read from the kubelet's own /pods. Where the difference matters there is `apiserver.ApiServer`.
+The kubelet runs standalone: there is no API server, pods are static pods (files in a directory),
+and what became of them is read from the kubelet's own /pods. Where the difference matters there is
+`apiserver.ApiServer`.
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kube
 """The kubelets that can be had, by minor version: one module beside this file pins each of them."""
 
 NODE_NAME = "node"
-NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: one that is not of the loopback range, which a kubelet does not take for its own
+NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
 IMAGE = "localhost/realkubelet/busybox:1"
 """The one image there is: a static busybox. It does for the pods and for the pause container."""
 
 JSON = dict[str, Any]
 
 
-# --- What it takes ----------------------------------------------------------------------------------------------------
+# --- What it takes --------------------------------------------------------------------------------
 
 _PACKAGES = {
     "containerd": "containerd",
@@ -101,7 +103,8 @@ def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
     if all(kubelet_path(version).exists() for version in versions):
         return None
     if (go := shutil.which("go")) is None:
-        return "building the kubelet needs Go 1.21 or newer (golang-go, in Debian 12 from bookworm-backports)"
+        where = "golang-go, in Debian 12 from bookworm-backports"
+        return f"building the kubelet needs Go 1.21 or newer ({where})"
     said = subprocess.run(
         [go, "env", "GOVERSION"], capture_output=True, text=True, check=True
     ).stdout
@@ -112,7 +115,7 @@ def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
 
 
 def kubelet_path(version: str) -> Path:
-    """Where the kubelet of this minor version is once it is built; another go.sum is another kubelet."""
+    """Return where a minor version's kubelet is once built; another go.sum is another kubelet."""
     module = HERE / f"kubelet-{version}"
     digest = hashlib.sha256(
         (module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()
@@ -121,7 +124,7 @@ def kubelet_path(version: str) -> Path:
 
 
 def build_kubelet(version: str) -> Path:
-    """Build cmd/kubelet as the module's go.mod pins it, unless that was done before. Takes minutes the first time."""
+    """Build cmd/kubelet as the module's go.mod pins it, which takes minutes the first time."""
     target = kubelet_path(version)
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"kubelet-{version}.lock").open("w") as lock:
@@ -146,7 +149,7 @@ def build_kubelet(version: str) -> Path:
     return target
 
 
-# --- A machine that can be switched off -------------------------------------------------------------------------------
+# --- A machine that can be switched off -----------------------------------------------------------
 
 _CLONE_NEWNET = 0x40000000
 SYSCTLS = (
@@ -211,14 +214,15 @@ def tail(log: Path, lines: int = 40) -> str:
 
 
 class Machine:
-    """The part of a node that is not software: processes that can lose power, a disk that survives it.
+    """A node without its software: processes that can lose power, a disk that survives it.
 
-    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because the disk must not be a tmpfs
-    (overlayfs), and its path short because the sockets in it have to fit into 107 characters.
+    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because the disk
+    must not be a tmpfs (overlayfs), and its path short because the sockets in it have to fit into
+    107 characters.
     """
 
     def __init__(self, numa_nodes: int | None = None) -> None:
-        """`numa_nodes`: what the kubelet is shown in place of this machine's own NUMA nodes, the CPUs dealt out."""
+        """`numa_nodes`: how many the kubelet is shown; the CPUs are dealt out to them."""
         _remove_abandoned()
         self.scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/var/tmp"))
         self._lock = (self.scratch / "lock").open("w")
@@ -257,8 +261,9 @@ class Machine:
                 return self.scratch / outside / inside[len(directory) + 1 :]
         raise ValueError(f"{inside} is the host's own")
 
-    # Whole directories that every host has. A mount point of our own, /var/lib/kubelet say, would have to be made and
-    # removed on the host, and its removal would unmount it in every other machine that runs at the time.
+    # Whole directories that every host has. A mount point of our own, /var/lib/kubelet say, would
+    # have to be made and removed on the host, and its removal would unmount it in every other
+    # machine that runs at the time.
     _mounts: ClassVar = {"/run": "run", "/var/log": "log", "/var/lib": "lib"}
 
     def power_on(self) -> None:
@@ -282,9 +287,9 @@ class Machine:
             f"busybox hostname {NODE_NAME}",
             "busybox ip link set lo up",
             f"busybox ip address add {NODE_ADDRESS}/32 dev lo",
-            # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the kernel reaps them. It
-            # lives as long as somebody holds the other end of its stdin: should the tests be killed outright, the
-            # machine goes down all the same.
+            # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the
+            # kernel reaps them. It lives as long as somebody holds the other end of its stdin:
+            # should the tests be killed outright, the machine goes down all the same.
             "echo on",
             "exec env --ignore-signal=CHLD cat",
         ]
@@ -316,7 +321,7 @@ class Machine:
         self._init_pid = wait_until(lambda: _child_of(unshare), "the first process", 5)
 
     def power_off(self) -> None:
-        """Cut the power: every process dies in one instant, every mount is gone, and of the files only /run's."""
+        """Cut the power: every process dies in one instant, every mount is gone, /run is empty."""
         if self._init is None:
             return
         assert self._init.stdin is not None and self._init.stdout is not None
@@ -387,7 +392,7 @@ class Machine:
         return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     def _fake_numa(self, nodes: int) -> Path:
-        """A /sys/devices/system/node with that many nodes, of which the first have the CPUs that there are."""
+        """Make a /sys/devices/system/node with that many nodes; the first have the CPUs."""
         root = self.scratch / "numa"
         shutil.rmtree(root, ignore_errors=True)
         memory = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) // nodes  # type: ignore[index]
@@ -431,7 +436,7 @@ _PREFIX = "ttdp-node-"
 
 
 def _remove_abandoned() -> None:
-    """Remove what machines have left whose tests were killed: their processes died with the tests, files did not."""
+    """Remove the files of machines whose tests were killed: only their processes died with them."""
     for scratch in Path("/var/tmp").glob(f"{_PREFIX}*"):
         try:
             with (scratch / "lock").open() as lock:
@@ -448,7 +453,8 @@ def _remove_abandoned() -> None:
 def cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
     """Where the cgroup hierarchies are, and whether it is version 2's with all controllers.
 
-    Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as well.
+    Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as
+    well.
     """
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
@@ -489,7 +495,7 @@ def _removed(cgroup: Path) -> bool:
     return True
 
 
-# --- containerd -------------------------------------------------------------------------------------------------------
+# --- containerd -----------------------------------------------------------------------------------
 
 
 class Containerd:
@@ -556,7 +562,7 @@ class Containerd:
         return done
 
     def config(self) -> str:
-        """Defaults, but for the pause image (nothing can be pulled here) and what a restricted root may not do."""
+        """Return the defaults, but for the pause image and what a restricted root may not do."""
         said = subprocess.run(
             [self._binary, "--version"], capture_output=True, text=True, check=True
         ).stdout
@@ -593,7 +599,7 @@ def _has_capability(number: int) -> bool:
 
 
 _SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
-"""Unlike a bare sleep, which as its PID namespace's first process gets no SIGTERM, this ends when it is told to."""
+"""Ends when it is told to: a bare sleep, as its namespace's first process, gets no SIGTERM."""
 
 
 def busybox_layer() -> bytes:
@@ -666,7 +672,7 @@ def image_archive(name: str, layer: bytes) -> bytes:
     return archive.getvalue()
 
 
-# --- The kubelet ------------------------------------------------------------------------------------------------------
+# --- The kubelet ----------------------------------------------------------------------------------
 
 
 def pod(
@@ -681,7 +687,7 @@ def pod(
     own_shm: bool = False,
     selector: Mapping[str, str] | None = None,
 ) -> JSON:
-    """A static pod's manifest whose containers (main, main-1, …) each ask for these resources and sleep.
+    """Return a manifest: containers main, main-1, … that each ask for these resources and sleep.
 
     `own_shm`: with a volume at /dev/shm, as pods have that need more than the usual 64 MiB there.
     """
@@ -715,7 +721,7 @@ def pod(
 
 
 def refusal(status: Mapping[str, Any]) -> str | None:
-    """Why a kubelet refused the pod with this status, in its own words ("reason: message"), or None if it did not."""
+    """Return why a kubelet refused the pod with this status ("reason: message"), if it did."""
     message = str(status.get("message"))
     if status.get("phase") != "Failed" or not message.startswith("Pod was rejected"):
         return None
@@ -731,7 +737,7 @@ def all_run(manifest: Mapping[str, Any]) -> bool:
 
 
 class Kubelet:
-    """A standalone kubelet of one minor version; it can be stopped, killed and started again, its state kept."""
+    """A kubelet of one minor version; stopped, killed and started again it keeps its state."""
 
     PORT = 10250
 
@@ -748,7 +754,8 @@ class Kubelet:
     ) -> None:
         """`config`: further keys of KubeletConfiguration, which win over the ones made here.
 
-        `api_server`: the URL of one; without it the kubelet runs standalone, and all pods are static.
+        `api_server`: the URL of one; without it the kubelet runs standalone, and all pods are
+        static.
         """
         self.version = version
         self.machine = machine
@@ -774,7 +781,8 @@ class Kubelet:
             "makeIPTablesUtilChains": False,
             "resolvConf": "",
             "topologyManagerPolicy": topology_manager_policy,
-            # However full the disk is that the tests run on, pods are not refused and images not removed for that.
+            # However full the disk is that the tests run on, pods are not refused and images not
+            # removed for that.
             "imageGCHighThresholdPercent": 100,
             "imageGCLowThresholdPercent": 99,
             "evictionHard": {
@@ -804,7 +812,7 @@ class Kubelet:
 
     @property
     def device_plugin_dir(self) -> Path:
-        """The directory to start the device plugin with; the kubelet creates it, unless it is there."""
+        """The directory to start the device plugin with."""
         path = self.machine.path("/var/lib/kubelet/device-plugins")
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
         return path
@@ -918,12 +926,13 @@ class Kubelet:
     def run_pod(self, manifest: JSON) -> None:
         """Put a pod's manifest where the kubelet finds it.
 
-        Take a new name each time: the kubelet lets ten seconds pass before it starts a static pod whose name was that
-        of one just deleted.
+        Take a new name each time: the kubelet lets ten seconds pass before it starts a static pod
+        whose name was that of one just deleted.
         """
         directory = Path(self._config["staticPodPath"])
         directory.mkdir(exist_ok=True)
-        # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again remembers what became of it.
+        # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again
+        # remembers what became of it.
         manifest["metadata"].setdefault("annotations", {})["realkubelet/attempt"] = uuid.uuid4().hex
         partial = (
             directory / f".{manifest['metadata']['name']}"
@@ -932,7 +941,7 @@ class Kubelet:
         partial.rename(directory / f"{manifest['metadata']['name']}.json")
 
     def delete_pod(self, name: str, timeout: float = 30) -> None:
-        """Remove a pod's manifest and wait until its containers are gone and the kubelet has forgotten it."""
+        """Remove a pod's manifest, and wait until the pod is gone."""
         self.withdraw_pod(name)
         self.wait_gone(name, timeout)
 
@@ -968,7 +977,7 @@ class Kubelet:
         return dict(found["status"]) if found else {}
 
     def rejection(self, name: str) -> str | None:
-        """Why the kubelet refused the pod, in its own words ("reason: message"), or None if it did not."""
+        """Return why the kubelet refused the pod ("reason: message"), or None if it did not."""
         return refusal(self.pod_status(name))
 
     def running(self, name: str) -> bool:
@@ -997,7 +1006,7 @@ class Kubelet:
     def exec(
         self, name: str, argv: Sequence[str], container: str = "main"
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in one of the pod's containers. It is run again if its output does not come to its end.
+        """Run a command in a pod's container, and again if its output does not come to its end.
 
         A process that ends at once can be gone before containerd has copied what it wrote.
         """
@@ -1070,8 +1079,9 @@ class Kubelet:
     def capacity(self, resource: str) -> int:
         """How many devices the resource has, healthy or not.
 
-        Capacity is part of the node's status, which a kubelet without API server shows nobody. This is from its log:
-        the length of the list that the plugin pushed last, or, if that is newer, what went into the status.
+        Capacity is part of the node's status, which a kubelet without API server shows nobody. This
+        is from its log: the length of the list that the plugin pushed last, or, if that is newer,
+        what went into the status.
         """
         name = re.escape(resource)
         pushed = rf'"State pushed for device plugin" resource="{name}" resourceCapacity=(\d+)'
@@ -1103,7 +1113,7 @@ class Kubelet:
 
 
 def _klog_time(line: str) -> float:
-    """Unix time of a line such as "I1121 12:54:07.123456   4711 manager.go:317] …", in local time without a year."""
+    """Return the Unix time of "I1121 12:54:07.123456   4711 manager.go:317] …", a local time."""
     year = datetime.datetime.now().year
     return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
 

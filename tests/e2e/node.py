@@ -1,9 +1,9 @@
-"""A node of a cluster: the machine with the real kubelet, simulated cards, and tt-device-plugin as it is shipped.
+"""A node: a machine with a real kubelet, simulated cards, and tt-device-plugin as it is shipped.
 
-The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has to remember, and a
-socket to say READY=1 on. There is no udev: the simulated node makes its links by PCI address. The cards' device nodes
-are real character devices, of drivers that every kernel has and that containers may not open by default: a container
-can really open what it is given.
+The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has
+to remember, and a socket to say READY=1 on. There is no udev: the simulated node makes its links by
+PCI address. The cards' device nodes are real character devices, of drivers that every kernel has
+and that containers may not open by default: a container can really open what it is given.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 STATE_DIRECTORY = "/var/lib/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
-# fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
-# (10:200) would not do: runc lets every container open it.
+# fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a
+# Tenstorrent card. tun (10:200) would not do: runc lets every container open it.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235))
-"""Numbers of the first cards' device nodes; the rest get those that tests.world.node gives, which nobody opens."""
+"""Numbers of the first cards' nodes; the rest get tests.world.node's, which nobody opens."""
 
 
-# --- What is tested ---------------------------------------------------------------------------------------------------
+# --- What is tested -------------------------------------------------------------------------------
 
 
 def without_version(text: str) -> str:
@@ -83,7 +83,8 @@ class Program:
     @property
     def name(self) -> str:
         file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
-        return f"{file.relative_to(ROOT)} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        return f"{file.relative_to(ROOT)} (sha256 {digest[:12]})"
 
     def install(self, directory: Path) -> list[str]:
         """Put it there, as dpkg does: over the old one, in one step; returns the command."""
@@ -114,7 +115,7 @@ class Daemon:
         interval: float = 5.0,
         config: str = "",
     ) -> None:
-        """`interval`: seconds between two polls of the cards' health; the default is the daemon's own.
+        """`interval`: seconds between two polls; the default is the daemon's own.
 
         `config`: keys and tables for the configuration file.
         """
@@ -137,26 +138,30 @@ class Daemon:
 
     def configure(self, config: str) -> None:
         """Write its configuration file, which counts from the next start or SIGHUP on."""
-        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many to wait.
-        health = f"[health]\ninterval = {self._interval}\nheartbeat_misses = {max(2, round(5 / self._interval))}\n"
+        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many
+        # to wait.
+        misses = max(2, round(5 / self._interval))
+        health = f"[health]\ninterval = {self._interval}\nheartbeat_misses = {misses}\n"
         self._config.write_text(f"{config}\n{health}")
 
     def install(self) -> None:
         """Install the program, or over the installed one; the next start runs it."""
         self._installed += 1
         self._command = self._program.install(self.machine.scratch / "usr")
-        # Another release unpacks itself into another directory; in here they are all the same release.
+        # Another release unpacks itself into another directory; in here they are all the same
+        # release.
         self._cache = self.machine.scratch / f"cache-{self._installed}"
 
     def start(self, timeout: float = 30) -> None:
-        """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
+        """Do what systemctl start does: return when it has said READY=1."""
         assert self.process is None, "it runs already"
         for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self.machine.path(directory).mkdir(exist_ok=True)
         manager = NotifySocket(self.machine.scratch / "notify")
         with contextlib.closing(manager):
             self.process = self.machine.spawn(
-                # Nice as in the unit: while a kubelet starts it takes all the processors that it can get.
+                # Nice as in the unit: while a kubelet starts it takes all the processors that it
+                # can get.
                 [
                     "nice",
                     "-n-10",
@@ -203,7 +208,7 @@ class Daemon:
         return status
 
 
-# --- The node ---------------------------------------------------------------------------------------------------------
+# --- The node -------------------------------------------------------------------------------------
 
 _names = itertools.count(1)
 
@@ -216,7 +221,7 @@ N = TypeVar("N", bound="Node")
 
 
 class Node:
-    """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
+    """A running kubelet with its machine; cards and daemon are made anew for each test."""
 
     def __init__(
         self,
@@ -230,10 +235,10 @@ class Node:
         machine: Machine | None = None,
         kubelet: type[Kubelet] = Kubelet,
     ) -> None:
-        """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's.
+        """`static_pods=False`: an API server has the pods. `config`: the kubelet's.
 
-        `containerd`: a directory with another one than the host's. `images`: archives of further ones than busybox.
-        `machine`, `kubelet`: of another kind than usual.
+        `containerd`: a directory with another one than the host's. `images`: archives of further
+        ones than busybox. `machine`, `kubelet`: of another kind than usual.
         """
         self.version = version
         self.program = program
@@ -317,9 +322,10 @@ class Node:
         config: str = "",
         expected: Mapping[str, set[str]] | None = None,
     ) -> None:
-        """Install the daemon for the cards that there are, start it, and wait until the kubelet has all of them.
+        """Install the daemon, start it, and wait until the kubelet has all cards.
 
-        `config`: for its configuration file. `expected`: IDs by resource, where they are not what they are by default.
+        `config`: for its configuration file. `expected`: IDs by resource, where they are not what
+        they are by default.
         """
         self._daemon = Daemon(
             self.machine, self.cards, self.program, interval=interval, config=config
@@ -367,7 +373,7 @@ class Node:
         return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
 
     def clear(self) -> None:
-        """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""
+        """Take out the pods, the daemon and the cards; `wait_clear` waits for the pods' end."""
         self.withdraw()
         if self._daemon is not None and self._daemon.process is not None:
             self._daemon.stop()
@@ -394,7 +400,7 @@ class Node:
     def reboot(
         self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
     ) -> None:
-        """Cut the power and start everything again, the daemon before the kubelet or so many seconds after it."""
+        """Cut the power and start all again, the daemon before the kubelet or seconds after it."""
         self._dead |= {
             container for name in self._pods for container in self.containers(name).values()
         }
@@ -413,7 +419,7 @@ class Node:
     # Pods
 
     def run(self, resources: Mapping[str, int], *, user: int | None = None, **others: Any) -> str:
-        """Give the kubelet a pod whose containers ask for these each; its name. `others`: of `machine.pod`."""
+        """Create a pod whose containers ask for these; its name. `others`: of `machine.pod`."""
         name = f"pod-{next(_names)}"
         manifest = pod(name, resources, **others)
         if user is not None:
@@ -434,7 +440,8 @@ class Node:
     def outcome(self, name: str, timeout: float = 30) -> Outcome:
         def probe() -> Outcome | None:
             found = self.find(name)
-            # An API server shows the containers of before the reboot until the kubelet reports those of after it.
+            # An API server shows the containers of before the reboot until the kubelet reports
+            # those of after it.
             if found and all_run(found) and self._dead.isdisjoint(self.containers(name).values()):
                 return RUNNING
             return refusal(found["status"]) if found else None
@@ -442,10 +449,11 @@ class Node:
         return wait_until(probe, f"pod {name} to run or be refused", timeout)
 
     def assert_admitted(self, names: Sequence[str]) -> None:
-        """That these pods run, after a reboot. For static ones refused then, the kubelet is restarted, up to ten times.
+        """Assert that these pods run, after a reboot and up to ten restarts for static ones.
 
-        A kubelet takes static pods up milliseconds after its socket is there, and no plugin is quicker than that each
-        time. Its next start takes them up again, with the devices that they had. An API server's have the one chance.
+        A kubelet takes static pods up milliseconds after its socket is there, and no plugin is
+        quicker than that each time. Its next start takes them up again, with the devices that they
+        had. An API server's have the one chance.
         """
         outcomes = [self.outcome(name) for name in names]
         for _ in range(0 if self.api else 10):
@@ -493,7 +501,8 @@ class Node:
     def access(self, name: str, number: tuple[int, int], container: str = "main") -> str:
         """What the runtime was told that a container may do with a device: of r, w, m.
 
-        In the container this cannot be seen: runc lets everyone make any device node, and forbids to open it.
+        In the container this cannot be seen: runc lets everyone make any device node, and forbids
+        to open it.
         """
         told = self.containerd.ctr("containers", "info", self.kubelet.container_id(name, container))
         devices = json.loads(told.stdout)["Spec"]["linux"]["resources"]["devices"]
@@ -529,12 +538,12 @@ def resource_of(card: str) -> str:
     return f"tenstorrent.com/{card if card.startswith('galaxy') else card.rstrip('abc')}"
 
 
-# --- How fast ---------------------------------------------------------------------------------------------------------
+# --- How fast -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """A starting kubelet's own account of the race between the plugin and the pods, in seconds from kubelet.sock on."""
+    """A starting kubelet's race between plugin and pods: seconds from kubelet.sock on."""
 
     allocatable: float  # the devices count
     admission: float  # the first pod is up for admission
@@ -546,7 +555,10 @@ class Race:
 
 def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
     """How the last start went, with at least one pod; waits for its end."""
-    counted = rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
+    counted = (
+        rf'"Processed device updates for resource" resourceName="{resource}"'
+        rf" totalCount=\d+ healthyCount={devices}"
+    )
     allocatable, _ = kubelet.wait_logged(counted)
     admission, _ = kubelet.wait_logged(r'"SyncLoop ADD" source="\w+" pods=\["')
     appeared = kubelet.socket_appeared()

@@ -1,4 +1,4 @@
-"""Runs inside the service's sandbox and prints as JSON what it could do there. Standard library only."""
+"""Prints as JSON what it can do in the service's sandbox. Standard library only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def executable_memory() -> None:
 
 
 def cgroup_of(process: str) -> None:
-    """Read what says whose a process is; a cgroup that is not shown ends with nothing but the root's."""
+    """Read whose a process is; where cgroups are not shown there is nothing but the root's."""
     lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
     if not any(line.endswith("other.service") for line in lines):
         raise OSError(errno.ENODATA, str(lines))

@@ -384,9 +384,10 @@ def test_a_healthy_cluster_fires_none(tmp_path: Path) -> None:
 
 FREE = """
 count by (board) (
-  tt_device_info and on (instance, device) tt_device_healthy == 1 unless on (instance, device) tt_device_allocated
+  tt_device_info and on (instance, device) tt_device_healthy == 1 unless on (instance, device)
+  tt_device_allocated
 )
-"""  # noqa: E501
+"""
 UNHEALTHY = "max_over_time(tt_device_healthy[10m]) == 0"
 HOTTEST = (
     "topk(1, tt_device_temperature_celsius)"

@@ -1,6 +1,7 @@
-"""The whole way: the package's own unit, in its sandbox, and the real kubelet, both started by one systemd.
+"""The whole way: the package's own unit, in its sandbox, and a real kubelet, under one systemd.
 
-A system container in which containerd and the kubelet are units like any other, and the package is installed with apt.
+In a system container containerd and the kubelet are units like any other, and the package is
+installed with apt.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from tests.e2e.node import RUNNING, Node, Program
 N300 = "tenstorrent.com/n300"
 PACKAGES = f"{container.PACKAGES},containerd,runc,busybox-static,mount"
 
-# As in container.BOOT, but with the controllers of cgroup version 1, which containerd and the kubelet need.
+# As in container.BOOT, but with the controllers of cgroup version 1, which the kubelet needs.
 BOOT = """
 set -e
 for group in /sys/fs/cgroup/*/"$NAME"; do echo $$ > "$group/cgroup.procs"; done
 mkdir -p /run/systemd/nspawn
 mount -t tmpfs tmpfs /run/systemd/nspawn
 export SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=0
-exec systemd-nspawn --quiet --register=no --keep-unit --console=pipe --private-network --machine="$NAME" \\
-    --system-call-filter='@keyring bpf' --capability=all "$@"
+exec systemd-nspawn --quiet --register=no --keep-unit --console=pipe --private-network \\
+    --machine="$NAME" --system-call-filter='@keyring bpf' --capability=all "$@"
 """
-# The first process, before it becomes systemd. A node's root may do what a container's may not: write to cgroups and to
-# settings of the kernel, of which this one gets copies. The address is one that a kubelet does not take for its own.
+# The first process, before it becomes systemd. A node's root may do what a container's may not:
+# write to cgroups and to settings of the kernel, of which this one gets copies. The address is one
+# that a kubelet takes for its own.
 INIT = f"""
 set -e
 for controller in $(grep -o '/sys/fs/cgroup/[a-z,_]* cgroup ro' /proc/mounts | cut -d' ' -f1); do
@@ -167,7 +169,7 @@ def node(deb: Path, program: Program) -> Iterator[SystemNode]:
 def test_the_unit_serves_the_kubelet_and_boots_before_it(
     node: SystemNode, deb: Path, told: Told
 ) -> None:
-    """In its sandbox the installed daemon gives pods their chips, and they have the same ones after a reboot."""
+    """In its sandbox the daemon gives pods their chips, and the same ones after a reboot."""
     system = node.system.container
     bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
     system.write(
@@ -208,6 +210,7 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(
         for unit, moment in ((UNIT, "ActiveEnter"), ("kubelet", "ExecMainStart"))
     )
     assert ready <= started
+    early = (started - ready) * 1000
     told(
-        f"kubelet {node.version}: READY {(started - ready) * 1000:.0f} ms before it starts; both pods have their chips"
+        f"kubelet {node.version}: READY {early:.0f} ms before it starts; both pods have their chips"
     )

@@ -1,4 +1,4 @@
-"""Tenstorrent's user-mode driver, tt-umd, as programs in containers use it: an image with Python and its wheel."""
+"""Tenstorrent's user-mode driver, tt-umd, as containers have it: an image with its wheel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRIVER = HERE / "driver.c"
 
 
 def image() -> Path:
-    """The image's archive; from the cache, or made of Debian packages and the wheel (half a minute)."""
+    """Return the image's archive: from the cache, or made of Debian packages and the wheel."""
     key = hashlib.sha256(
         repr((IMAGE, RELEASE, HASHES, DEBIAN, DRIVER.read_text())).encode()
     ).hexdigest()[:16]
@@ -88,7 +88,8 @@ def _wheel(directory: Path) -> Path:
 def python(text: str, cards: str | None = None) -> list[str]:
     """The command that runs a program with tt-umd in it.
 
-    `cards`: PCI addresses by number of the node, "0=0000:01:00.0 1=…": what the driver says if it is asked.
+    `cards`: PCI addresses by number of the node, "0=0000:01:00.0 1=…": what the driver says if it
+    is asked.
     """
     driver = [] if cards is None else ["env", "LD_PRELOAD=/driver.so", f"CARDS={cards}"]
     return [*driver, "/usr/bin/python3.11", "-u", "-c", text]
