@@ -1089,6 +1089,9 @@ class Kubelet:
         said = re.findall(f"{pushed}|{in_status}", self.log.read_text(errors="replace"))
         return int(said[-1][0] or said[-1][1]) if said else 0
 
+    def wait_capacity(self, resource: str, devices: int) -> None:
+        wait_until(lambda: self.capacity(resource) == devices, f"{resource} to have {devices}", 30)
+
     def wait_allocatable(self, resource: str, devices: set[str], timeout: float = 30) -> None:
         wait_until(
             lambda: self.allocatable(resource) == devices,

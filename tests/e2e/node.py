@@ -396,6 +396,7 @@ class Node:
         for name in self._going:
             self.kubelet.wait_gone(name)
         self._going = []
+        self.kubelet.assigned("")  # it forgets pods that have ended when it is asked for them
 
     def reboot(
         self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None

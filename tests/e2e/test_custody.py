@@ -42,6 +42,7 @@ from tests.world.processes import wait_until
 
 STEPS = int(os.environ.get("CUSTODY_STEPS", "25"))
 SEED = int(os.environ.get("CUSTODY_SEED", "1"))
+WAITS = "a container waits for the end of"  # in the daemon's log
 AWAY = float(os.environ.get("CUSTODY_AWAY", "15"))  # seconds without an API server
 
 # --- Nodes ----------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def test_a_privileged_pod_hinders_nobody(ward: Ward) -> None:
     holder = ward.started(P300, 4)
     wait_until(lambda: len(ward.opened(holder)) == 4, "the pod to have all cards", LONG)
     assert len(ward.opened(monitor)) == 4
-    assert "waits for the end of" not in ward.daemon.log.read_text()
+    assert WAITS not in ward.daemon.log.read_text()
     ward.reconfigure(CARDS)
     ward.delete(holder)
     ward.wait_offered(listing(ward.cards, CARDS), [])
@@ -201,7 +202,7 @@ def test_a_pod_that_runs_on(ward: Ward, static: bool) -> None:
     ward.force_delete(first)
     wait_until(lambda: not ward.kubelet.get_pod(first.name), "the kubelet to forget it", LONG)
     second = ward.create(P300, 4)
-    waits = f"{P300}: a container waits for the end of"
+    waits = f"{P300}: {WAITS}"
     wait_until(lambda: waits in ward.daemon.log.read_text(), lambda: ward.why(second), LONG)
     ward.wait_holds(second)
     (state,) = ward.kubelet.pod_status(second.name)["containerStatuses"]
@@ -340,6 +341,22 @@ def test_a_container_that_crashes_long_after_a_rename(aligned: Ward) -> None:
 # --- Anything, in any order -----------------------------------------------------------------------
 
 
+WEIGHTS = {
+    "create": 8,
+    "create_with_init": 3,
+    "delete": 4,
+    "force_delete": 3,
+    "crash": 2,
+    "complete": 1,
+    "reconfigure": 4,
+    "restart_kubelet": 1,
+    "restart_kubelet_alone": 1,
+    "kill_daemon": 2,
+    "cut_power": 1,
+}
+"""How often the methods of Steps are taken."""
+
+
 class Steps:
     """Steps at random, decided by what was done and never by what has come of it."""
 
@@ -350,24 +367,10 @@ class Steps:
         self._config = ""
         self._pods: list[Pod] = []
         self._all: list[Pod] = []
-
-    STEPS: tuple[tuple[str, int], ...] = (
-        ("create", 8),
-        ("create_with_init", 3),
-        ("delete", 4),
-        ("force_delete", 3),
-        ("crash", 2),
-        ("complete", 1),
-        ("reconfigure", 4),
-        ("restart_kubelet", 1),
-        ("restart_kubelet_alone", 1),
-        ("kill_daemon", 2),
-        ("cut_power", 1),
-    )
+        self._ran = 0
 
     def step(self) -> None:
-        names, weights = zip(*self.STEPS, strict=True)
-        (name,) = self._random.choices(names, weights)
+        (name,) = self._random.choices([*WEIGHTS], [*WEIGHTS.values()])
         self.done.append(name)
         getattr(self, name)()
         self.ward.assert_apart()
@@ -382,25 +385,28 @@ class Steps:
         last = self.ward.started(f"{DOMAIN}/p300c", 4)
         wait_until(lambda: len(self.ward.opened(last)) == 4, "all chips to be in use", LONG)
 
+    def summary(self) -> str:
+        waited = self.ward.daemon.log.read_text().count(WAITS)
+        ran = f"of {len(self._all)} pods {self._ran} ran, {waited} of them after another's end"
+        return f"{ran}; {self.ward.openers.looks} looks found no two at one node"
+
     def _create(self, **others: Any) -> None:
-        (resource,) = listing(self.ward.cards, self._config)
-        created = self.ward.create(resource, **others)
+        """Create a pod, and wait until it runs or is refused; another's end can come first."""
+        ward = self.ward
+        (resource,) = listing(ward.cards, self._config)
+        created = ward.create(resource, **others)
         self._pods.append(created)
         self._all.append(created)
-        ward = self.ward
-        waits = "waits for the end of"
-        before = ward.daemon.log.read_text().count(waits)
 
         def settled() -> bool:
-            """It runs, was refused, or is made to wait."""
-            waiting = ward.daemon.log.read_text().count(waits) > before
-            return bool(ward.opened(created) or ward.refused(created) or waiting)
+            return bool(ward.opened(created) or ward.refused(created))
 
-        wait_until(settled, lambda: ward.why(created), LONG)
+        wait_until(settled, partial(ward.why, created), LONG)
+        self._ran += bool(ward.opened(created))
 
     def create(self) -> None:
-        stubborn = self._random.random() < 0.4
-        self._create(stubborn=stubborn, once=self._random.random() < 0.2)
+        stubborn, once, static = (self._random.random() < each for each in (0.4, 0.2, 0.2))
+        self._create(stubborn=stubborn, once=once, static=static)
 
     def create_with_init(self) -> None:
         (resource,) = listing(self.ward.cards, self._config)
@@ -450,13 +456,11 @@ class Steps:
         self.ward.api.serve(self.ward.machine)
 
     def kill_daemon(self) -> None:
+        """Kill it, and start it with another configuration."""
         self.ward.daemon.kill()
-        self.reconfigure_file()
-        self.ward.daemon.start()
-
-    def reconfigure_file(self) -> None:
         self._config = self._random.choice([*CONFIGURATIONS.values()])
         self.ward.daemon.configure(self._config)
+        self.ward.daemon.start()
 
     def cut_power(self) -> None:
         one, other = self._random.sample([chip.bdf for chip in self.ward.cards.chips], 2)
@@ -474,4 +478,4 @@ def test_any_sequence(ward: Ward, told: Told) -> None:
         sequence.finish()
     finally:
         print(" ".join(sequence.done))
-    told(f"kubelet {ward.version}: {STEPS} steps of seed {SEED}, {ward.openers.looks} looks")
+    told(f"kubelet {ward.version}: {STEPS} steps of seed {SEED}: {sequence.summary()}")

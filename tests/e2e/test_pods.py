@@ -264,7 +264,7 @@ def test_device_fails_and_recovers(node: Node, results: Results) -> None:
             f'"Processed device updates for resource" resourceName="{N300}"'
         )[-1]
         delays.append(last - died)
-        assert node.kubelet.capacity(N300) == 3
+        node.kubelet.wait_capacity(N300, 3)
     assert max(delays) < 2
     assert "no healthy devices present" in node.kubelet.wait_rejected(node.run({N300: 1}))
     assert node.kubelet.running(name) and node.containers(name) == before
@@ -310,7 +310,7 @@ def test_daemon_ends_and_starts(
 
     ended(node.daemon)
     node.kubelet.wait_allocatable(N300, set())
-    assert node.kubelet.capacity(N300) == 3
+    node.kubelet.wait_capacity(N300, 3)
     began = time.monotonic()
     node.daemon.start()
     node.kubelet.wait_allocatable(N300, ids(cards))

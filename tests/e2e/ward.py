@@ -199,9 +199,12 @@ class Ward(Node):
 
     def delete(self, holder: Pod) -> None:
         """Delete a pod in an orderly manner, and do not wait."""
+        if holder.is_static:
+            return self.force_delete(holder)
         assert self.api is not None
         self.api.delete_pod(holder.name, grace=1)
-        self._forget(holder)
+        self._pods.remove(holder.name)
+        self._going.append(holder.name)
 
     def force_delete(self, holder: Pod) -> None:
         """Delete a pod's object, or manifest, at once: its containers run on for their grace."""
@@ -212,10 +215,6 @@ class Ward(Node):
             self._going.append(holder.name)
         else:
             self.withdraw(holder.name)
-
-    def _forget(self, holder: Pod) -> None:
-        self._pods.remove(holder.name)
-        self._going.append(holder.name)
 
     def wait_ended(self, *holders: Pod) -> None:
         for holder in holders:
