@@ -38,7 +38,6 @@ def test_the_first_pod_says_what_readme_says(
 
         wait_until(ended, lambda: f"{name} to end, which is {api.pod(name)}", 30)
         lines = node.kubelet.logs(name).splitlines()
-    said = [
-        line.split(" ", 3)[3] for line in lines
-    ]  # behind the time, the stream, and whether it is a whole line
+    # Before what a container says stand the time, the stream, and whether it is a whole line.
+    said = [line.split(" ", 3)[3] for line in lines]
     assert said == shown.split(f"kubectl logs {name}\n")[1].splitlines()
