@@ -270,45 +270,11 @@ class Machine:
         """Make the namespaces, with one process in them that does nothing but keep them."""
         assert self._init is None, "it is on already"
         self.logs.mkdir(parents=True, exist_ok=True)
-        script = ["set -e"]
-        for inside, outside in self._mounts.items():
-            (self.scratch / outside).mkdir(exist_ok=True)
-            script.append(f"mount --bind {self.scratch / outside} {inside}")
-        for name in SYSCTLS:
-            private = self.scratch / "sysctl" / name
-            private.parent.mkdir(parents=True, exist_ok=True)
-            private.write_text(Path("/proc/sys", name).read_text())
-            script.append(f"mount --bind {private} /proc/sys/{name}")
-        if self._numa_nodes is not None:
-            script.append(
-                f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node"
-            )
-        script += [
-            f"busybox hostname {NODE_NAME}",
-            "busybox ip link set lo up",
-            f"busybox ip address add {NODE_ADDRESS}/32 dev lo",
-            # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the
-            # kernel reaps them. It lives as long as somebody holds the other end of its stdin:
-            # should the tests be killed outright, the machine goes down all the same.
-            "echo on",
-            "exec env --ignore-signal=CHLD cat",
-        ]
+        script = "\n".join(self._first_script())
         make_cgroups(self.cgroup)
+        namespaces = ["--mount", "--pid", "--net", "--uts", "--ipc"]
         self._init = subprocess.Popen(
-            [
-                "unshare",
-                "--mount",
-                "--pid",
-                "--net",
-                "--uts",
-                "--ipc",
-                "--fork",
-                "--mount-proc",
-                "--kill-child",
-                "sh",
-                "-c",
-                "\n".join(script),
-            ],
+            ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child", "sh", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(self.logs / "machine.log").open("ab"),
@@ -319,6 +285,28 @@ class Machine:
             raise RuntimeError(f"no namespaces:\n{tail(self.logs / 'machine.log')}")
         unshare = self._init.pid
         self._init_pid = wait_until(lambda: _child_of(unshare), "the first process", 5)
+
+    def _first_script(self) -> Iterator[str]:
+        """Yield the lines of what the first process does; make what they need."""
+        yield "set -e"
+        for inside, outside in self._mounts.items():
+            (self.scratch / outside).mkdir(exist_ok=True)
+            yield f"mount --bind {self.scratch / outside} {inside}"
+        for name in SYSCTLS:
+            private = self.scratch / "sysctl" / name
+            private.parent.mkdir(parents=True, exist_ok=True)
+            private.write_text(Path("/proc/sys", name).read_text())
+            yield f"mount --bind {private} /proc/sys/{name}"
+        if self._numa_nodes is not None:
+            yield f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node"
+        yield f"busybox hostname {NODE_NAME}"
+        yield "busybox ip link set lo up"
+        yield f"busybox ip address add {NODE_ADDRESS}/32 dev lo"
+        # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the
+        # kernel reaps them. It lives as long as somebody holds the other end of its stdin: should
+        # the tests be killed outright, the machine goes down all the same.
+        yield "echo on"
+        yield "exec env --ignore-signal=CHLD cat"
 
     def power_off(self) -> None:
         """Cut the power: every process dies in one instant, every mount is gone, /run is empty."""
@@ -624,52 +612,39 @@ def busybox_layer() -> bytes:
 def image_archive(name: str, layer: bytes) -> bytes:
     """An OCI image archive of one layer, a tarball; the image sleeps unless told otherwise."""
     blobs: dict[str, bytes] = {}
-
-    def store(content: bytes, media_type: str) -> JSON:
-        digest = hashlib.sha256(content).hexdigest()
-        blobs[digest] = content
-        return {
-            "mediaType": f"application/vnd.oci.image.{media_type}",
-            "digest": f"sha256:{digest}",
-            "size": len(content),
-        }
-
-    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(
-        os.uname().machine, os.uname().machine
-    )
-    stored_layer = store(layer, "layer.v1.tar")
+    stored_layer = _store(blobs, layer, "layer.v1.tar")
     config = {
-        "architecture": architecture,
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine),
         "os": "linux",
         "rootfs": {"type": "layers", "diff_ids": [stored_layer["digest"]]},
         "config": {"Env": ["PATH=/bin"], "Entrypoint": ["/bin/sh", "-c", _SLEEP]},
     }
-    manifest = store(
-        json.dumps(
-            {
-                "schemaVersion": 2,
-                "mediaType": "application/vnd.oci.image.manifest.v1+json",
-                "config": store(json.dumps(config).encode(), "config.v1+json"),
-                "layers": [stored_layer],
-            }
-        ).encode(),
-        "manifest.v1+json",
-    )
+    described = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": _store(blobs, json.dumps(config).encode(), "config.v1+json"),
+        "layers": [stored_layer],
+    }
+    manifest = _store(blobs, json.dumps(described).encode(), "manifest.v1+json")
+    named = manifest | {"annotations": {"io.containerd.image.name": name}}
     files = {f"blobs/sha256/{digest}": content for digest, content in blobs.items()}
     files["oci-layout"] = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
-    files["index.json"] = json.dumps(
-        {
-            "schemaVersion": 2,
-            "manifests": [manifest | {"annotations": {"io.containerd.image.name": name}}],
-        }
-    ).encode()
+    files["index.json"] = json.dumps({"schemaVersion": 2, "manifests": [named]}).encode()
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
+        for path, content in files.items():
+            member = tarfile.TarInfo(path)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return archive.getvalue()
+
+
+def _store(blobs: dict[str, bytes], content: bytes, media_type: str) -> JSON:
+    """Add a blob, by its digest; return its descriptor."""
+    digest = hashlib.sha256(content).hexdigest()
+    blobs[digest] = content
+    media_type = f"application/vnd.oci.image.{media_type}"
+    return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(content)}
 
 
 # --- The kubelet ----------------------------------------------------------------------------------
@@ -689,7 +664,7 @@ def pod(
 ) -> JSON:
     """Return a manifest: containers main, main-1, … that each ask for these resources and sleep.
 
-    `own_shm`: with a volume at /dev/shm, as pods have that need more than the usual 64 MiB there.
+    `own_shm`: with a volume at /dev/shm.
     """
     wanted = {resource: str(count) for resource, count in (resources or {}).items()}
     container: JSON = {
@@ -702,22 +677,19 @@ def pod(
         container["command"] = list(command)
     if own_shm:
         container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {
-            "hostNetwork": True,  # there is no network plugin
-            "restartPolicy": restart,
-            "terminationGracePeriodSeconds": 1,
-            "enableServiceLinks": False,
-            "nodeSelector": dict(selector or {}),
-            "containers": [
-                {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
-            ],
-            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
-        },
+    spec = {
+        "hostNetwork": True,  # there is no network plugin
+        "restartPolicy": restart,
+        "terminationGracePeriodSeconds": 1,
+        "enableServiceLinks": False,
+        "nodeSelector": dict(selector or {}),
+        "containers": [
+            {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
     }
+    metadata = {"name": name, "namespace": "default"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def refusal(status: Mapping[str, Any]) -> str | None:
@@ -736,10 +708,45 @@ def all_run(manifest: Mapping[str, Any]) -> bool:
     )
 
 
-class Kubelet:
-    """A kubelet of one minor version; stopped, killed and started again it keeps its state."""
+PORT = 10250
 
-    PORT = 10250
+
+def _configuration(version: str, machine: Machine) -> JSON:
+    """Return the KubeletConfiguration of a kubelet without API server."""
+    config: JSON = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "containerRuntimeEndpoint": f"unix://{Containerd.SOCKET}",
+        "staticPodPath": str(machine.scratch / "manifests"),
+        "fileCheckFrequency": "1s",
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": machine.cgroup,
+        "failSwapOn": False,
+        # Reached by nobody but this harness: the loopback device is the machine's own.
+        "address": "127.0.0.1",
+        "port": PORT,
+        "readOnlyPort": 0,
+        "healthzPort": 0,
+        "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "registerNode": False,
+        "enableControllerAttachDetach": False,
+        "makeIPTablesUtilChains": False,
+        "resolvConf": "",
+        # However full the disk is, pods are not refused and images not removed for that.
+        "imageGCHighThresholdPercent": 100,
+        "imageGCLowThresholdPercent": 99,
+    }
+    signals = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+    config["evictionHard"] = dict.fromkeys([*signals, "imagefs.inodesFree"], "0%")
+    has_v1 = not Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    if int(version.split(".")[1]) >= 31 and has_v1:
+        config["failCgroupV1"] = False  # refused by default since 1.35
+    return config
+
+
+class KubeletProcess:
+    """A kubelet of one minor version; stopped, killed and started again it keeps its state."""
 
     def __init__(
         self,
@@ -747,9 +754,7 @@ class Kubelet:
         machine: Machine,
         containerd: Containerd,
         *,
-        topology_manager_policy: str = "none",
         config: JSON | None = None,
-        verbosity: int = 4,
         api_server: str | None = None,
     ) -> None:
         """`config`: further keys of KubeletConfiguration, which win over the ones made here.
@@ -760,48 +765,9 @@ class Kubelet:
         self.version = version
         self.machine = machine
         self.containerd = containerd
-        self._config: JSON = {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "containerRuntimeEndpoint": f"unix://{Containerd.SOCKET}",
-            "staticPodPath": str(machine.scratch / "manifests"),
-            "fileCheckFrequency": "1s",
-            "cgroupDriver": "cgroupfs",
-            "cgroupRoot": machine.cgroup,
-            "failSwapOn": False,
-            # Reached by nobody but this harness: the loopback device is the machine's own.
-            "address": "127.0.0.1",
-            "port": self.PORT,
-            "readOnlyPort": 0,
-            "healthzPort": 0,
-            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-            "authorization": {"mode": "AlwaysAllow"},
-            "registerNode": False,
-            "enableControllerAttachDetach": False,
-            "makeIPTablesUtilChains": False,
-            "resolvConf": "",
-            "topologyManagerPolicy": topology_manager_policy,
-            # However full the disk is that the tests run on, pods are not refused and images not
-            # removed for that.
-            "imageGCHighThresholdPercent": 100,
-            "imageGCLowThresholdPercent": 99,
-            "evictionHard": {
-                "memory.available": "0%",
-                "nodefs.available": "0%",
-                "nodefs.inodesFree": "0%",
-                "imagefs.available": "0%",
-                "imagefs.inodesFree": "0%",
-            },
-        }
-        if (
-            int(version.split(".")[1]) >= 31
-            and not Path("/sys/fs/cgroup/cgroup.controllers").exists()
-        ):
-            self._config["failCgroupV1"] = False  # refused by default since 1.35
+        self._config = _configuration(version, machine)
         self.configure(**(config or {}))
-        self._verbosity = verbosity
         self.api_server = api_server
-        self._suffix = f"-{NODE_NAME}" if api_server is None else ""  # of a static pod's name
         if api_server is not None:
             self._config |= {"registerNode": True, "contentType": "application/json"}
         self._starts = 0
@@ -848,7 +814,7 @@ class Kubelet:
         config.write_text(json.dumps(self._config, indent=1))
         program = str(build_kubelet(self.version))
         hostname = f"--hostname-override={NODE_NAME}"
-        return [program, f"--config={config}", hostname, f"--v={self._verbosity}", *self._flags()]
+        return [program, f"--config={config}", hostname, "--v=4", *self._flags()]
 
     def _flags(self) -> list[str]:
         if self.api_server is None:
@@ -905,9 +871,9 @@ class Kubelet:
     def get(self, path: str) -> bytes:
         """GET from its own HTTPS port."""
         if self._connection is None:
-            connection = http.client.HTTPConnection("127.0.0.1", self.PORT, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=10)
             context = ssl._create_unverified_context()  # it signed its certificate itself
-            connection.sock = context.wrap_socket(self.machine.connect(self.PORT))
+            connection.sock = context.wrap_socket(self.machine.connect(PORT))
             self._connection = connection  # kept: who polls makes a handshake only once
         try:
             self._connection.request("GET", path)
@@ -920,6 +886,26 @@ class Kubelet:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def logged(self, pattern: str) -> list[tuple[float, str]]:
+        """Return the lines of this start's log that match, each with its Unix time."""
+        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
+        return [(_klog_time(line), line) for line in said]
+
+    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
+        """Wait until this start's log has a line that matches; the first, with its Unix time."""
+        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[
+            0
+        ]
+
+
+class Kubelet(KubeletProcess):
+    """A kubelet, its pods and its devices."""
+
+    @property
+    def _suffix(self) -> str:
+        """What a kubelet without API server adds to the names of pods."""
+        return f"-{NODE_NAME}" if self.api_server is None else ""
 
     # Pods
 
@@ -1102,17 +1088,6 @@ class Kubelet:
     def socket_appeared(self) -> float:
         """When the registration socket was made: Unix time, in the kernel's steps of a few ms."""
         return (self.device_plugin_dir / "kubelet.sock").stat().st_mtime
-
-    def logged(self, pattern: str) -> list[tuple[float, str]]:
-        """The lines of this start's log that match, each with its Unix time."""
-        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
-        return [(_klog_time(line), line) for line in said]
-
-    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
-        """Until this start's log has a line that matches; the first of them, with its Unix time."""
-        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[
-            0
-        ]
 
 
 def _klog_time(line: str) -> float:

@@ -217,10 +217,10 @@ Outcome = str
 RUNNING: Outcome = "running"
 
 
-N = TypeVar("N", bound="Node")
+N = TypeVar("N", bound="Site")
 
 
-class Node:
+class Site:
     """A running kubelet with its machine; cards and daemon are made anew for each test."""
 
     def __init__(
@@ -250,10 +250,7 @@ class Node:
         self.kubelet = kubelet(
             version, self.machine, self.containerd, config=config, api_server=api_server
         )
-        self._dead: set[str] = set()  # containers of former boots
         self._boot = ""
-        self._pods: list[str] = []
-        self._going: list[str] = []
         self._daemon: Daemon | None = None
         self._cards: SimulatedNode | None = None
         self._ticker = contextlib.ExitStack()
@@ -371,6 +368,22 @@ class Node:
     def last_words(self) -> str:
         """What daemon and kubelet say at the end."""
         return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
+
+    def host_number(self, bdf: str) -> tuple[int, int]:
+        """Major and minor number of a chip's device node as it is now."""
+        status = os.stat(self.cards.chip(bdf).device_node)
+        return os.major(status.st_rdev), os.minor(status.st_rdev)
+
+
+class Node(Site):
+    """Such a site, with pods."""
+
+    def __init__(self, version: str, program: Program, **others: Any) -> None:
+        """`others`: of Site."""
+        super().__init__(version, program, **others)
+        self._dead: set[str] = set()  # containers of former boots
+        self._pods: list[str] = []
+        self._going: list[str] = []
 
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards; `wait_clear` waits for the pods' end."""
@@ -525,13 +538,6 @@ class Node:
         found = self.find(name)
         states = found["status"].get("containerStatuses", ()) if found else ()
         return {str(state["name"]): str(state.get("containerID")) for state in states}
-
-    # Cards
-
-    def host_number(self, bdf: str) -> tuple[int, int]:
-        """Major and minor number of a chip's device node as it is now."""
-        status = os.stat(self.cards.chip(bdf).device_node)
-        return os.major(status.st_rdev), os.minor(status.st_rdev)
 
 
 def resource_of(card: str) -> str:

@@ -396,21 +396,12 @@ HOTTEST = (
 
 
 def test_queries(tmp_path: Path) -> None:
-    """Free devices by board across a cluster; a chip that is unhealthy for ten minutes; who holds
-    the hottest chip.
-    """
+    """Free devices by board; a chip that is ill for ten minutes; who holds the hottest chip."""
     values: dict[str, str] = {}
-    nodes = [
-        ("node-1", "n300"),
-        ("node-1", "n300"),
-        ("node-1", "p150"),
-        ("node-2", "n300"),
-        ("node-2", "p150"),
-    ]
-    slots = [
-        {"device": f"0000:0{n}:00.0", "instance": instance} for n, (instance, _) in enumerate(nodes)
-    ]
-    for number, (slot, (_, board)) in enumerate(zip(slots, nodes, strict=True)):
+    boards = ("n300", "n300", "p150", "n300", "p150")
+    instances = ("node-1", "node-1", "node-1", "node-2", "node-2")
+    slots = [{"device": f"0000:0{n}:00.0", "instance": each} for n, each in enumerate(instances)]
+    for number, (slot, board) in enumerate(zip(slots, boards, strict=True)):
         values[device(board=board, **slot)] = "1x30"
         values[labelled("tt_device_healthy", **slot)] = "1x15 0x15" if number == 3 else "1x30"
         values[labelled("tt_device_temperature_celsius", **slot)] = f"{50 + number}x30"

@@ -172,17 +172,10 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(
     """In its sandbox the daemon gives pods their chips, and the same ones after a reboot."""
     system = node.system.container
     bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
-    system.write(
-        CONFIG, CONFIGURATION.replace("/srv/shared/node", f"/srv/shared/{node.cards.root.name}")
-    )
-    system(
-        "apt-get",
-        "install",
-        "--yes",
-        "-o",
-        "Dpkg::Options::=--force-confold",
-        f"/srv/packages/{deb.name}",
-    )
+    tree = f"/srv/shared/{node.cards.root.name}"
+    system.write(CONFIG, CONFIGURATION.replace("/srv/shared/node", tree))
+    keep = ("-o", "Dpkg::Options::=--force-confold")
+    system("apt-get", "install", "--yes", *keep, f"/srv/packages/{deb.name}")
     node.kubelet.wait_allocatable(N300, set(bdfs))
     names = [node.run({N300: 1}) for _ in bdfs]
     assert [node.outcome(name) for name in names] == [RUNNING, RUNNING]
@@ -193,9 +186,8 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(
     pid = system("systemctl", "show", "--value", "--property=MainPID", UNIT).strip()
     status = dict(re.findall(r"(\w+):\t(.*)", system("cat", f"/proc/{pid}/status")))
     assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
-    allowed = system(
-        "cat", f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list"
-    ).splitlines()
+    devices = f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list"
+    allowed = system("cat", devices).splitlines()
     assert "a *:* rwm" not in allowed and "c 1:3 rwm" in allowed
 
     node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs))
