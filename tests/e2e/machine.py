@@ -870,6 +870,15 @@ class KubeletProcess:
 
     def get(self, path: str) -> bytes:
         """GET from its own HTTPS port."""
+        is_kept = self._connection is not None
+        try:
+            return self._get(path)
+        except (OSError, http.client.HTTPException):
+            if not is_kept:
+                raise
+            return self._get(path)  # a kubelet hangs up when nothing was asked for 90 seconds
+
+    def _get(self, path: str) -> bytes:
         if self._connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=10)
             context = ssl._create_unverified_context()  # it signed its certificate itself
