@@ -1,4 +1,5 @@
-# Each target sets up what it needs: a virtual environment in .venv, or one line that names the package to install.
+# Each target sets up what it needs: a virtual environment in .venv, or one line that names the
+# package to install.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -7,23 +8,23 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: help demo test test-pythons e2e e2e-kubelet e2e-newcomer pyz deb bench soak lint generate clean
+.PHONY: help demo test test-pythons e2e e2e-newcomer bench soak lint generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job on a simulated node, without hardware and without a cluster
+demo: $(VENV)/ready dist/tt-device-plugin.pyz  ## the main job, without hardware and cluster
 	@$(PY) -m tests.demo --pyz dist/tt-device-plugin.pyz
 
 test: $(VENV)/ready  ## every test that needs no root
 	@$(PYTEST) --numprocesses 2 --dist loadfile
 
-test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## what depends on Python, under each that is here, or PYTHONS='3.10 3.12'
+test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## for each Python, or PYTHONS='3.10 3.12'
 	@$(PY) -m tests.pythons $(PYTHONS)
 
-e2e: e2e-systemd e2e-kubelet  ## real systemd in system containers, the real kubelet with containerd; needs root
+e2e: e2e-systemd e2e-kubelet e2e-cgroup2  ## these three; root is needed for each e2e-…
 
-e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy; needs root
+e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py
 
 bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server's
@@ -34,8 +35,7 @@ soak: $(VENV)/ready  ## 10 000 kubelet restarts, at least ten minutes: does anyt
 
 lint: $(VENV)/ready  ## ruff, strict mypy, and whether what is generated is what it is made of
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check . $(NARROW:%=--exclude %)
-	$(VENV)/bin/ruff format --check --line-length 100 $(NARROW)
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy $(SCRIPTS)
 	@$(PY) packaging/build_pyz.py --bootstrap build/lint/_bootstrap
@@ -46,10 +46,8 @@ lint: $(VENV)/ready  ## ruff, strict mypy, and whether what is generated is what
 		|| { echo 'generated/ is not what its .proto files say; run: make generate'; exit 1; }
 	@PYTHONPATH=. $(PY) packaging/options.py --check
 
-# What is written for 100 columns already.
-NARROW := packaging $(addprefix tests/,pythons.py reporting.py test_versions.py test_wrapper.py) \
-	$(addprefix tests/e2e/,test_logind.py test_pythons.py test_repository.py)
-BOOTSTRAP := $(addprefix packaging/,start.py trees.py extract.py)  # a package only where it is packed
+# A package only where it is packed.
+BOOTSTRAP := $(addprefix packaging/,start.py trees.py extract.py)
 SCRIPTS := $(filter-out $(BOOTSTRAP),$(wildcard packaging/*.py))
 
 generate: $(VENV)/ready  ## the protobuf messages and gRPC stubs; what manuals say of the options
@@ -65,7 +63,7 @@ clean:  ## remove what the targets made
 
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo 'Python 3.10 or newer is needed: apt install python3, or name one: make PYTHON=python3.12'; exit 1; }
+		|| { echo 'Python 3.10 or newer is needed; name one: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo 'the module venv is missing: apt install python3-venv'; exit 1; }
 	@echo 'setting up $(VENV), once: about half a minute'
@@ -75,6 +73,7 @@ $(VENV)/ready: pyproject.toml
 	@touch $@
 
 # Of what pip says, a line for each package, so that one sees it live.
-show-packages = sed --unbuffered -n -E 's/^Collecting ([^ ]+).*/    \1/p; s/^Installing collected packages.*/    installing/p'
+show-packages = sed --unbuffered -n -E \
+	-e 's/^Collecting ([^ ]+).*/    \1/p' -e 's/^Installing collected packages.*/    installing/p'
 
 include packaging/packaging.mk

@@ -1183,6 +1183,7 @@ class Custody:
         self._identity: FileIdentity | None = None  # of the file that was read
         # Since when an allocation is not in the file; inf: it is. The newest is the last.
         self._missing_since: dict[Allocation, float] = {}
+        self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
         self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
         self._written_since = -math.inf  # the file is of a writing that was begun after this
         for resource, ids, chips, *pod in memory.get("allocations", ()):
@@ -1222,9 +1223,11 @@ class Custody:
             if allocation not in self._missing_since:  # a new one: the grant is in the file
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
-        for allocation, since in self._missing_since.items():
-            if since == math.inf and allocation not in filed:
-                self._missing_since[allocation] = now
+            self._filed_since.setdefault(allocation, now)
+        gone = [each for each in self._missing_since if self.is_filed(each) and each not in filed]
+        self._missing_since |= dict.fromkeys(gone, now)
+        if gone:  # what is not seen now was never started
+            self.cgroups.look({each.pod for each in self._missing_since}, now)
 
     def reread(self) -> None:
         self._identity = None
@@ -1235,6 +1238,7 @@ class Custody:
         for allocation in [*self._missing_since]:
             if not self._counts(allocation, now) and not self.is_filed(allocation):
                 del self._missing_since[allocation]
+                self._filed_since.pop(allocation, None)
         pods = {allocation.pod for allocation in self._missing_since}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
@@ -1264,7 +1268,11 @@ class Custody:
         seconds_gone = self.cgroups.seconds_gone(allocation.pod, now)
         if since == math.inf:  # before 1.34 the entry of the pod admitted last stays
             return seconds_gone is None or seconds_gone < LINGERING
-        return seconds_gone is None and self._written_since < since + SETTLING
+        # An entry that was there for long is in every writing until its pod has ended: one without
+        # a cgroup was refused after a reboot.
+        was_settled = since - self._filed_since.get(allocation, math.inf) >= SETTLING
+        is_written = self._written_since >= since + SETTLING
+        return seconds_gone is None and not was_settled and not is_written
 
     def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
         """Take over the names of pods, by resource, ID and container."""
@@ -2920,6 +2928,8 @@ class Endpoint(rpc.DevicePluginServicer):
             await asyncio.sleep(pause)
         else:
             raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
+        if self.is_lost():  # swept by the kubelet that starts
+            raise RegistrationError(f"{self._path} has gone")
         request = pb.RegisterRequest(
             version="v1beta1",
             endpoint=os.path.basename(self._path),

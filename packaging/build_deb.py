@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage, and
-asks lintian.
+"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage.
 
-Nothing is compiled, so that any machine can build for any architecture. version.py says what
-version it is.
+Then it asks lintian. Nothing is compiled, so that any machine can build for any architecture.
+version.py says what version it is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin.pyz: one zipapp for every Python ABI of one architecture, as
-shiv.toml says.
+"""Builds dist/tt-device-plugin.pyz as shiv.toml says: for every Python ABI of an architecture.
 
     build_pyz.py [--arch amd64|arm64] [--output FILE] [--version VERSION]
     build_pyz.py --lock                              writes the hashes of all files into shiv.toml
@@ -204,8 +203,7 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> None:
-    """The tree that the zipapp holds. Fails if two ABIs disagree on anything but their extension
-    modules."""
+    """Return the zipapp's tree. Fails if ABIs disagree on anything but extension modules."""
     from version import PROGRAM, with_version
 
     contents: dict[str, tuple[bytes, str]] = {}
@@ -287,8 +285,7 @@ def write_bootstrap(directory: Path, build_id: str, entry_point: str, abis: Sequ
 
 
 def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dict[str, str]:
-    """What starts the packed program, in place of shiv's own bootstrap: files of the package
-    `_bootstrap`."""
+    """Return the files of `_bootstrap`, which starts the program in place of shiv's own."""
     module, _, function = entry_point.partition(":")
     constants = {"BUILD": build_id, "MODULE": module, "FUNCTION": function, "ABIS": tuple(abis)}
     return {
@@ -309,8 +306,7 @@ def package_version() -> str:
 
 
 def source_date_epoch() -> int:
-    """$SOURCE_DATE_EPOCH, or the last commit's time, or outside a repository that of Debian's
-    changelog."""
+    """Return $SOURCE_DATE_EPOCH, or the last commit's time, or outside git the changelog's."""
     if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(epoch)
     commands: Sequence[list[str]] = (

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Fails where PyPI has the pinned grpcio for a Python that is newer than those that shiv.toml
-packs.
+"""Fails where PyPI has the pinned grpcio for a newer Python than those that shiv.toml packs.
 
 Once a distribution has that Python, the installed program does not start there; until then there is
 time to pack it. It is pip that is asked, as at a build; a wheel that is known to be there shows

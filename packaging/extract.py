@@ -1,5 +1,4 @@
-"""Extracts the program from the zipapp that holds this file, as `_bootstrap.extract`, or checks a
-tree in full.
+"""Extracts the program from the zipapp that holds this file (`_bootstrap.extract`), or checks it.
 
 Imported only if start.py, which says why these files are there, finds no tree that is as it was
 noted. In the end the same command is executed once more: the program's own process holds nothing of
@@ -55,8 +54,7 @@ def prepare(variable: str) -> NoReturn:
 
 
 def use_another_python() -> NoReturn:
-    """Execute the same command with a Python that something is packed for, or give up where there
-    is none."""
+    """Execute the same command with a Python that something is packed for; without one give up."""
     minors = {int(abi.split("-")[1][1:]): abi for abi in packed.ABIS}
     machine = trees.ABI.split("-", 2)[2]
     # One of a version that is packed and still not this one's is an odd build: others may be, too,
@@ -80,8 +78,7 @@ def use_another_python() -> NoReturn:
 
 
 def prepare_in(root: str) -> None:
-    """Make sure that the tree in `root` is there and right. Raises OSError, or what a damaged zip
-    does."""
+    """Make sure that the tree in `root` is right. Raises OSError, or what a damaged zip does."""
     tree = f"{root}/{trees.NAME}"
     try:
         noted = {trees.path_in(line): line.split(" ")[3] for line in trees.lines_of_stamp(tree)}
@@ -134,8 +131,7 @@ def extract(tree: str, half: str) -> None:
 
 
 def compile_source(source: str, place: str) -> None:
-    """Compile a source that will be at `place`; the stamp tells whether it has changed, the
-    interpreter need not."""
+    """Compile a source that will be at `place`. The interpreter need not compare it: stamps do."""
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     py_compile.compile(source, dfile=place, doraise=True, invalidation_mode=unchecked)
 
@@ -161,8 +157,7 @@ def difference(noted: Mapping[str, str], found: Mapping[str, str]) -> str | None
 
 
 def contents(tree: str) -> dict[str, str]:
-    """Return the digest of each file's content by its path, and a dash for each directory's. Raises
-    OSError."""
+    """Return the digest of each file by its path, of each directory a dash. Raises OSError."""
     found = {}
     for directory, _, names in os.walk(f"{tree}/{SOURCES}".rstrip("/")):
         found[os.path.relpath(directory, tree)] = "-"

@@ -1,9 +1,11 @@
-# The package: the zipapp, the .deb, and the proof that both come out the same everywhere and work on real systemd.
+# The package: the zipapp, the .deb, and the proof that both come out the same everywhere and work
+# on real systemd.
 
 MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
 ARCHES ?= $(MACHINE)
 PACKAGE_VERSION := $(shell $(PYTHON) packaging/version.py)
-PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py packaging/systemd/* packaging/deb/*)
+PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py)
+PACKAGED += $(wildcard packaging/systemd/* packaging/deb/*)
 DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 
 # Where the apt repository will be served, and the key that signs it, as gpg knows it.
@@ -12,7 +14,8 @@ SIGN_KEY ?=
 REPOSITORY := dist/repository
 RELEASE_CHECKS ?= .ci/run
 
-.PHONY: FORCE deb-tools lock abis reproducible repository release e2e-systemd
+.PHONY: FORCE deb-tools lock abis reproducible repository release
+.PHONY: e2e-systemd e2e-kubelet e2e-cgroup2 e2e-arm64
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
@@ -26,7 +29,7 @@ FORCE:
 dist/tt-device-plugin.pyz: $(PACKAGED) build/version | $(VENV)/ready
 	@$(PY) packaging/build_pyz.py
 
-deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/tt-device-plugin_<version>_<arch>.deb, for this machine or ARCHES='amd64 arm64'
+deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/*.deb, for this machine or ARCHES='amd64 arm64'
 	@sha256sum $^
 
 $(DEB)%.deb: $(PACKAGED) | deb-tools $(VENV)/ready
@@ -38,12 +41,14 @@ deb-tools:
 	for tool in dpkg-buildpackage:dpkg-dev dh:debhelper fakeroot:fakeroot; do \
 		command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; \
 	done; \
-	[ -z "$$missing" ] || { echo "make deb needs more: apt install --no-install-recommends$$missing"; exit 1; }
+	[ -z "$$missing" ] || { \
+		echo "make deb needs more: apt install --no-install-recommends$$missing"; exit 1; }
 
-repository: $(addprefix $(DEB),amd64.deb arm64.deb)  ## dist/repository: an apt repository, signed with SIGN_KEY=
-	@$(PY) packaging/repository.py --url '$(REPOSITORY_URL)' --sign-key '$(SIGN_KEY)' --output '$(REPOSITORY)' $^
+repository: $(addprefix $(DEB),amd64.deb arm64.deb)  ## an apt repository, signed with SIGN_KEY=
+	@$(PY) packaging/repository.py --url '$(REPOSITORY_URL)' --sign-key '$(SIGN_KEY)' \
+		--output '$(REPOSITORY)' $^
 
-release:  ## VERSION=0.2.0: check everything (RELEASE_CHECKS), commit and tag it, and open the next version
+release:  ## VERSION=0.2.0: check everything (RELEASE_CHECKS), tag it, open the next version
 	@[ '$(origin VERSION)' = 'command line' ] || { echo 'which? make release VERSION=0.2.0'; exit 1; }
 	@$(PYTHON) packaging/release.py '$(VERSION)' --checks '$(RELEASE_CHECKS)'
 
@@ -53,14 +58,25 @@ lock: $(VENV)/ready  ## write the hashes in shiv.toml anew, after a change of a 
 abis: $(VENV)/ready  ## has PyPI the pinned grpcio for a Python that is not packed yet?
 	@$(PY) packaging/check_abis.py
 
-reproducible: $(VENV)/ready  ## build everything twice, at different places and times: the same bytes?
+reproducible: $(VENV)/ready  ## build twice, at different places and times: the same bytes?
 	@$(PY) packaging/check_reproducible.py
 
-# tests/e2e/test_package.py and what else needs a system of its own, but neither kubelets nor containerd.
+# tests/e2e/test_package.py and what else needs a system of its own, but neither kubelets nor
+# containerd.
 SYSTEMD_TESTS := package.py udev.py logind.py repository.py pythons.py
 
-e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd, in system containers and virtual machines; needs root
+e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd: containers, virtual machines
 	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)
 
-e2e-kubelet: $(VENV)/ready dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## with the real kubelet, containerd, podman; needs root
-	@$(PYTEST) -vv tests/e2e $(SYSTEMD_TESTS:%=--ignore tests/e2e/test_%) --ignore tests/e2e/test_newcomer.py
+# Whole machines in QEMU's interpreter, which need no more of the host than their package.
+MACHINE_TESTS := cgroup2.py arm64.py
+
+e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, containerd, podman
+	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_newcomer.py \
+		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(MACHINE_TESTS))
+
+e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: what can a pod open?
+	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
+
+e2e-arm64: $(DEB)arm64.deb  ## the package on arm64: virtual machines with Debian 12 and 13
+	@$(PYTEST) -vv tests/e2e/test_arm64.py

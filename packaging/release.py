@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Makes a release, or opens the next version. Nothing is changed or tagged unless every check has
-passed.
+"""Makes a release, or opens the next version, once every check has passed.
 
     release.py VERSION [--checks COMMAND] [--next VERSION]     what `make release` calls
     release.py --open VERSION                                  only opens that version

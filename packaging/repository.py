@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Makes an apt repository of packages, which any web server can serve: suite stable, component
-main.
+"""Makes an apt repository (suite stable, component main), which any web server can serve.
 
     repository.py --url URL [--sign-key KEY] [--output DIRECTORY] DEB…
 
@@ -86,8 +85,7 @@ def main() -> int:
 
 
 class Signer:
-    """The key by which the repository is signed: a named one, or one that nobody else will ever
-    have."""
+    """The key by which the repository is signed: a named one, or one for this time only."""
 
     def __init__(self, key: str, home: Path) -> None:
         self._environment = dict(os.environ)
@@ -182,8 +180,7 @@ def hashes_of(release: Path) -> set[str]:
 
 
 def write_release(output: Path, signer: Signer) -> None:
-    """Write the Release file, which has every index's hash, and sign it, in both ways that apt
-    reads."""
+    """Write Release, which has every index's hash, and sign it, in both ways that apt reads."""
     suite = output / "dists" / SUITE
     fields = [
         word

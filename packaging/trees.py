@@ -1,5 +1,4 @@
-"""What the extracted program is: its name and places, and the stamp by which one sees that nothing
-has changed.
+"""What the extracted program is: its name and places, and the stamp that tells of changes.
 
 One of the files of the package `_bootstrap` in the zipapp: start.py says why they are there. As
 every start imports this one, it imports nothing that the program would not import itself.
@@ -24,8 +23,7 @@ STAMP = "stamp"
 
 
 def roots() -> Iterator[str]:
-    """Yield where the tree can be: in $SHIV_ROOT, which the package sets; else in a directory of
-    the user's own."""
+    """Yield where the tree can be: $SHIV_ROOT, which the package sets, or the user's own."""
     if root := os.environ.get("SHIV_ROOT"):
         yield root
         return
@@ -50,8 +48,10 @@ def is_private(directory: str) -> bool:
 
 
 def is_as_noted(tree: str) -> bool:
-    """Return whether all that the stamp names is as it was. A directory's time changes with its
-    entries."""
+    """Return whether all that the stamp names is as it was.
+
+    A directory's time changes with its entries.
+    """
     try:
         return all(
             line.startswith(mark(f"{tree}/{path_in(line)}")) for line in lines_of_stamp(tree)

@@ -1,5 +1,6 @@
-"""The program under every Python that is packed: `python -m tests.pythons [--zipapp FILE] [3.10
-…]`, or `make test-pythons`.
+"""The program under every Python that is packed, by `make test-pythons`.
+
+Or `python -m tests.pythons [--zipapp FILE] [3.10 …]`.
 
 For each Python that is found here (on PATH, or pyenv's): the part of the suite that depends on the
 language, with the modules that the zipapp bundles and not those of .venv; and the zipapp itself,
@@ -54,16 +55,14 @@ def interpreters() -> dict[int, str]:
 
 
 def _version(python: str) -> int | None:
-    """Return its second number; None where it does not run, as pyenv's stand-ins for versions that
-    are not chosen."""
+    """Return its second number; None where it does not run, as pyenv's stand-ins may not."""
     command = [python, "-c", "import sys; print(sys.version_info.minor)"]
     done = subprocess.run(command, capture_output=True, text=True)
     return int(done.stdout) if done.returncode == 0 else None
 
 
 def bundled(zipapp: Path, target: Path) -> Path:
-    """Unpack what the zipapp bundles, without the program itself, for every Python; returns where
-    it is."""
+    """Unpack what the zipapp bundles but the program itself; return where it is."""
     shutil.rmtree(target, ignore_errors=True)
     with zipfile.ZipFile(zipapp) as packed:
         names = [name for name in packed.namelist() if name.startswith("site-packages/")]
@@ -73,8 +72,7 @@ def bundled(zipapp: Path, target: Path) -> Path:
 
 
 def tools(minor: int, target: Path) -> Path:
-    """Have pip fetch pytest and what belongs to it for a Python, which need not be here; returns
-    where it is."""
+    """Have pip fetch pytest for a Python, which need not be here; return where it is."""
     dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     pinned = dict(re.findall(r"(?m)^([\w-]+)==([\w.]+)", "\n".join(dev)))
     # At most that version: the latest no longer comes for the oldest Python.
@@ -102,8 +100,7 @@ def tools(minor: int, target: Path) -> Path:
 
 
 def suite(root: Path, temporary: str) -> list[str]:
-    """Return the command, without the Python, that runs the part of the suite; `root` is where the
-    sources are."""
+    """Return the command, without the Python, that runs the suite's part; `root`: the sources."""
     pytest = [
         "-m",
         "pytest",
@@ -119,8 +116,7 @@ def suite(root: Path, temporary: str) -> list[str]:
 
 
 def make_venv(place: Path, *modules: str) -> list[list[str]]:
-    """Return the commands that make an environment of who runs them, in which these modules are
-    found.
+    """Return the commands that make an environment with these modules for who runs them.
 
     Its path ends with "python": what a test starts finds the modules as well, whatever variables it
     has.

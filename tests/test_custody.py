@@ -552,6 +552,25 @@ def test_a_value_of_any_type_in_any_place_is_no_traceback(key: str, value: Any) 
         assert all(isinstance(text, str) for each in found.allocations for text in each.ids)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "has_cgroup", "counts"), [(1, False, True), (10, False, False), (10, True, True)]
+)
+def test_an_entry_of_a_pod_that_was_never_started_ends_with_it(
+    tmp_path: Path, seconds: float, has_cgroup: bool, counts: bool
+) -> None:
+    """A pod that is refused after a reboot; but a new entry can be missing for a moment."""
+    custody = ttdp.Custody(str(tmp_path), str(tmp_path / "sys"), {})
+    file = tmp_path / CHECKPOINT
+    entry = {**ENTRY, "PodUID": "0b6cd6e4-9fd5-4b5c-8d4e-4a3a5f6f2d61"}
+    file.write_text(json.dumps({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}}))
+    custody.refresh((), lambda path: None, 100)
+    if has_cgroup:
+        (tmp_path / f"sys/fs/cgroup/kubepods/pod{entry['PodUID']}").mkdir(parents=True)
+    file.write_text(json.dumps({"Data": {"PodDeviceEntries": None, "RegisteredDevices": None}}))
+    custody.refresh((), lambda path: None, 100 + seconds)
+    assert bool(custody.allocations(100 + seconds)) is counts
+
+
 # -- the last gate: before each start of a container -----------------------------------------------
 
 

@@ -126,7 +126,6 @@ async def test_a_deleted_socket_is_bound_anew_and_registered_within_a_second(
         assert kubelet.violations == []
 
 
-@pytest.mark.xfail(strict=True, reason="registered although the socket has just gone")
 async def test_a_socket_that_a_starting_kubelet_has_swept_is_not_registered(
     kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

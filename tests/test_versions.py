@@ -1,5 +1,4 @@
-"""What a build is called, and how a release is made: packaging/version.py and release.py in small
-repositories."""
+"""What a build is called, and how a release is made, by packaging/version.py and release.py."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def rises(before: str, after: str) -> bool:
 
 
 def test_versions_only_rise(repository: Repository) -> None:
-    """From commit to commit, through a release and the commits after it; commits of one second as
-    well."""
+    """From commit to commit, through a release and after it, also within one second."""
     seen = [repository.version()]
     for number in range(11):  # the tenth has one digit more
         repository.commit(f"Change {number}")
@@ -204,8 +202,7 @@ def test_a_shallow_clone_is_below_all(repository: Repository, tmp_path: Path) ->
 
 
 def test_without_git(repository: Repository) -> None:
-    """An unpacked release is that; any other source is told apart by its contents, and below every
-    commit."""
+    """An unpacked release is that; other sources differ by their contents, below every commit."""
     shutil.rmtree(repository.top / ".git")
     first = repository.version()
     assert re.fullmatch(r"0\.2\.0~~src\.[0-9a-f]{8}", first) and rises(first, "0.2.0~git0.2026.g0")
@@ -223,8 +220,7 @@ def test_program_and_changelog_have_to_agree(repository: Repository) -> None:
 
 
 def test_a_release(repository: Repository) -> None:
-    """One command: checked in a worktree, both changelogs closed, tagged, the next version opened;
-    all is clean."""
+    """One command checks a worktree, closes both changelogs, tags, and opens the next version."""
     repository.commit("Second")
     checks = "grep -q ' unstable;' packaging/deb/changelog && touch untracked && test $CI = true"
     done = repository.run("release.py", "0.2.0", "--checks", checks)

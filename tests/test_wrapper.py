@@ -1,4 +1,4 @@
-"""The command that the package installs, and the first thing that the zipapp does: signals, modules, another Python."""
+"""The installed command, and what the zipapp does first: signals, modules, another Python."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ignores_hangup(status: str) -> bool:
 def test_a_hangup_before_the_interpreter_is_there(
     tmp_path: Path, arguments: list[str], ignores: bool
 ) -> None:
-    """The daemon does not die of the signal by which it is to read its configuration; other commands do."""
+    """SIGHUP, by which it is to read its configuration, ends no daemon; other commands it does."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\ncat /proc/$$/status\n")
     python.chmod(0o755)
@@ -74,13 +74,13 @@ def test_a_hangup_before_the_interpreter_is_there(
 
 @pytest.mark.parametrize(("command", "handler"), [("run", "SIG_IGN"), ("list", "SIG_DFL")])
 def test_a_hangup_before_the_program_is_there(zipapp: Zipapp, command: str, handler: str) -> None:
-    """The same for who starts the zipapp itself, at its first start, which extracts it, and at the next."""
+    """The same for the zipapp itself, at its first start, which extracts it, and at the next."""
     for _ in range(2):
         assert zipapp.run(command).stdout.splitlines()[0] == handler
 
 
 def test_modules_are_prepared(zipapp: Zipapp) -> None:
-    """OpenSSL is not to be loaded, and grpc is to write no lines of its own; who asks for them gets them."""
+    """OpenSSL is not loaded, and grpc writes no lines of its own; who asks for them gets them."""
     assert zipapp.run().stdout.splitlines()[1:] == ["True", "NONE"]
     assert zipapp.run(GRPC_VERBOSITY="DEBUG").stdout.splitlines()[2] == "DEBUG"
 
@@ -90,7 +90,7 @@ OTHER = '#!/bin/sh\necho "other: $@"\n'
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside it", "nowhere"])
 def test_another_python_that_is_packed(zipapp: Zipapp, tmp_path: Path, beside: bool) -> None:
-    """Where python3 has become one that is not packed, one that is runs the program, and a line says so."""
+    """Where python3 has become one that is not packed, another runs it, and a line says so."""
     machine = ABI.split("-", 2)[2]
     pack(zipapp.path, abis=(f"cpython-399-{machine}", "cpython-398-abacus"))
     (tmp_path / "bin").mkdir()
@@ -110,7 +110,7 @@ def test_another_python_that_is_packed(zipapp: Zipapp, tmp_path: Path, beside: b
 
 
 def test_an_odd_build_of_a_packed_version_gives_up(zipapp: Zipapp, tmp_path: Path) -> None:
-    """It does not look for others: one of them could be as odd, and they would start each other for ever."""
+    """It looks for no other: that could be as odd, and they would start each other for ever."""
     machine = ABI.split("-", 2)[2]
     odd = f"cpython-3{sys.version_info.minor}-abacus"
     pack(zipapp.path, abis=(odd, f"cpython-399-{machine}"))

@@ -16,7 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.steps import JSON, UNIT, properties, shell, status_with, step, wait_for
+from tests.e2e.steps import (
+    JSON,
+    OTHER,
+    UNIT,
+    probing,
+    properties,
+    shell,
+    status_with,
+    step,
+    wait_for,
+)
 from tests.world.node import SimulatedNode, Ticker
 
 CONFIG = Path("/etc/tt-device-plugin/config.toml")
@@ -81,19 +91,17 @@ class Kubelet:
 
 def run_probe() -> JSON:
     """Run probe.py in the service's own sandbox; return what it could do there."""
-    path = shell(f"systemctl show --value --property=FragmentPath {UNIT}")
-    unit = Path(path).read_text()
-    unit = re.sub(r"(?m)^Type=.*$", "Type=oneshot", unit)
-    others = "Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStartPre|ExecStopPost"
-    unit = re.sub(rf"(?m)^({others}).*\n", "", unit)
-    probe = "ExecStart=/usr/bin/python3 /srv/probe.py /dev/tenstorrent/7"
-    unit = re.sub(r"(?m)^ExecStart=.*$", f"{probe}\nStandardOutput=file:/srv/probe", unit)
+    unit = Path(properties("FragmentPath")["FragmentPath"]).read_text()
+    shell(OTHER)
+    process = shell("systemctl show --value --property=MainPID other")
+    unit = probing(unit, f"/srv/probe.py /dev/tenstorrent/7 {process}", "/srv/probe")
     Path("/run/systemd/system/probe.service").write_text(unit)
     # The number of the serial port, which outside everybody can open by this node.
     shell("mkdir -p /dev/tenstorrent && mknod -m 666 /dev/tenstorrent/7 c 4 64")
     nobody = "setpriv --reuid=65534 --clear-groups"
     outside = shell(f"{nobody} sh -c ': <> /dev/tenstorrent/7' && echo yes")
     said = shell("systemctl daemon-reload && systemctl start probe && echo done")
+    shell("systemctl stop other")
     shell("rm -r /dev/tenstorrent /run/systemd/system/probe.service && systemctl daemon-reload")
     assert said == "done", said
     found: JSON = json.loads(Path("/srv/probe").read_text())

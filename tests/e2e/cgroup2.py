@@ -68,7 +68,7 @@ def run(deb: Path, script: Path) -> str:
 
 def _put_kernel_modules(booted: vm.Kernel, root: Path) -> None:
     for name in MODULES:
-        [module] = booted.modules.rglob(f"{name}.ko")
+        [module] = booted.modules.rglob(f"{name}.ko*")  # newer kernels' are compressed
         target = root / "usr/lib/modules" / booted.release / module.relative_to(booted.modules)
         target.parent.mkdir(parents=True)
         shutil.copy(module, target)
@@ -94,17 +94,8 @@ def _install(root: Path, deb: Path) -> None:
 
 def _boot(booted: vm.Kernel, disk: Path, work: Path) -> str:
     said, console = work / "said", work / "console"
-    qemu = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35"]
-    qemu += [
-        "-m",
-        "2048",
-        "-smp",
-        "1",
-        "-icount",
-        "shift=1,sleep=on",
-        *vm.HEADLESS,
-        *vm.cards(FUNCTIONS),
-    ]
+    qemu = [*vm.QEMU, "-m", "2048", "-smp", "1", "-icount", "shift=1,sleep=on"]
+    qemu += [*vm.HEADLESS, *vm.cards(FUNCTIONS)]
     qemu += ["-drive", f"file={disk},if=none,id=disk,format=raw,cache=unsafe"]
     qemu += ["-device", "nvme,drive=disk,serial=disk", "-kernel", str(booted.image)]
     qemu += ["-append", f"root=/dev/nvme0n1 rw console=ttyS0 panic=-1 quiet {JOURNAL}"]

@@ -1,6 +1,7 @@
-"""Runs in the virtual machine: does what an operator does to the driver and the package, and prints what is to be seen.
+"""Runs in the virtual machine: does what an operator does to the driver and the package.
 
-One JSON object per line: the step, the chips by number, the links by PCI address. Standard library only.
+Prints what is to be seen, one JSON object per line: the step, the chips by number, the links by PCI
+address. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ POSTINST = f"{AS_DPKG_DOES} /var/lib/dpkg/info/tt-device-plugin.postinst"
 
 def shell(script: str) -> str:
     """Output and error of a script; it does not matter here whether it fails."""
-    command = ["sh", "-c", script]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["sh", "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     return done.stdout.strip()
 
@@ -56,7 +60,8 @@ show(
     loaded=started("systemd-modules-load", "ActiveEnterTimestampMonotonic"),
     began=started("tt-device-plugin", "ExecMainStartTimestampMonotonic"),
 )
-first, second, *_ = sorted(os.path.basename(path) for path in glob.glob("/sys/bus/pci/drivers/tenstorrent/0*"))
+bound = glob.glob("/sys/bus/pci/drivers/tenstorrent/0*")
+first, second, *_ = sorted(os.path.basename(path) for path in bound)
 driver("unbind", first, second)
 show("two unbound")
 driver("bind", second, first)
@@ -65,13 +70,18 @@ shell("rmmod tenstorrent")
 show("driver unloaded")
 shell("modprobe tenstorrent")
 show("driver loaded")
-shell(f"mv {RULES} /root && udevadm control --reload && udevadm trigger --subsystem-match=tenstorrent")
+shell(f"mv {RULES} /root && udevadm control --reload")
+shell("udevadm trigger --subsystem-match=tenstorrent")
 show("without the rule")
 said = shell(f"mv /root/{os.path.basename(RULES)} {RULES} && {POSTINST} configure 0")
 show("installed with cards there", said=said)
 for step, before, after in (
     ("installed with the driver not loaded", "true", "true"),
-    ("installed with the driver not wanted", f"echo 'blacklist tenstorrent' > {BLACKLIST}", f"rm {BLACKLIST}"),
+    (
+        "installed with the driver not wanted",
+        f"echo 'blacklist tenstorrent' > {BLACKLIST}",
+        f"rm {BLACKLIST}",
+    ),
     (
         "installed without the driver",
         f"mv {DRIVER} /root; depmod -a",
@@ -86,7 +96,8 @@ shell("modprobe tenstorrent")
 said = shell("dpkg --purge tt-device-plugin")
 show("purged", said=said)
 shell("rmmod tenstorrent; mv /usr/lib/modules/*/tenstorrent.ko /root; depmod -a")
-shell("echo tenstorrent > /etc/modules-load.d/tt-device-plugin.conf; systemctl restart systemd-modules-load")
+shell("echo tenstorrent > /etc/modules-load.d/tt-device-plugin.conf")
+shell("systemctl restart systemd-modules-load")
 show(
     "without the driver",
     status=shell("systemctl is-active systemd-modules-load"),

@@ -1,4 +1,4 @@
-"""One host: a container with the package, simulated cards and, as a service of its own, the reference kubelet."""
+"""One host: a container with the package, simulated cards and the reference kubelet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ StartLimitIntervalSec=0
 
 [Service]
 Environment=PYTHONPATH=/srv/project:/srv/shared/python PYTHONDONTWRITEBYTECODE=1
-ExecStart=/bin/sh -c 'exec /usr/bin/python3 -m tests.world.kubelet --json %s <>/srv/shared/input >>/srv/shared/events'
+ExecStart=/bin/sh -c 'exec /usr/bin/python3 -m tests.world.kubelet --json %s \\
+    <>/srv/shared/input >>/srv/shared/events'
 
 [Install]
 WantedBy=multi-user.target
@@ -56,11 +57,11 @@ class Packages:
     first: str
     """As 0.1.0 was: with the configuration as a conffile."""
     modules: Path
-    """What the program is bundled with, for every Python: the reference kubelet runs on it in the container."""
+    """What the program is bundled with. The reference kubelet runs on it in the container."""
 
     @classmethod
     def of(cls, deb: Path, work: Path) -> Packages:
-        """Copies the package and builds the next one in `work`."""
+        """Copy the package, and build the next one in `work`."""
         directory = work / "packages"
         directory.mkdir()
         shutil.copy2(deb, directory)
@@ -69,25 +70,34 @@ class Packages:
         first = _build_first(deb, directory, work / "first")
         subprocess.run(["dpkg-deb", "--extract", str(deb), str(work / "deb")], check=True)
         with zipfile.ZipFile(work / "deb/usr/lib/tt-device-plugin/tt-device-plugin.pyz") as packed:
-            packed.extractall(work, [name for name in packed.namelist() if name.startswith("site-packages/")])
-        current, following, first = (f"/srv/packages/{name}" for name in (deb.name, following, first))
-        return cls(directory, current, following, first, work / "site-packages")
+            names = [name for name in packed.namelist() if name.startswith("site-packages/")]
+            packed.extractall(work, names)
+        inside = Path("/srv/packages")
+        return cls(
+            directory,
+            current=str(inside / deb.name),
+            following=str(inside / following),
+            first=str(inside / first),
+            modules=work / "site-packages",
+        )
 
 
 def _build_next(deb: Path, output: Path, source: Path) -> None:
-    """A package of another version and another program, made of the same sources, to upgrade to."""
+    """Build a package of another version of the program from the same sources, to upgrade to."""
+    ignored = shutil.ignore_patterns("__pycache__")
     for name in ("generated", "packaging", "build/wheels"):
         if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("ttdp.py", "shiv.toml"):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "packaging/build_deb.py", "--output", str(output), "--no-lintian", "--version", NEXT]
+    command = [sys.executable, "packaging/build_deb.py", "--output", str(output)]
+    command += ["--no-lintian", "--version", NEXT]
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
     subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
 
 
 def _build_first(deb: Path, output: Path, tree: Path) -> str:
-    """The package as 0.1.0, which had a long configuration as its conffile; returns its file's name."""
+    """Build it as 0.1.0, with a long configuration as its conffile; return its file's name."""
     subprocess.run(["dpkg-deb", "--raw-extract", str(deb), str(tree)], check=True)
     (tree / CONFIG[1:]).parent.mkdir(parents=True)
     shutil.copy(tree / f"usr/share/doc/{UNIT}/examples/config.toml", tree / CONFIG[1:])
@@ -95,17 +105,18 @@ def _build_first(deb: Path, output: Path, tree: Path) -> str:
     control = (tree / "DEBIAN/control").read_text()
     (tree / "DEBIAN/control").write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.1.0", control))
     name = re.sub("_.*_", "_0.1.0_", deb.name)
-    subprocess.run(["dpkg-deb", "-Znone", "--root-owner-group", "--build", str(tree), str(output / name)], check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
+    command = ["dpkg-deb", "-Znone", "--root-owner-group", "--build", str(tree), str(output / name)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return name
 
 
 class Host:
-    """What the tests see of it. Times are seconds of CLOCK_MONOTONIC, which the host and the container share."""
+    """What the tests see of it. Times are seconds of CLOCK_MONOTONIC, as in the container."""
 
     def __init__(self, suite: str, packages: Packages) -> None:
         self.packages = packages
-        self.container = Container(suite, {ROOT: "/srv/project", packages.directory: "/srv/packages"})
+        binds = {ROOT: "/srv/project", packages.directory: "/srv/packages"}
+        self.container = Container(suite, binds)
         self.shared = self.container.shared
         shutil.copytree(packages.modules, self.shared / "python")
         os.mkfifo(self.shared / "input")
@@ -132,15 +143,15 @@ class Host:
 
     def be_installed(self) -> None:
         if not self.container.exists("/usr/bin/tt-device-plugin"):
-            self.container("apt-get", "install", "--yes", self.packages.current)
+            self.install(self.packages.current)
 
     def have_cards(self) -> None:
         """Installed, with cards that the daemon knows."""
         if not self._node:
             self.plug(*CARDS)
-        if (self.container.root / CONFIG[1:]).read_text() != CONFIGURATION:
+        if self.path(CONFIG).read_text() != CONFIGURATION:
             self.container.write(CONFIG, CONFIGURATION)
-            self.container("systemctl", "restart", UNIT)
+            self.systemctl("restart", UNIT)
 
     def be_running(self) -> None:
         """The same, and registered with a kubelet that runs."""
@@ -152,8 +163,12 @@ class Host:
         """After a test that has failed: undo what it may have left half done."""
         self.install_kubelet(DIRECTORY)
         self.container.shell(
-            f"rm -rf {Path(DROP_IN).parent} /var/snap; systemctl daemon-reload; systemctl reset-failed;"
-            f"systemctl --no-block restart {UNIT}",
+            f"""
+            rm -rf {Path(DROP_IN).parent} /var/snap
+            systemctl daemon-reload
+            systemctl reset-failed
+            systemctl --no-block restart {UNIT}
+            """,
             check=False,
         )
 
@@ -163,8 +178,38 @@ class Host:
 
     def last_words(self) -> str:
         """What journal and kubelet say at the end."""
-        journal = self.container("journalctl", "--no-pager", "--lines=30", "--output=short-monotonic", check=False)
+        shown = ("--no-pager", "--lines=30", "--output=short-monotonic")
+        journal = self.container("journalctl", *shown, check=False)
         return journal + "\n".join(self._events.read_text().splitlines()[-12:])
+
+    # What an operator does.
+
+    def path(self, path: str) -> Path:
+        """Where a path of the container is on this machine."""
+        return self.container.root / path.lstrip("/")
+
+    def holds(self, path: str) -> bool:
+        """Whether a path is there, as the container sees it."""
+        return self.container.status_of("test", "-e", path) == 0
+
+    def systemctl(self, *words: str, check: bool = True) -> str:
+        return self.container("systemctl", *words, check=check)
+
+    def starts_again(self) -> bool:
+        """Whether `systemctl restart` of the service succeeds."""
+        return self.container.status_of("systemctl", "restart", UNIT) == 0
+
+    def install(self, *packages: str) -> str:
+        """Have apt install packages; return what it says."""
+        return self.container("apt-get", "install", "--yes", *packages)
+
+    def purge(self) -> None:
+        self.container("apt-get", "purge", "--yes", UNIT)
+
+    def dpkg_state(self) -> str:
+        """The package's state as dpkg abbreviates it: "ii" is installed."""
+        shown = "--showformat=${db:Status-Abbrev}"
+        return self.container("dpkg-query", "--show", shown, UNIT).strip()
 
     # The cards.
 
@@ -202,19 +247,23 @@ class Host:
             if event["event"] == kind and event["at"] >= since and wanted.items() <= event.items()
         ]
 
-    def event(self, since: float, kind: str, timeout: float = PATIENCE, **wanted: Any) -> dict[str, Any]:
+    def event(
+        self, since: float, kind: str, timeout: float = PATIENCE, **wanted: Any
+    ) -> dict[str, Any]:
         """The first such event, as soon as there is one."""
-        return wait_until(lambda: self.events(since, kind, **wanted), f"the kubelet to see {kind} {wanted}", timeout)[0]
+        what = f"the kubelet to see {kind} {wanted}"
+        return wait_until(lambda: self.events(since, kind, **wanted), what, timeout)[0]
 
     # The service.
 
     def properties(self, unit: str = UNIT) -> dict[str, str]:
-        pairs = self.container("systemctl", "show", "--all", unit).splitlines()
+        pairs = self.systemctl("show", "--all", unit).splitlines()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def property(self, name: str, unit: str = UNIT) -> str:
         """A property of a unit; of systemd itself where the unit is empty."""
-        return self.container("systemctl", "show", "--value", f"--property={name}", *filter(None, [unit])).strip()
+        shown = ["show", "--value", f"--property={name}"]
+        return self.systemctl(*shown, *filter(None, [unit])).strip()
 
     def status(self) -> str:
         return self.property("StatusText")
@@ -226,7 +275,8 @@ class Host:
             status = self.status()
             return status if all(part in status for part in parts) else ""
 
-        return wait_until(text, lambda: f"STATUS to say {parts}; it says {self.status()!r}", timeout)
+        what = f"STATUS to say {parts}"
+        return wait_until(text, lambda: f"{what}; it says {self.status()!r}", timeout)
 
     def journal(self, since: float = 0.0) -> list[tuple[int, str]]:
         """Priorities and messages of the daemon's own lines."""
@@ -237,13 +287,13 @@ class Host:
         return [at for at, _, message in self._entries(since) if part in message]
 
     def _entries(self, since: float) -> list[tuple[float, int, str]]:
-        lines = self.container("journalctl", "--unit", UNIT, "--output=json", "--no-pager").splitlines()
-        entries = [json.loads(line) for line in lines if line.startswith("{")]
-        found = [
-            (int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6, int(entry["PRIORITY"]), str(entry["MESSAGE"]))
-            for entry in entries
-            if entry.get("SYSLOG_IDENTIFIER") == UNIT
-        ]
+        said = self.container("journalctl", "--unit", UNIT, "--output=json", "--no-pager")
+        found = []
+        for line in said.splitlines():
+            entry = json.loads(line) if line.startswith("{") else {}
+            if entry.get("SYSLOG_IDENTIFIER") == UNIT:
+                at = int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6
+                found.append((at, int(entry["PRIORITY"]), str(entry["MESSAGE"])))
         return [entry for entry in found if entry[0] >= since]
 
     def line(self, since: float, part: str, timeout: float = PATIENCE) -> tuple[int, str]:
@@ -257,5 +307,5 @@ class Host:
     def seconds_to_ready(self) -> float:
         """From the program's start to READY=1, by systemd's clock."""
         properties = self.properties()
-        ready, begun = (int(properties[f"{name}TimestampMonotonic"]) for name in ("ActiveEnter", "ExecMainStart"))
-        return (ready - begun) / 1e6
+        ready = int(properties["ActiveEnterTimestampMonotonic"])
+        return (ready - int(properties["ExecMainStartTimestampMonotonic"])) / 1e6

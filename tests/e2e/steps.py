@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
 import traceback
@@ -59,6 +60,23 @@ def properties(*names: str) -> dict[str, str]:
     """Return properties of the service."""
     lines = shell(f"systemctl show --property={','.join(names)} {UNIT}").splitlines()
     return dict(line.split("=", 1) for line in lines)
+
+
+def probing(unit: str, command: str, output: str) -> str:
+    """Return the service's unit with another program in its sandbox, which runs once.
+
+    output: the file that the program's standard output goes to.
+    """
+    unit = re.sub(r"(?m)^Type=.*$", "Type=oneshot", unit)
+    others = r"Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStopPost|ExecStartPre=\S*back-off"
+    unit = re.sub(rf"(?m)^({others}).*\n", "", unit)
+    started = f"ExecStart=/usr/bin/python3 {command}\nStandardOutput=file:{output}"
+    return re.sub(r"(?m)^ExecStart=.*$", started, unit)
+
+
+# Whose process the sandbox is to show, as a container's may be: another user's, with capabilities.
+OTHER = "systemd-run --quiet --unit=other --uid=65534"
+OTHER += " --property=AmbientCapabilities='CAP_NET_RAW CAP_SYS_CHROOT' sleep infinity"
 
 
 def status_with(*parts: str) -> str:

@@ -1,5 +1,4 @@
-"""A user of the host logs out: what logind does to the locks of containers whose user has the same
-number.
+"""A user of the host logs out: what becomes of locks of containers whose user has that number.
 
 logind, the session and tt-umd's mutex are the real ones; the containers have namespaces of their
 own for mounts and processes, a root file system of their own, and the directory that the package's
@@ -190,8 +189,7 @@ def no_containers(system: System) -> Iterator[None]:
 @pytest.mark.usefixtures("no_containers")
 @pytest.mark.parametrize("place", ["/run/ttdp/shm", "/dev/shm/tt-device-plugin"])
 def test_a_user_logs_out(system: System, place: str, told: Told) -> None:
-    """Below /run/ttdp/shm the lock stays, and who comes then waits like those of before. Below
-    /dev/shm it goes."""
+    """Below /run/ttdp/shm the lock stays, and who comes then waits. Below /dev/shm it goes."""
     shm = f"{place}/n300"
     system.shell(f"mkdir -p {shm} && chmod 1777 {shm}")
     system.container("owner", shm)

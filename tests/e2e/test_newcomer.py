@@ -1,7 +1,8 @@
-"""The README's two commands, as a newcomer meets them: a minimal system, an ordinary user, a fresh clone.
+"""The README's two commands for a newcomer: a minimal system, an ordinary user, a fresh clone.
 
-Each release has one tree, with git, make, python3 and python3-venv and nothing else, and each command runs there twice:
-on a quiet machine, and beside two processes per processor that do nothing but spin.
+Each release has one tree, with git, make, python3 and python3-venv and nothing else, and each
+command runs there twice: on a quiet machine, and beside two processes per processor that do nothing
+but spin.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ COMMANDS = ("demo", "test")
 PACKAGES = "git,make,python3,python3-venv"
 USER = "newcomer"
 PATIENCE = 1500.0  # seconds for a command on a busy machine, setting up included
-# What may say how to reach the package index from here; files and directories that it names are shown to the tree.
+# What may say how to reach the package index from here. Files and directories that it names are
+# shown to the tree.
 ABOUT_NETWORK = re.compile(
     r"PIP_|(HTTPS?|NO|ALL|FTP)_PROXY$|SSL_CERT_|REQUESTS_CA_BUNDLE$|CURL_CA_BUNDLE$", re.IGNORECASE
 )
 
 
-# A mount namespace of its own, as in container.BOOT, but nothing is booted, and the network is the host's.
+# A mount namespace of its own, as in container.BOOT, but nothing is booted, and the network is the
+# host's.
 ENTER = """
 set -e
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
 mount -t tmpfs tmpfs /run/systemd/nspawn
 echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
-exec systemd-nspawn --quiet --register=no --keep-unit --as-pid2 --console=pipe --machine="$NAME" "$@"
+exec systemd-nspawn --quiet --register=no --keep-unit --as-pid2 --console=pipe \\
+    --machine="$NAME" "$@"
 """
 
 
@@ -50,28 +54,38 @@ class Tree:
 
     def __init__(self, suite: str) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="ttdp-tree-", dir="/var/tmp"))
-        subprocess.run(["tar", "-C", str(self.root), "-xf", str(root_tree(suite, PACKAGES))], check=True)
+        tree = str(root_tree(suite, PACKAGES))
+        subprocess.run(["tar", "-C", str(self.root), "-xf", tree], check=True)
         chroot = ["chroot", str(self.root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
         subprocess.run([*chroot, "useradd", "--create-home", "--shell=/bin/bash", USER], check=True)
-        clone = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(self.root / "home" / USER / "clone")]
+        self.clone = self.root / "home" / USER / "clone"
+        clone = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(self.clone)]
         subprocess.run(clone, check=True)
         subprocess.run([*chroot, "chown", "-R", f"{USER}:", f"/home/{USER}"], check=True)
 
     def make(self, target: str) -> subprocess.CompletedProcess[str]:
-        """Runs it as the user, with the host's network and nothing else of the host."""
-        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", ENTER, "sh", f"--directory={self.root}"]
-        command += [f"--user={USER}", f"--chdir=/home/{USER}/clone", "--resolv-conf=copy-host"]
+        """Run it as the user, with the host's network and nothing else of the host."""
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", ENTER, "sh"]
+        command += [
+            f"--directory={self.root}",
+            f"--user={USER}",
+            f"--chdir=/home/{USER}/clone",
+            "--resolv-conf=copy-host",
+        ]
         about = {name: value for name, value in os.environ.items() if ABOUT_NETWORK.match(name)}
         places = {*about.values(), "/etc/pip.conf"}
         if config := self._pip_config():
             about["PIP_CONFIG_FILE"] = str(config)
             places.add(str(config))
         command += [f"--setenv={name}={value}" for name, value in about.items()]
-        command += [f"--bind-ro={place}" for place in sorted(places) if os.path.isabs(place) and os.path.exists(place)]
+        for place in sorted(places):
+            if os.path.isabs(place) and os.path.exists(place):
+                command.append(f"--bind-ro={place}")
         try:
             return subprocess.run(
                 [*command, "make", target],
-                env={**os.environ, "NAME": self.root.name.replace("_", "0")},  # as a host may be called
+                # The name is one that a host may have.
+                env={**os.environ, "NAME": self.root.name.replace("_", "0")},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -85,7 +99,8 @@ class Tree:
     def _pip_config() -> Path | None:
         """The pip configuration of who runs this, if there is one."""
         home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        return next(filter(Path.exists, (home / "pip/pip.conf", Path.home() / ".pip/pip.conf")), None)
+        candidates = (home / "pip/pip.conf", Path.home() / ".pip/pip.conf")
+        return next(filter(Path.exists, candidates), None)
 
     def delete(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -106,7 +121,8 @@ def spinning(number: int) -> Iterator[None]:
 @pytest.fixture(scope="module", params=SUITES)
 def tree(request: pytest.FixtureRequest) -> Iterator[Tree]:
     if os.geteuid() != 0 or not shutil.which("systemd-nspawn"):
-        pytest.exit("this makes system containers: run it as root, with systemd-container installed", returncode=1)
+        what = "this makes system containers: run it as root, with systemd-container installed"
+        pytest.exit(what, returncode=1)
     try:
         tree = Tree(request.param)
     except Missing as reason:
@@ -116,16 +132,17 @@ def tree(request: pytest.FixtureRequest) -> Iterator[Tree]:
 
 
 def test_make_deb_says_what_is_missing(tree: Tree) -> None:
-    """Where Debian's tools are not installed: one line names their packages, and nothing has been set up."""
+    """Where Debian's tools are not installed one line names their packages; nothing is set up."""
     done = tree.make("deb")
-    assert done.returncode != 0 and "apt install --no-install-recommends dpkg-dev debhelper fakeroot\n" in done.stdout
-    assert not (tree.root / "home" / USER / "clone/.venv").exists(), done.stdout
+    advice = "apt install --no-install-recommends dpkg-dev debhelper fakeroot\n"
+    assert done.returncode != 0 and advice in done.stdout
+    assert not (tree.clone / ".venv").exists(), done.stdout
 
 
 @pytest.mark.parametrize("load", ["quiet", "busy"])
 @pytest.mark.parametrize("target", COMMANDS)
 def test_the_two_commands(tree: Tree, target: str, load: str, told: Told) -> None:
-    """`make demo` and `make test` pass; the first of all sets up what it needs, and says so while it does."""
+    """`make demo` and `make test` pass; the first sets up what it needs, and says so meanwhile."""
     began = time.monotonic()
     with spinning(2 * (os.cpu_count() or 1) if load == "busy" else 0):
         done = tree.make(target)

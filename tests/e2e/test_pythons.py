@@ -1,4 +1,4 @@
-"""The program under the Pythons of Debian's newer releases; tests/pythons.py has those of this machine."""
+"""The program under the Pythons of newer Debians; tests/pythons.py has those of this machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The apt repository, as a node uses it: clean systems, and a web server on their loopback
-interface.
+"""The apt repository as nodes use it: clean systems with a web server on their loopback.
 
 The tests run in the order in which they stand here; each release has one system.
 """
@@ -61,17 +60,8 @@ class Publisher:
 
     def publish(self, output: Path, *debs: str, key: str = "publisher") -> str:
         """Make or extend a repository; returns what is said on stderr."""
-        command = [
-            sys.executable,
-            "packaging/repository.py",
-            "--url",
-            URL,
-            "--sign-key",
-            key,
-            "--output",
-            str(output),
-        ]
-        command += [str(self.deb(deb)) for deb in debs]
+        command = [sys.executable, "packaging/repository.py", "--url", URL, "--sign-key", key]
+        command += ["--output", str(output), *(str(self.deb(deb)) for deb in debs)]
         done = subprocess.run(
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True
         )
@@ -111,15 +101,8 @@ class Node(Container):
         self.boot()
         self.shell("rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* /var/lib/apt/lists/*")
         self.write("/etc/apt/apt.conf.d/99test", UNATTENDED)
-        server = [
-            "python3",
-            "-m",
-            "http.server",
-            "--bind=127.0.0.1",
-            "--directory=/srv/shared/repository",
-            "8000",
-        ]
-        self("systemd-run", "--quiet", "--unit=web", *server)
+        served = ("--bind=127.0.0.1", "--directory=/srv/shared/repository", "8000")
+        self("systemd-run", "--quiet", "--unit=web", "python3", "-m", "http.server", *served)
         wait_until(lambda: self.status_of("curl", "-fsS", URL) == 0, "the web server")
 
     def version(self) -> str:
@@ -157,27 +140,21 @@ def genuine(node: Node) -> Iterator[Path]:
 
 
 def test_installation_in_four_lines(node: Node, publisher: Publisher, told: Told) -> None:
-    """The key, where the packages are, apt update, apt install: active, and of this version.
-    Indexes come by hash."""
+    """The key, where the packages are, apt update, apt install; indexes come by hash."""
     (node.shared / "before.json").write_text(json.dumps(sorted(node.files())))
     said = [node.shell(f"{line} 2>&1") for line in INSTALLATION]
     assert f"Setting up {UNIT}" in said[-1], said[-1]
     assert node.version() == publisher.packages.current.split("_")[1]
     assert node("systemctl", "is-active", UNIT).strip() == "active"
     requests = node("journalctl", "--unit=web", "--output=cat", "--no-pager")
-    assert re.search(
-        r"GET /dists/stable/main/binary-\w+/by-hash/SHA256/[0-9a-f]{64} .* 200", requests
-    ), requests
-    told(
-        "\n    ".join(
-            f"# {line}\n    {text.strip()}" for line, text in zip(INSTALLATION, said, strict=True)
-        )
-    )
+    by_hash = r"GET /dists/stable/main/binary-\w+/by-hash/SHA256/[0-9a-f]{64} .* 200"
+    assert re.search(by_hash, requests), requests
+    answers = zip(INSTALLATION, said, strict=True)
+    told("\n    ".join(f"# {line}\n    {text.strip()}" for line, text in answers))
 
 
 def test_upgrade_with_an_edited_configuration(node: Node, publisher: Publisher, told: Told) -> None:
-    """A newer version is published: unattended-upgrades takes it and asks nothing; the edited file
-    stays."""
+    """unattended-upgrades takes a newer version and asks nothing; the edited file stays."""
     node.write(CONFIG, 'log_level = "debug"\n')
     publisher.publish(node.repository, publisher.packages.following)
     assert not node.update()
@@ -303,7 +280,7 @@ def test_removal_leaves_nothing(node: Node) -> None:
     }
 
 
-# ------------------------------------------------------------------------- what is made, without apt
+# ----------------------------------------------------------------------- what is made, without apt
 
 
 def contents(repository: Path) -> dict[str, bytes]:
@@ -318,7 +295,7 @@ def contents(repository: Path) -> dict[str, bytes]:
 
 
 def test_it_comes_out_the_same(publisher: Publisher, tmp_path: Path) -> None:
-    """But for date and signatures: in whatever order, by whosever key, and made anew over itself."""
+    """But for date and signatures: in any order, by any key, and made anew over itself."""
     packages = publisher.packages
     publisher.publish(tmp_path / "one", packages.current, packages.following)
     publisher.publish(tmp_path / "two", packages.following, packages.current, key="somebody else")
@@ -360,8 +337,7 @@ def test_indexes_of_before_are_kept_once(publisher: Publisher, tmp_path: Path) -
 
 
 def test_make_repository(publisher: Publisher, tmp_path: Path, told: Told) -> None:
-    """Both architectures; without a key one for this time only, and a loud line; nobody can reach
-    the default address."""
+    """Both architectures; without a key a loud line, and one for this time only."""
     output = tmp_path / "made"
     command = ["make", "--silent", "repository", f"REPOSITORY={output}", "SIGN_KEY="]
     done = subprocess.run(

@@ -70,27 +70,19 @@ def kernel() -> Kernel:
 
 
 def _make_kernel(release: str, place: Path) -> None:
-    headers = re.findall(
-        r"Depends: (linux-\S+)", _apt("apt-cache", "depends", f"linux-headers-{release}")
-    )
+    depends = _apt("apt-cache", "depends", f"linux-headers-{release}")
+    headers = re.findall(r"Depends: (linux-\S+)", depends)
     place.mkdir()
     place.parent.chmod(0o755)  # apt downloads as a user of its own
-    _apt(
-        "apt-get",
-        "download",
-        f"linux-image-{release}",
-        f"linux-headers-{release}",
-        *headers,
-        cwd=place,
-    )
+    packages = [f"linux-image-{release}", f"linux-headers-{release}", *headers]
+    _apt("apt-get", "download", *packages, cwd=place)
     for package in place.glob("*.deb"):
         subprocess.run(["dpkg-deb", "--extract", str(package), str(place)], check=True)
         package.unlink()
     build = place / f"usr/src/linux-headers-{release}"
     for name in ("Makefile", ".kernelvariables"):  # they name the place where they are installed
-        (build / name).write_text(
-            (build / name).read_text().replace("/usr/src/", f"{place}/usr/src/")
-        )
+        text = (build / name).read_text()
+        (build / name).write_text(text.replace("/usr/src/", f"{place}/usr/src/"))
     shutil.copytree(DRIVER, place / "driver")
     made = subprocess.run(
         ["make", "-C", str(build), f"M={place}/driver", "modules"],
@@ -134,20 +126,7 @@ def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
             write_cpio(root, archive)
         shutil.rmtree(root)
         said, console = work / "said", work / "console"
-        qemu = [
-            "qemu-system-x86_64",
-            "-accel",
-            "tcg",
-            "-cpu",
-            "max",
-            "-machine",
-            "q35",
-            "-m",
-            "1536",
-            "-smp",
-            "2",
-        ]
-        qemu += [*HEADLESS, "-kernel", str(booted.image)]
+        qemu = [*QEMU, "-m", "1536", "-smp", "2", *HEADLESS, "-kernel", str(booted.image)]
         qemu += ["-initrd", str(work / "initrd"), "-append", "console=ttyS0 panic=-1 quiet"]
         qemu += ["-serial", f"file:{console}", "-serial", f"file:{said}", *cards(functions)]
         return run_to_end(qemu, said, console, BOOTED)
@@ -187,9 +166,8 @@ def run_to_end(qemu: Sequence[str], said: Path, console: Path, patience: float) 
         ended = f"QEMU ended with status {status}"
     except subprocess.TimeoutExpired:
         ended = f"the guest did not switch itself off within {patience:g} s"
-    written, shown = (
-        path.read_text(errors="replace") if path.exists() else "" for path in (said, console)
-    )
+    written = said.read_text(errors="replace") if said.exists() else ""
+    shown = console.read_text(errors="replace") if console.exists() else ""
     if END not in written:
         raise AssertionError(
             f"the script did not come to its end; {ended}.\n"
@@ -198,6 +176,7 @@ def run_to_end(qemu: Sequence[str], said: Path, console: Path, patience: float) 
     return written.replace(END, "")
 
 
+QEMU = ("qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35")
 HEADLESS = ("-display", "none", "-nic", "none", "-no-reboot")
 INIT = "#!/bin/sh\nexec /lib/systemd/systemd\n"
 END = "The script has come to its end."
@@ -244,7 +223,7 @@ def put_files(root: Path, files: Mapping[str, str], mode: int = 0o644) -> None:
 
 
 def write_cpio(root: Path, archive: IO[bytes]) -> None:
-    """A root tree as the kernel takes it for an initial RAM file system (cpio, "newc")."""
+    """Write a root tree as the kernel takes it for an initial RAM file system (cpio, "newc")."""
     for number, (name, path) in enumerate([*_paths(root), ("TRAILER!!!", None)], 1):
         found = path.lstat() if path else None
         mode = found.st_mode if found else 0
