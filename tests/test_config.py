@@ -521,7 +521,7 @@ lines = st.one_of(
 texts = st.lists(lines, max_size=6).map(lambda them: "\n".join(them).encode("utf-8", "replace"))
 
 
-@hypothesis_settings(deadline=None)
+@hypothesis_settings(deadline=None, max_examples=60)
 @given(texts | st.binary(max_size=60))
 def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
     """Whatever a file holds, it is a valid configuration, or a line says what is wrong."""

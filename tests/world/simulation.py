@@ -117,6 +117,7 @@ class RunningDaemon:
             self.settings, lambda: self.loaded(), self._manager, lambda: self._events, trusted
         )
         self._run = asyncio.get_running_loop().create_task(self.daemon.run())
+        await asyncio.sleep(0)  # nobody can end what has not begun to hear signals
         return self
 
     async def __aexit__(self, *_: object) -> None:
