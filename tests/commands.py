@@ -129,7 +129,7 @@ def forked(
     """Run the program to its end, in a process that has imported it already."""
     with tempfile.TemporaryDirectory() as home:
         arguments = (words, environ, node and node.root, *(f"{home}/{name}" for name in "oe"))
-        process = _forks.Process(target=_be_the_program, args=arguments)
+        process = _forks.Process(target=_be_the_program, args=arguments, daemon=True)
         process.start()
         process.join(4 * PATIENCE)
         assert process.exitcode is not None, f"{words} does not end"
