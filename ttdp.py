@@ -2831,7 +2831,7 @@ class Endpoint(rpc.DevicePluginServicer):
     """One server on one socket, registered once.
 
     Its name, "tt-n300.4711-1.sock", is new each time: kubelet 1.37 refuses one to which it still
-    has a connection (plugin/v1beta1/server.go), and gRPC unlinks the path of a server that stops late.
+    has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path when it stops.
     """
 
     def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
