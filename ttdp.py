@@ -2437,7 +2437,8 @@ def parse_uevent(message: bytes) -> Uevent | None:
     """Return the event if it is about a device of ours."""
     if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
-    variables = dict(re.findall(r"\0(\w+)=([^\0]*)", message.decode("utf-8", "replace")))
+    parts = message.decode("utf-8", "replace").split("\0")
+    variables = dict(part.split("=", 1) for part in parts if "=" in part)
     action = variables.get("ACTION", "")
     subsystem = variables.get("SUBSYSTEM")
     if subsystem == "tenstorrent":
