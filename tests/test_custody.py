@@ -553,7 +553,7 @@ def test_a_value_of_any_type_in_any_place_is_no_traceback(key: str, value: Any) 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "has_cgroup", "counts"), [(1, False, True), (10, False, False), (10, True, True)]
+    ("seconds", "has_cgroup", "counts"), [(0.1, False, True), (10, False, False), (10, True, True)]
 )
 def test_an_entry_of_a_pod_that_was_never_started_ends_with_it(
     tmp_path: Path, seconds: float, has_cgroup: bool, counts: bool
