@@ -1,7 +1,7 @@
 """tt-device-plugin: Tenstorrent accelerators, schedulable in Kubernetes, by a daemon on the host.
 
 It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel
-events. Read it from top to bottom; a chapter uses only what stands above it.
+events. A chapter uses only what stands above it.
 
     what the world looks like    CONFIGURATION, INVENTORY, CUSTODY
     what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION
@@ -10,13 +10,12 @@ events. Read it from top to bottom; a chapter uses only what stands above it.
     what ties it together        FLEET, WHAT OTHERS READ, PUBLICATION, DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
-drives the rest; only what can block for seconds, a chip's telemetry above all, is read on threads,
-which get plain data and hand back plain data.
+drives the rest; only what can block for seconds is read on threads.
 """
 
 from __future__ import annotations
 
-import _thread  # not threading, whose start() waits for the new thread and whose end joins it
+import _thread  # threading's start() waits for the new thread, and its end joins it
 import argparse
 import asyncio
 import base64
@@ -91,7 +90,7 @@ NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "st
 SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes with its NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, and the longest name of ours
 
-TRUE = ("true", "yes", "on", "1")  # as flags and variables say it
+TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
 
 
@@ -102,7 +101,7 @@ class ConfigError(Exception):
 class Rule(NamedTuple):
     """What a value in the file, or the text of a variable or flag, has to be."""
 
-    valid: str  # in words, for who wrote something else
+    valid: str  # in words
     accepts: Callable[[Any], object]
     convert: Callable[[Any], Any] = lambda value: value
     choices: tuple[str, ...] = ()
@@ -127,36 +126,26 @@ def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: Tr
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
     """Return the rule for a path of so many bytes, which is made absolute; "" stays ""."""
-
-    def fits(path: str) -> bool:
-        return len(os.fsencode(os.path.abspath(path))) <= most
-
-    return _text(valid, form, fits)._replace(convert=lambda path: path and os.path.abspath(path))
+    rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
+    return rule._replace(convert=lambda path: path and os.path.abspath(path))
 
 
 def _absolute(valid: str, forbidden: Collection[str] = ()) -> Rule:
     def normal(path: str) -> str:
         return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
 
-    def is_fine(path: str) -> bool:
-        return path.isprintable() and normal(path) not in forbidden
-
-    return _text(valid, "/.*", is_fine)._replace(convert=normal)
+    rule = _text(valid, "/.*", lambda path: path.isprintable() and normal(path) not in forbidden)
+    return rule._replace(convert=normal)
 
 
 def _is_selection(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(isinstance(item, str) or type(item) is int for item in value)
+        return bool(value) and all(type(item) in (str, int) for item in value)
     return value == "all" or (type(value) is int and value >= 1)
-
-
-def _selection(value: Any) -> Any:
-    return tuple(map(str, value)) if isinstance(value, list) else value
 
 
 _IN_WORDS = _one_of(*TRUE, *FALSE)
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_HOST_PATH = _absolute("an absolute path")
 _TARGET = _absolute(
     "an absolute path in the container that is not the runtime's or ours",
     ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
@@ -183,7 +172,7 @@ _DOMAIN = _text(
 _SELECTION = Rule(
     '"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals',
     _is_selection,
-    _selection,
+    lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
 )
 _DEGREES = _number("", 1, 200)
 _LIMIT = Rule(
@@ -192,7 +181,7 @@ _LIMIT = Rule(
 )
 _NEVER = Rule("left out: users of a chip take turns, nothing divides it", lambda value: False)
 
-# A name that the program gives a resource by itself.
+# Names that the program itself gives resources.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
@@ -205,30 +194,34 @@ def _key(default: Any, rule: Rule, help: str) -> Any:
 class Mount:
     """A bind mount for every container that gets a device; it counts only while `host` exists."""
 
-    host: str = _key(MISSING, _HOST_PATH, "a path of the host, mounted while it exists")
+    host: str = _key(
+        MISSING, _absolute("an absolute path"), "a path of the host, mounted while it exists"
+    )
     container: str = _key(MISSING, _TARGET, "where; default: the same path")
     read_only: bool = _key(False, _SWITCH, "whether the container may only read")
-
-
-_SECONDS = _number("a number of seconds from 0.1 to 3600", 0.1, 3600)  # a heartbeat takes 0.1 s
-_POLLS = _number("a whole number of polls from 1 on", 1, 1_000_000, int)
-_HOLDOFF = _number("a number of seconds from 0 on", 0, 1e9)
-_REPLICAS = _number("a whole number of containers a device, from 2 to 100", 2, 100, int)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Section [health] of the configuration file."""
 
-    interval: float = _key(5.0, _SECONDS, "seconds between two polls")
+    interval: float = _key(
+        5.0,
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600),  # a heartbeat takes 0.1 s
+        "seconds between two polls",
+    )
     temperature_limit: float | Literal["card"] | None = _key(
         None, _LIMIT, '°C at which a chip is too hot, or "card": its own limit; default: none is'
     )
     heartbeat_misses: int = _key(
-        2, _POLLS, "polls in a row without a heartbeat after which the firmware has stopped"
+        2,
+        _number("a whole number of polls from 1 on", 1, 1_000_000, int),
+        "polls in a row without a heartbeat after which the firmware has stopped",
     )
     trip_holdoff: float = _key(
-        300.0, _HOLDOFF, "seconds without a thermal trip after which a chip is healthy again"
+        300.0,
+        _number("a number of seconds from 0 on", 0, 1e9),
+        "seconds without a thermal trip after which a chip is healthy again",
     )
 
 
@@ -237,11 +230,19 @@ class SharedResource:
     """An entry [[sharing.resources]]: several containers on each of these devices."""
 
     name: str = _key(MISSING, _RESOURCE_NAME, "the resource, as it is called unshared")
-    replicas: int = _key(MISSING, _REPLICAS, "containers for each device")
+    replicas: int = _key(
+        MISSING,
+        _number("a whole number of containers a device, from 2 to 100", 2, 100, int),
+        "containers for each device",
+    )
     rename: str | None = _key(None, _RESOURCE_NAME, "the name under which it is shared")
     devices: Literal["all"] | int | tuple[str, ...] = _key(
         "all", _SELECTION, "all, so many, or a list of PCI addresses, IDs or ordinals"
     )
+
+    @property
+    def named_devices(self) -> frozenset[str]:
+        return frozenset(self.devices if isinstance(self.devices, tuple) else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,17 +356,21 @@ OPTIONS = [
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
     """Return the settings by flags, environment and file; raises ConfigError."""
-    source, path = "--config-file", flags.get("config_file")
+    source = "--config-file"
+    path = flags.get("config_file")
     if path is None:
-        source, path = "TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None
+        source = "TTDP_CONFIG_FILE"
+        path = environ.get(source) or None
     if path == "":
         raise _invalid(source, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
     values = _read_config_file(file, named_by=source if path else "")
     values["state_dir"] = environ.get("STATE_DIRECTORY", "").partition(":")[0] or None
     for option in OPTIONS:
-        texts = {option.variable: environ.get(option.variable) or None}
-        texts[option.flag] = flags.get(option.key)
+        texts = {
+            option.variable: environ.get(option.variable) or None,
+            option.flag: flags.get(option.key),
+        }
         for name, text in texts.items():
             if text is not None and option.is_switch:
                 values[option.key] = _checked(_IN_WORDS, text.lower(), name) in TRUE
@@ -386,7 +391,8 @@ def _invalid(source: str, value: object, valid: str) -> ConfigError:
         shown = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # thousands of digits or brackets
         shown = f"this {type(value).__name__}"
-    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    if len(shown) > 80:
+        shown = f"{shown[:80]}…"
     return ConfigError(f"{source}: {shown} is not valid; it must be {valid}")
 
 
@@ -397,7 +403,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
-    """Return keyword arguments for Settings from a TOML file; named_by: what names it, if any."""
+    """Return arguments for Settings; named_by: what names the file, if anything does."""
     shown = _in_one_line(path)
     try:
         with open(path, "rb") as file:
@@ -410,16 +416,11 @@ def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise ConfigError(f"{shown}: {reason}; it must be a readable TOML file") from None
-    sections = {"health": HealthSettings, "sharing": Sharing, "mounts": Mount}
-    top = {key: value for key, value in document.items() if key not in sections}
-    values = _table(shown, "", top, Settings, *sections)
-    if "health" in document:
-        health = _table(shown, "[health] ", document["health"], HealthSettings)
-        values["health"] = HealthSettings(**health)
-    if "sharing" in document:
-        values["sharing"] = _sharing(shown, document["sharing"])
-    if "mounts" in document:
-        values["mounts"] = _mounts(shown, document["mounts"])
+    sections = {"health": _health, "sharing": _sharing, "mounts": _mounts}
+    values = _table(shown, "", document, Settings, *sections)
+    for name, read in sections.items():
+        if name in values:
+            values[name] = read(shown, values[name])
     return values
 
 
@@ -441,7 +442,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
-    """Return a table's values by the rules of a dataclass's keys, and those of other valid keys."""
+    """Return a table's values, by a dataclass's rules; `more`: keys whose values have none."""
     rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
     known = [*rules, *more]
     if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
@@ -458,10 +459,7 @@ def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dic
     }
 
 
-def _tables(
-    path: str, heading: str, tables: object, kind: Any, *needed: str
-) -> list[dict[str, Any]]:
-    """Return the values of all tables of one name."""
+def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str) -> list[Any]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
     for key, table in itertools.product(needed, tables):
@@ -470,28 +468,31 @@ def _tables(
     return [_table(path, heading, table, kind) for table in tables]
 
 
+def _health(path: str, table: object) -> HealthSettings:
+    return HealthSettings(**_table(path, "[health] ", table, HealthSettings))
+
+
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     mounts: dict[str, Mount] = {}
     source = f"{path}: [[mounts]] container"
     for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
-        mount = Mount(**{"container": values["host"], **values})
-        _checked(_TARGET, mount.container, source)
-        if mount.container in mounts:
-            raise _invalid(source, mount.container, "another path in each of them")
-        mounts[mount.container] = mount
+        target = _checked(_TARGET, values.get("container", values["host"]), source)
+        if target in mounts:
+            raise _invalid(source, target, "another path in each of them")
+        mounts[target] = Mount(**values | {"container": target})
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
     values = _table(path, "[sharing] ", table, Sharing, "resources")
-    heading, needed = "[[sharing.resources]] ", ("name", "replicas")
-    found = values.pop("resources", [])
-    entries = [SharedResource(**e) for e in _tables(path, heading, found, SharedResource, *needed)]
-    return Sharing(resources=tuple(entries), **values)
+    tables = values.pop("resources", [])
+    heading = "[[sharing.resources]] "
+    entries = _tables(path, heading, tables, SharedResource, "name", "replicas")
+    return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
-    """Return the section with names without domain, if its entries do not clash."""
+    """Return the section with names without domain."""
     where = f"{path}: [[sharing.resources]] "
     sharing = settings.sharing
     entries: list[SharedResource] = []
@@ -512,7 +513,6 @@ def _checked_sharing(settings: Settings, path: str) -> Sharing:
 
 
 def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
-    """Return what is wrong with an entry beside those before it."""
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
@@ -523,8 +523,7 @@ def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResou
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one to rename it"
-        names = [set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other)]
-        twice = names[0] & names[1]
+        twice = entry.named_devices & other.named_devices
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
             return f"{few(sorted(twice)) or 'every device'} is selected twice"
     return None
@@ -538,8 +537,7 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
 DRIVER = "tenstorrent"
 
-# The board's code, which is also the PCI subsystem id (tt-kmd's telemetry.c): the card's type while
-# the firmware is silent.
+# By PCI subsystem id, the board's code (tt-kmd's telemetry.c): for while the firmware is silent.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -555,9 +553,9 @@ CARDS = {
     0x47: "galaxy-blackhole",
 }
 
-ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
+ALL_ONES = 0xFFFFFFFF  # each register of a chip that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
-DEAD_FIGURE = 4_293_967_296  # the least that hwmon's other conversions make of all ones
+DEAD_FIGURE = 4_293_967_296  # the least of hwmon's other conversions
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
@@ -566,16 +564,16 @@ FileIdentity = tuple[int, int, int]
 
 
 class PciFunction(NamedTuple):
-    """One PCI function with the driver bound to it, as sysfs and stat() show it."""
+    """A PCI function with the driver bound to it."""
 
-    bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
+    bdf: str  # PCI address "0000:03:00.0", which survives resets and renumbering
     arch: Arch
-    pci_card: str | None  # card type by the PCI subsystem id
+    pci_card: str | None  # card type by CARDS
     numa_node: int | None  # None where the platform does not say
-    ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
+    ordinal: int  # N of /dev/tenstorrent/N, at present
     path: str  # the host's device node
-    sysfs: str  # the class device's directory, which holds the tt_* attributes
-    number: str | None = None  # sysfs's "major:minor" of the node
+    sysfs: str  # the class device's directory, with the tt_* attributes
+    number: str | None = None  # sysfs's "major:minor"
     node_fault: str | None = None  # why the node cannot be used
 
     @property
@@ -584,16 +582,16 @@ class PciFunction(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What the firmware of a chip says of itself; None: it has not said so."""
+    """What a chip's firmware says of itself, if it does."""
 
     card: str | None = None  # "p150a"
-    serial: str | None = None  # the board's, 16 hex digits; the two chips of a p300 share it
+    serial: str | None = None  # the board's, 16 hex digits; a p300's chips share it
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
 
     @classmethod
     def checked(cls, texts: Mapping[str, object]) -> Identity:
-        """Return the identity by these texts; what is not of the driver's form is None."""
+        """Return the identity by these texts, without what is not of the driver's form."""
         return cls(
             _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
             _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
@@ -606,38 +604,39 @@ class Identity(NamedTuple):
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
 
 
-_NO_ID = ("F" * 16, "0" * 16)  # all ones; what a board without an ID reports
+_NO_ID = ("F" * 16, "0" * 16)  # all ones; a board without an ID
 
 
 def _word(text: object, form: str, *nothing: str) -> str | None:
-    is_word = isinstance(text, str) and text not in nothing and re.fullmatch(form, text)
-    return str(text) if is_word else None
+    if isinstance(text, str) and text not in nothing and re.fullmatch(form, text):
+        return text
+    return None
 
 
 class Telemetry(NamedTuple):
-    """What the firmware of one chip said at one moment; None: not offered, or all ones."""
+    """What a chip's firmware said at one moment; None: not offered, or all ones."""
 
     identity: Identity = Identity()
-    heartbeat: int | None = None  # changes while the firmware lives; starts again after a reset
+    heartbeat: int | None = None  # changes while the firmware lives; restarts at a reset
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
     hwmon: str | None = None  # the directory of its sensors
-    all_ones: bool = False  # every register that can show it reads all ones
-    off_bus: bool = False  # and so does its PCI configuration space
-    error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
+    all_ones: bool = False  # whether every register that can show it reads so
+    off_bus: bool = False  # and its PCI configuration space, too
+    error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
 
     @property
     def is_silent(self) -> bool:
-        """Whether the firmware offers nothing at all."""
+        """Whether the firmware offers nothing."""
         return self == Telemetry()
 
 
 class Scan(NamedTuple):
     """The class directory at one moment."""
 
-    functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
-    oddities: tuple[str, ...]  # class devices that are none of ours, in words
+    functions: Mapping[str, PciFunction]  # by PCI address, in order
+    oddities: tuple[str, ...]  # class devices that are not ours, in words
 
 
 @functools.lru_cache(maxsize=256)  # every poll sorts by it
@@ -647,7 +646,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time of a file: inode numbers are soon used again."""
+    """Return device, inode and time: inode numbers are soon used again."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino, status.st_mtime_ns
@@ -655,7 +654,7 @@ def file_identity(path: str) -> FileIdentity | None:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Return a sysfs attribute's text, None if it is not there; raises OSError with its path."""
+    """Return an attribute's text, None if it is not there; raises OSError with its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -675,14 +674,13 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def read_quick(path: str) -> str | None:
-    """Return an attribute that never blocks, None if it cannot be read."""
+    """Return an attribute that never blocks, if it can be read."""
     with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
 def link_name(path: str) -> str | None:
-    """Return the last part of where a link leads."""
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
     return None
@@ -695,7 +693,7 @@ def names_in(directory: str) -> list[str]:
 
 
 def decimal(text: str | None) -> int | None:
-    """Return a number as the kernel writes it."""
+    """Return a number that the kernel has written."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
@@ -727,7 +725,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def functions_on_bus(settings: Settings) -> list[str]:
-    """Return the addresses of the functions that the driver is for."""
+    """Return the addresses of what the driver is for."""
     found = []
     for bdf in filter(_BDF.fullmatch, names_in(pci_directory(settings))):
         directory = pci_directory(settings, bdf)
@@ -745,12 +743,12 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips, of known ones that are where they were only at the node. Never blocks.
+    """Look for chips; of known ones that have not moved only at the node. Never blocks.
 
-    A class device is read below its PCI function: the same name in the class leads to another chip
-    after a renumbering; below the function it is gone, and a late read fails.
+    A class device is read below its PCI function: after a renumbering its name in the class leads
+    to another chip, while a late read below the function fails.
     """
-    directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
+    directory = f"{settings.sysfs_root}/class/{DRIVER}"
     known_by_path = {function.sysfs: function for function in known}
     functions = []
     oddities = []
@@ -760,8 +758,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
         found = known_by_path.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
-            fault = _node_fault(found.path, found.number)
-            functions.append(found._replace(node_fault=fault))
+            functions.append(found._replace(node_fault=_node_fault(found.path, found.number)))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -769,10 +766,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """Return the function behind a class device, what is odd of it, or None: it is going away.
-
-    What is the function's is read in its own directory, which outlives the class device.
-    """
+    """Return the function behind a class device, what is odd of it, or None: it is going away."""
     match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
@@ -799,7 +793,6 @@ def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
-    """Return why a path is not the character device with sysfs's number."""
     if number is None:
         return f"{path} is going away"
     try:
@@ -813,7 +806,7 @@ def _node_fault(path: str, number: str | None) -> str | None:
 
 
 def node_fault_now(function: PciFunction) -> str | None:
-    """Return what is wrong with a chip's node at this moment."""
+    """Return what is wrong with a chip's node."""
     return _node_fault(function.path, read_quick(f"{function.sysfs}/dev"))
 
 
@@ -822,7 +815,7 @@ class Process(NamedTuple):
 
     pid: int
     command: str
-    cgroup: str  # the text of /proc/<pid>/cgroup
+    cgroup: str  # /proc/<pid>/cgroup
 
     @property
     def is_of_pod(self) -> bool:
@@ -830,7 +823,7 @@ class Process(NamedTuple):
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Return who has a node open; None: a driver before 2.5, or another PID namespace's view."""
+    """Return who has a node open; None: a driver before 2.5, or another PID namespace."""
     proc = settings.proc_root
     text = read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
@@ -838,7 +831,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
         return None
     found = []
     for pid in sorted(pids):
-        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has just ended
+        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has ended
             found.append(Process(pid, command, read_quick(f"{proc}/{pid}/cgroup") or ""))
     return found
 
@@ -846,8 +839,8 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's node, if it leads there now.
 
-    A kubelet calls Allocate once in a pod's life and uses the answer again after a reboot; runtimes
-    resolve a link each time that they make a container (seen with containerd 1.6 and 2.1).
+    A kubelet uses Allocate's answer again after a reboot; runtimes resolve links for each container
+    (seen with containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with contextlib.suppress(OSError):
@@ -858,15 +851,16 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 def expects_links(settings: Settings) -> bool:
     """Whether the package's udev rule is in force."""
-    is_installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
-    return is_installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
+    if settings.dev_root == "/dev" and os.path.exists(UDEV_RULE):
+        return True
+    return os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
     """What every poll reads of a chip, kept open: that halves a poll's cost.
 
-    It goes to the thread that reads the chip and comes back with what was read. When the device has
-    gone the kernel answers ENODEV, so it never shows another chip's value.
+    It goes to the thread that reads the chip and comes back. When the device has gone the kernel
+    answers ENODEV, never another chip's value.
     """
 
     def __init__(self) -> None:
@@ -890,7 +884,7 @@ _IDENTITY = {  # attributes by Identity's fields
     "firmware": "tt_fw_bundle_ver",
     "asic_id": "tt_asic_id",
 }
-_DEAD = {  # what they read when the chip answers nothing
+_DEAD = {  # what a chip reads that answers nothing
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": "unknown",
     "tt_serial": "F" * 16,
@@ -906,7 +900,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
         return Telemetry(all_ones=True)
     return Telemetry(
         Identity.checked({key: raw.get(attribute) for key, attribute in _IDENTITY.items()}),
-        decimal(raw.get("tt_heartbeat")),  # all ones, too: it must be seen not to change
+        decimal(raw.get("tt_heartbeat")),  # all ones, too: it shows as stalled
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
         _below(ALL_ONES, raw.get("tt_therm_trip_count")),
@@ -918,11 +912,11 @@ def read_telemetry(
 ) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
 
-    If the heartbeat has simply gone on since it said `former`, it is the same firmware of the same
-    chip, and only what changes is read anew. A chip that has left the bus reads as all ones.
+    If the heartbeat has gone on since it said `former`, it is the same firmware of the same chip,
+    and only what changes is read.
     """
     files = files or AttributeFiles()
-    with contextlib.suppress(OSError):  # why shows when everything is read
+    with contextlib.suppress(OSError):  # reading everything shows why
         if former and (telemetry := _read_changes(function, former, files)):
             return telemetry
     files.close()
@@ -936,7 +930,7 @@ def read_telemetry(
 def _read_changes(
     function: PciFunction, former: Telemetry, files: AttributeFiles
 ) -> Telemetry | None:
-    """Return what a chip says whose heartbeat has gone on, else None; raises OSError."""
+    """Return what a chip says if its heartbeat has gone on; raises OSError."""
     if former.heartbeat is None or former.temperature is None or not former.hwmon:
         return None
     heartbeat = decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
@@ -958,7 +952,7 @@ def _hwmon(function: PciFunction) -> str | None:
 def _read_everything(function: PciFunction) -> Telemetry:
     """Read all attributes; raises OSError.
 
-    ENODATA of the heartbeat is a reset; another attribute's is a tag that is no longer reported.
+    ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
     """
     hwmon = _hwmon(function)
     names = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
@@ -980,8 +974,8 @@ def _read_everything(function: PciFunction) -> Telemetry:
         return parse_telemetry(raw)._replace(hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
-    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound
-    # to it: vendor and device, with which its PCI configuration space begins, read all ones.
+    # Firmware that is late offers nothing, and so does a chip that was dead when the driver was
+    # bound: its PCI configuration space begins with all ones.
     with contextlib.suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
             return Telemetry(all_ones=True, off_bus=True)
@@ -989,16 +983,16 @@ def _read_everything(function: PciFunction) -> Telemetry:
 
 
 class Sensor(NamedTuple):
-    """A figure that a card shows beside its telemetry, and the metric that it becomes."""
+    """A figure beside telemetry, and the metric that it becomes."""
 
     attribute: str
     metric: str  # without "tt_device_"
     help: str
-    factor: float = 1.0  # from the kernel's unit to the metric's
+    factor: float = 1.0  # to the metric's unit
     labels: Mapping[str, object] = {}
 
 
-# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c); the rest is the PCI function's.
+# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c), the others the PCI function's.
 SENSORS = (
     Sensor("power1_input", "power_watts", "What the card draws.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "What the card may draw.", 1e-6),
@@ -1023,7 +1017,7 @@ NO_FIGURES: Figures = {}
 
 
 def read_sensors(function: PciFunction) -> Figures:
-    """Return what a card offers, but not what a dead one says. Can block."""
+    """Return what a card offers, without what a dead one says. Can block."""
     hwmon = _hwmon(function) or ""
     figures = {}
     for sensor in SENSORS:
@@ -1038,7 +1032,6 @@ def read_sensors(function: PciFunction) -> Figures:
 
 
 def _figure(attribute: str, text: str) -> float | None:
-    """Return an attribute's number, in the kernel's unit."""
     if attribute.endswith("_link_speed"):
         speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
         return float(speed[1]) * 1e9 if speed else None
