@@ -95,11 +95,11 @@ FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used: source, value and what is valid, on one line."""
+    """What is wrong with the configuration: source, value and what is valid, on one line."""
 
 
 class Rule(NamedTuple):
-    """What a value in the file, or the text of a variable or flag, has to be."""
+    """What a value in the file, a variable or a flag has to be."""
 
     valid: str  # in words
     accepts: Callable[[Any], object]
@@ -125,7 +125,7 @@ def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: Tr
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    """Return the rule for a path of so many bytes, which is made absolute; "" stays ""."""
+    """Return the rule for a path, which is made absolute; "" stays ""."""
     rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
     return rule._replace(convert=lambda path: path and os.path.abspath(path))
 
@@ -161,9 +161,8 @@ _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# What the API server takes as an extended resource's prefix: a DNS subdomain, but *.kubernetes.io
-# and "requests.", with which it names quotas; so 253 - 9 characters (IsExtendedResourceName in
-# kubernetes' pkg/apis/core/v1/helper).
+# A DNS subdomain, not *.kubernetes.io; 253 characters with "requests." before it, as quotas have it
+# (IsExtendedResourceName of kubernetes' pkg/apis/core/v1/helper).
 _DOMAIN = _text(
     "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
@@ -186,13 +185,13 @@ _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Make a key of the file as a dataclass's field; help is its text in every manual."""
+    """Make a key of the file; help is its text in every manual."""
     return field(default=default, metadata={"rule": rule, "help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A bind mount for every container that gets a device; it counts only while `host` exists."""
+    """A bind mount for every container with a device, while `host` exists."""
 
     host: str = _key(
         MISSING, _absolute("an absolute path"), "a path of the host, mounted while it exists"
@@ -203,7 +202,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Section [health] of the configuration file."""
+    """Section [health]."""
 
     interval: float = _key(
         5.0,
@@ -247,7 +246,7 @@ class SharedResource:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Section [sharing] of the configuration file."""
+    """Section [sharing]."""
 
     rename_by_default: bool = _key(False, _SWITCH, "call what is shared n300.shared, say")
     fail_requests_greater_than_one: bool = _key(
@@ -262,13 +261,13 @@ class Sharing:
     resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
-        """Return the name, without the domain, under which an entry's devices are offered."""
+        """Return the name, without the domain, under which devices are shared."""
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the configuration can say. Every path is absolute."""
+    """The whole configuration. Every path is absolute."""
 
     device_plugin_dir: str = _key(
         "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
@@ -331,7 +330,7 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting that has a flag, an environment variable and a key in the file."""
+    """A setting with a flag, an environment variable and a key in the file."""
 
     key: str
     flag: str
@@ -436,13 +435,13 @@ def _parse_toml(content: bytes, path: str) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known word that is most like this one, or ""."""
+    """Return "; did you mean …?" with the known word most like this one, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
-    """Return a table's values, by a dataclass's rules; `more`: keys whose values have none."""
+    """Return a table's values, by a dataclass's rules; more: keys without a rule."""
     rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
     known = [*rules, *more]
     if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
@@ -591,7 +590,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def checked(cls, texts: Mapping[str, object]) -> Identity:
-        """Return the identity by these texts, without what is not of the driver's form."""
+        """Take over what has the driver's form."""
         return cls(
             _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
             _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
@@ -600,7 +599,7 @@ class Identity(NamedTuple):
         )
 
     def or_else(self, former: Identity) -> Identity:
-        """Return this identity, completed by what was known before."""
+        """Return this identity, completed by a former one."""
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
 
 
@@ -693,7 +692,6 @@ def names_in(directory: str) -> list[str]:
 
 
 def decimal(text: str | None) -> int | None:
-    """Return a number that the kernel has written."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
@@ -767,13 +765,12 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
     """Return the function behind a class device, what is odd of it, or None: it is going away."""
-    match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
+    match = re.fullmatch(rf"(.*/([^/]+))/{DRIVER}/{DRIVER}!(\d{{1,5}})", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
-    bdf, number = match.groups()
+    directory, bdf, number = match.groups()
     if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    directory = os.path.dirname(os.path.dirname(sysfs))
     ids = [_pci_id(f"{directory}/{name}") for name in ("vendor", "device", "subsystem_device")]
     if None in ids:
         return None
@@ -811,8 +808,6 @@ def node_fault_now(function: PciFunction) -> str | None:
 
 
 class Process(NamedTuple):
-    """A process that has a node open."""
-
     pid: int
     command: str
     cgroup: str  # /proc/<pid>/cgroup
@@ -983,7 +978,7 @@ def _read_everything(function: PciFunction) -> Telemetry:
 
 
 class Sensor(NamedTuple):
-    """A figure beside telemetry, and the metric that it becomes."""
+    """A figure beside telemetry, and its metric."""
 
     attribute: str
     metric: str  # without "tt_device_"
@@ -1045,9 +1040,9 @@ def _figure(attribute: str, text: str) -> float | None:
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
-SETTLING = 3.0  # seconds by which a kubelet has written an answer, or never will
+SETTLING = 3.0  # seconds after which a kubelet has written an answer, or never will
 LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
-CGROUP_DEPTH = 6  # directories from the hierarchy's root down to a pod's
+CGROUP_DEPTH = 6  # levels from the hierarchy's root to a pod's
 
 ChipAt = Callable[[str], "str | None"]  # the address of the chip with this node
 
@@ -1058,22 +1053,21 @@ class Allocation(NamedTuple):
     resource: str
     ids: frozenset[str]
     chips: frozenset[str]  # PCI addresses
-    pod: str = ""  # its UID; "": a grant, an answer that no checkpoint has contained yet
+    pod: str = ""  # UID; "": a grant, which no checkpoint has contained yet
     container: str = ""
 
 
 class Checkpoint(NamedTuple):
-    """What the kubelet's record of its devices says of ours."""
+    """What the kubelet's record says of our devices."""
 
     allocations: Collection[Allocation]
-    registered: Mapping[str, frozenset[str]]  # IDs that it takes for healthy, by resource
+    registered: Mapping[str, frozenset[str]]  # healthy IDs, by resource
 
 
 def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
-    """Return what a checkpoint says of us; raises ValueError.
+    """Return what a checkpoint (kubernetes' devicemanager/checkpoint) says; raises ValueError.
 
-    ours: resources whose entries count even if another plugin gave the answer, which names nodes
-    but no addresses. The form is that of kubernetes' devicemanager/checkpoint/checkpoint.go.
+    ours: resources that count even where another plugin answered, with nodes but no addresses.
     """
     try:
         data = json.loads(content)["Data"]
@@ -1097,7 +1091,6 @@ def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> 
 
 
 def _texts(value: Any) -> frozenset[str]:
-    """Return the strings in a list; raises TypeError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TypeError("not a list of strings")
     return frozenset(value)
@@ -1113,18 +1106,17 @@ def _chips_in_answer(answer: bytes, chip_at: ChipAt) -> frozenset[str]:
 class Cgroups:
     """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
 
-    Their names have the pod's UID (kubernetes' pod_container_manager_linux.go). They are there from
-    before the first container until after the last; after a reboot, when the pod is started.
+    They are named by the pod's UID (kubernetes' pod_container_manager_linux.go), and are there from
+    before its first container until after its last.
     """
 
     def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
-        """seen: where they were since boot, by UID."""
-        self.seen = dict(seen)
+        self.seen = dict(seen)  # directories since boot, by UID
         self._gone_at: dict[str, float] = {}
         self._root = f"{sysfs_root}/fs/cgroup"
 
     def look(self, pods: Collection[str], now: float) -> None:
-        """Find out which of these pods have one; forget the others."""
+        """Find the cgroups of these pods; forget other pods."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
         missing = {pod.replace("-", "_"): pod for pod in pods if not self.exists(pod)}
         if missing:
@@ -1136,7 +1128,7 @@ class Cgroups:
         return pod in self.seen and os.path.isdir(self.seen[pod])
 
     def seconds_gone(self, pod: str, now: float) -> float | None:
-        """Return for how long it has been gone; None if it was never seen."""
+        """Return for how long a cgroup has been gone; None: never seen."""
         return now - self._gone_at.get(pod, now) if pod in self.seen else None
 
     def _find(self, missing: Mapping[str, str]) -> None:
@@ -1160,24 +1152,22 @@ class Cgroups:
 class Custody:
     """Who has what: the allocations that count, from the checkpoint and our own grants.
 
-    The checkpoint is an intention, and errs: writings overtake each other, an entry goes while its
-    containers run on (a forced deletion), or stays when they have ended. So an allocation ends when
-    its entry and its pod's cgroup are gone; if that was never seen, by a writing that we brought
-    about and that lacks it.
+    The checkpoint errs: writings overtake each other, an entry goes while its containers run on (a
+    forced deletion), or stays when they have ended. So an allocation ends when its entry and its
+    pod's cgroup are gone; where none was seen, with a writing that we caused and that lacks it.
     """
 
     def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
-        """memory: what `memory` said in the same boot."""
+        """memory: of the same boot."""
         self.checkpoint = Checkpoint((), {})
-        self.fault: str | None = None  # why the checkpoint that is there cannot be understood
-        self.names: dict[str, str] = {}  # "namespace/name" by UID, as far as the kubelet tells
+        self.fault: str | None = None  # why the checkpoint cannot be understood
+        self.names: dict[str, str] = {}  # "namespace/name" by UID
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
         self._identity: FileIdentity | None = None  # of the file that was read
-        # Since when an allocation is not in the file; inf: it is.
-        self._missing_since: dict[Allocation, float] = {}
-        self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
-        self._written_since = -math.inf  # the file is of a writing that was begun after this
+        self._missing_since: dict[Allocation, float] = {}  # from the file; inf: it is there
+        self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
+        self._written_since = -math.inf  # the file's writing began after this
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = time.monotonic()
@@ -1185,7 +1175,7 @@ class Custody:
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
 
-        A file that vanishes changes nothing: the next kubelet knows of nobody, while pods run on.
+        A file that vanishes changes nothing: pods run on.
         """
         identity = file_identity(self._path)
         if identity in (None, self._identity):
@@ -1212,7 +1202,7 @@ class Custody:
     def _compare(self, now: float) -> None:
         filed = self.checkpoint.allocations
         for allocation in filed:
-            if allocation not in self._missing_since:  # a new one: the grant is in the file
+            if allocation not in self._missing_since:  # it was a grant
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
         for allocation, since in self._missing_since.items():
@@ -1242,11 +1232,11 @@ class Custody:
         return self._missing_since.get(allocation) == math.inf
 
     def has_doubts(self) -> bool:
-        """Whether something counts that the kubelet does not know of."""
+        """Whether something counts of which the kubelet does not know."""
         return any(since < math.inf for since in self._missing_since.values())
 
     def expect_writing(self, now: float) -> None:
-        """Take the next change of the file for a writing that was begun after now."""
+        """Take the file's next change for a writing that begins after now."""
         self._expected = (now, file_identity(self._path))
 
     def _counts(self, allocation: Allocation, now: float) -> bool:
@@ -1259,7 +1249,7 @@ class Custody:
         return seconds_gone is None and self._written_since < since + SETTLING
 
     def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
-        """Take over the names of pods, by resource, ID and container."""
+        """Take over pods' names, by resource, ID and container."""
         for allocation in filter(self.is_filed, self._missing_since):
             for identifier in allocation.ids:
                 key = (allocation.resource, identifier, allocation.container)
@@ -1282,13 +1272,13 @@ class Custody:
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last one =========
 
 BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
-HYSTERESIS = 5.0  # °C below a limit at which a chip that reached it counts as cool again
-READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
-FIRMWARE_PATIENCE = 10.0  # seconds that firmware which has spoken may be silent when bound anew
+HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
+READ_DEADLINE = 2.0  # seconds after which a read does not return
+FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
 
 
 class Fault(enum.Enum):
-    """The kinds of reasons for which a chip is unhealthy; another kind is worth a log line."""
+    """Why a chip is unhealthy; another kind is worth a log line."""
 
     GONE = enum.auto()
     NODE = enum.auto()
@@ -1303,16 +1293,16 @@ class Fault(enum.Enum):
 
 
 class Health(NamedTuple):
-    """A chip's state and, from `heartbeat` on, what the rules remember until the next look."""
+    """A chip's state and, from `heartbeat` on, what the rules remember."""
 
     fault: Fault | None = None
-    reason: str | None = None  # in words, with the remedy where there is one; None while healthy
+    reason: str | None = None  # in words, with a remedy
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
     hot: bool = False  # at the operator's limit
     throttles: bool = False  # at the card's own
-    trips: int | None = None  # the last count seen
-    tripped_at: float | None = None  # when it rose last, in seconds of the caller's clock
+    trips: int | None = None
+    tripped_at: float | None = None  # when trips last rose
     silent_since: float | None = None
 
 
@@ -1321,10 +1311,17 @@ class Look(NamedTuple):
 
     function: PciFunction
     telemetry: Telemetry
-    now: float  # seconds of any clock that only goes forward
-    periodic: bool = True  # a poll, which can prove that a heartbeat has stopped; an event cannot
-    has_spoken: bool = False  # whether its firmware has, since boot
-    mates: Collection[str] = ()  # addresses of the other chips of its board
+    now: float  # seconds of a monotonic clock
+    periodic: bool = True  # a poll, not an event
+    has_spoken: bool = False  # its firmware, since boot
+    mates: Collection[str] = ()  # addresses of its board's other chips
+
+    @property
+    def remedy(self) -> str:
+        """The reset of this chip; without an address tt-smi resets every card."""
+        mates = ", ".join(sorted(self.mates))
+        others = f" (that resets {mates} of its board, too)" if mates else ""
+        return f"reset it: tt-smi -r {self.function.bdf}{others}"
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
@@ -1339,33 +1336,27 @@ def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
     return unhealthy(health, Fault.GONE, "PCI device is gone; it counts again when it comes back")
 
 
-def reset_command(bdf: str, mates: Collection[str]) -> str:
-    """Return the remedy for one chip; without an address tt-smi resets every card."""
-    others = f" (that resets {', '.join(sorted(mates))} of its board, too)" if mates else ""
-    return f"tt-smi -r {bdf}{others}"
-
-
 def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
+    telemetry = look.telemetry
     if look.function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {look.function.node_fault}")
-    if look.telemetry.error:
-        return _judge_error(health, look.function, *look.telemetry.error)
-    if look.telemetry.all_ones:
-        what = (
-            "its PCI configuration space reads" if look.telemetry.off_bus else "all registers read"
-        )
-        remedy = reset_command(look.function.bdf, look.mates)
-        reason = f"chip does not respond ({what} as ones); reset it: {remedy}"
+    if telemetry.error:
+        return _judge_error(health, look.function, *telemetry.error)
+    if telemetry.all_ones:
+        what = "its PCI configuration space reads" if telemetry.off_bus else "all registers read"
+        reason = f"chip does not respond ({what} as ones); {look.remedy}"
         return unhealthy(health, Fault.NO_RESPONSE, reason)
-    if look.telemetry.is_silent and look.has_spoken:
+    if telemetry.is_silent and look.has_spoken:
         return _judge_silence(health, look)
-    health = _remember(health, look, settings)
-    return _judge_figures(health, look, settings)
+    limit = settings.temperature_limit
+    if limit == "card":
+        limit = telemetry.throttles_at
+    return _judge_figures(_remember(health, look, limit), look, settings, limit)
 
 
 def _judge_error(health: Health, function: PciFunction, attribute: str, number: int) -> Health:
     if number == errno.ENODATA:
-        # Seen on Blackhole whose firmware was not ready at POST_RESET: for good, though it runs.
+        # Blackhole whose firmware was not ready at POST_RESET stays so, though it runs.
         stays = function.arch == "blackhole"
         advice = "; if it stays so, unbind and bind the driver" if stays else ""
         return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
@@ -1376,63 +1367,58 @@ def _judge_error(health: Health, function: PciFunction, attribute: str, number: 
 
 
 def _judge_silence(health: Health, look: Look) -> Health:
-    """Attributes go with the driver only: it was bound anew, and the firmware has yet to speak."""
+    """Judge a chip without attributes: the driver was bound anew, nothing else takes them."""
     since = look.now if health.silent_since is None else health.silent_since
     health = health._replace(silent_since=since)
     if look.now - since >= FIRMWARE_PATIENCE:
-        remedy = reset_command(look.function.bdf, look.mates)
-        reason = f"firmware is silent since the driver was bound anew; reset it: {remedy}"
+        reason = f"firmware is silent since the driver was bound anew; {look.remedy}"
         return unhealthy(health, Fault.SILENT, reason)
     if health.fault:
         return health._replace(reason="the driver is bound; the firmware has not spoken yet")
     return health
 
 
-def _remember(health: Health, look: Look, settings: HealthSettings) -> Health:
+def _remember(health: Health, look: Look, limit: float | None) -> Health:
     """Return a healthy verdict that remembers the figures.
 
-    Any change of the heartbeat is life: after a reset it starts again from below. What an event
-    finds is life, too, but not what the next poll compares with: that can come before a beat.
+    Any change of the heartbeat is life: a reset starts it again. What an event finds is life, too,
+    but the next poll, which can come before a beat, does not compare with it.
     """
     telemetry = look.telemetry
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
     is_first = look.periodic or health.heartbeat is None
     trips = health.trips if telemetry.trips is None else telemetry.trips
     rose = trips is not None and health.trips is not None and trips > health.trips
-    card_limit = telemetry.throttles_at
-    limit = card_limit if settings.temperature_limit == "card" else settings.temperature_limit
     return Health(
         heartbeat=telemetry.heartbeat if is_first else health.heartbeat,
         misses=0 if beats else health.misses + look.periodic,
         hot=_reaches(telemetry.temperature, limit, health.hot),
-        throttles=_reaches(telemetry.temperature, card_limit, health.throttles),
+        throttles=_reaches(telemetry.temperature, telemetry.throttles_at, health.throttles),
         trips=trips,
         tripped_at=look.now if rose else health.tripped_at,
     )
 
 
-def _reaches(degrees: float | None, limit: Any, before: bool) -> bool:
+def _reaches(degrees: float | None, limit: float | None, before: bool) -> bool:
     if degrees is None or limit is None:
         return False
     return degrees >= limit or (before and degrees > limit - HYSTERESIS)
 
 
-def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Health:
+def _judge_figures(
+    health: Health, look: Look, settings: HealthSettings, limit: float | None
+) -> Health:
     telemetry = look.telemetry
     if health.misses >= settings.heartbeat_misses:
-        remedy = reset_command(look.function.bdf, look.mates)
         what = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped"
-        return unhealthy(health, Fault.STALLED, f"{what}, reset it: {remedy}")
+        return unhealthy(health, Fault.STALLED, f"{what}, {look.remedy}")
     if health.hot:
-        limit = settings.temperature_limit
-        limit = telemetry.throttles_at if limit == "card" else limit
         reason = f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C; check its cooling"
         return unhealthy(health, Fault.HOT, reason)
     tripped_at = health.tripped_at
     if tripped_at is not None and look.now - tripped_at < settings.trip_holdoff:
         again = f"it counts again after {settings.trip_holdoff:g} s without one"
-        reason = f"thermal trip ({health.trips} so far); {again}"
-        return unhealthy(health, Fault.TRIPPED, reason)
+        return unhealthy(health, Fault.TRIPPED, f"thermal trip ({health.trips} so far); {again}")
     return health
 
 
@@ -1440,17 +1426,17 @@ def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Heal
 
 
 class Chip(NamedTuple):
-    """A chip once seen: it stays, and stays known, while it is away."""
+    """A chip once seen, which stays known while it is away."""
 
     function: PciFunction  # as last seen
     present: bool = True
-    identity: Identity = Identity()  # what its firmware has said: not unlearnt for silence
+    identity: Identity = Identity()  # what its firmware has ever said
     has_spoken: bool = False  # since boot
-    left_bus: bool = False  # what comes back to its address may be another card
-    listed: bool = False  # a new one is announced when it has spoken, or has had the time to
+    left_bus: bool = False  # another card may come back to its address
+    listed: bool = False  # once it has spoken, or has had the time to
     health: Health = Health()
-    telemetry: Telemetry | None = None  # the last; None: everything has to be read
-    figures: Figures = NO_FIGURES  # the last, of SENSORS
+    telemetry: Telemetry | None = None  # the last; None: read everything
+    figures: Figures = NO_FIGURES  # the last
 
     @property
     def shown(self) -> tuple[object, ...]:
@@ -1464,7 +1450,7 @@ class Chip(NamedTuple):
 
     @property
     def card_type(self) -> str | None:
-        """The exact card type, "p150a"; by PCI until the firmware tells."""
+        """The exact card type, "p150a"."""
         return self.identity.card or self.function.pci_card
 
     @property
@@ -1474,8 +1460,10 @@ class Chip(NamedTuple):
 
     @property
     def board_chips(self) -> int:
-        """How many chips with a node the board has; of a Galaxy, its tray."""
-        return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
+        """How many chips with a node the board, or a Galaxy's tray, has."""
+        if self._galaxy_tray:
+            return 8
+        return 2 if self.board_type == "p300" else 1
 
     @property
     def board(self) -> tuple[object, ...]:
@@ -1483,24 +1471,24 @@ class Chip(NamedTuple):
 
     @property
     def tray(self) -> tuple[object, ...]:
-        """A Galaxy's tray, by the bus's high nibble; else the board."""
         return self._galaxy_tray or self.board
 
     @property
     def _galaxy_tray(self) -> tuple[object, ...]:
+        """The bus's high nibble tells trays apart."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
     def asic_name(self) -> str | None:
-        """The name that udev's by-id links have."""
+        """As in udev's by-id links."""
         asic_id = self.identity.asic_id
         return f"{self.function.arch}-{asic_id}" if asic_id else None
 
     @property
     def board_name(self) -> str | None:
-        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
+        """Its board's ID: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
         if self.board_chips == 8:
             return self.bdf[: self.bdf.rindex(":") - 1] + "0"
         return self.identity.serial
@@ -1513,14 +1501,14 @@ class Chip(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What the kubelet knows under an ID, or several if it is shared: a chip, or a board."""
+    """A chip or a board, which the kubelet knows under an ID, or several if it is shared."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # how many chips it has when all are there
-    absent: tuple[str, ...] = ()  # addresses of further chips, which are not on this node
-    withheld: str | None = None  # why it is not offered, in words
-    is_former: bool = False  # a pod's ID that the configuration does not give for these chips
+    whole: int = 1  # how many chips it should have
+    absent: tuple[str, ...] = ()  # addresses of chips that are not on this node
+    withheld: str | None = None  # why it is not offered
+    is_former: bool = False  # a pod's, which the configuration does not give
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -1528,7 +1516,6 @@ class Device(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with its chips, in words."""
         for chip in self.chips:
             if chip.health.fault:
                 several = len(self.addresses) > 1
@@ -1541,7 +1528,6 @@ class Device(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why it is not healthy, in words."""
         return self.fault or self.withheld
 
     @property
@@ -1551,13 +1537,13 @@ class Device(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """What the kubelet knows as one extended resource."""
+    """An extended resource."""
 
     name: str  # "tenstorrent.com/n300"
     devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
-    replicas: int = 0  # how many containers a device is for; 0: it is not shared
+    replicas: int = 0  # containers a device; 0: it is not shared
     one_each: bool = False  # a container gets one replica at most
-    unshared: str = ""  # its name without the domain, as it would be if it were not shared
+    unshared: str = ""  # its name unshared, without the domain
 
     @property
     def short_name(self) -> str:
@@ -1565,7 +1551,7 @@ class Resource(NamedTuple):
 
     @property
     def distinct(self) -> list[Device]:
-        """Each of the devices once, preferably as the configuration gives it."""
+        """Each device once."""
         return [self.devices[ids[0]] for ids in self.replicas_of_devices]
 
     @property
@@ -1587,10 +1573,10 @@ class Claims(NamedTuple):
     """Who has what, as custody knows it."""
 
     allocations: Sequence[Allocation] = ()
-    filed: Collection[Allocation] = ()  # those that the kubelet knows of
+    filed: Collection[Allocation] = ()  # of which the kubelet knows
     describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
     fault: str | None = None  # why it cannot be known
-    offered: Collection[Offered] = ()  # what was offered when it was known
+    offered: Collection[Offered] = ()  # while it was known
 
 
 NO_CLAIMS = Claims()
@@ -1617,7 +1603,7 @@ def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, C
 
 
 def short_name(chip: Chip, settings: Settings) -> str:
-    """Return the name, without the domain, of a chip's resource unshared."""
+    """Return the name of a chip's resource, unshared and without the domain."""
     names = {"card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
     several = settings.unit == "board" and chip.board_chips > 1
     return names.get(settings.resource_naming, chip.board_type) + ("-board" if several else "")
@@ -1640,7 +1626,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
         devices[short_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
         whole = members[0].board_chips
-        if len(members) > whole:  # put into another slot, a card has left its chips here, too
+        if len(members) > whole:  # the card was in another slot before
             members = [chip for chip in members if chip.present]
         devices[name].append(Device(board, tuple(members), whole))
     for found in devices.values():
@@ -1649,7 +1635,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
 
 def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
-    """Return the resources that the configuration gives, by name."""
+    """Return the configuration's resources, by name."""
     sharing = settings.sharing
     found: dict[str, Resource] = {}
 
@@ -1677,9 +1663,9 @@ def resources(
 ) -> dict[str, Resource]:
     """Return the resources as they are listed, by name. given: by the configuration.
 
-    First every ID that a pod has: it stands for the chips of that pod's answer, whatever the
-    configuration says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
-    topology_hints.go.) Then the other IDs that are given, withheld while a pod has their chips.
+    Each ID that a pod has stands for the chips of that pod's answer, whatever the configuration
+    says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
+    topology_hints.go.) Other IDs are withheld while a pod has their chips.
     """
     listed = dict(given)
     chips_by_address = {chip.bdf: chip for chip in chips}
@@ -1690,22 +1676,20 @@ def resources(
             device = resource.devices.get(identifier)
             if not device or device.addresses != addresses:
                 device = _former_device(identifier, addresses, chips_by_address)
-                if allocation not in claims.filed:  # the kubelet would give it to somebody
+                if allocation not in claims.filed:  # the kubelet takes it for free
                     device = device._replace(withheld=_held_by(allocation, claims))
             claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
     for name, resource in listed.items():
-        theirs = claimed.pop(name, {})
         devices = {}
         for identifier, device in resource.devices.items():
             why = _why_withheld(resource, identifier, claims)
             devices[identifier] = device._replace(withheld=why)
-        listed[name] = resource._replace(devices=devices | theirs)
-    ended = {name: Resource(name, theirs) for name, theirs in claimed.items()}
-    return listed | ended
+        listed[name] = resource._replace(devices=devices | claimed.pop(name, {}))
+    return listed | {name: Resource(name, theirs) for name, theirs in claimed.items()}
 
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
-    """Return the chips that each ID of an allocation stands for; if unclear, all that are left."""
+    """Return the chips of each ID of an allocation; if unclear, all that are left."""
     found: dict[str, frozenset[str]] = {}
     for identifier in allocation.ids:
         given = resource.devices.get(identifier)
@@ -1722,9 +1706,8 @@ def _former_device(
     identifier: str, addresses: Collection[str], known: Mapping[str, Chip]
 ) -> Device:
     chips = tuple(known[bdf] for bdf in sorted(addresses) if bdf in known)
-    absent = tuple(bdf for bdf in sorted(addresses) if bdf not in known)
-    base = identifier.partition("::")[0]
-    return Device(base, chips, len(chips), absent, is_former=True)
+    absent = tuple(sorted(set(addresses).difference(known)))
+    return Device(identifier.partition("::")[0], chips, len(chips), absent, is_former=True)
 
 
 def _held_by(allocation: Allocation, claims: Claims) -> str:
@@ -1733,7 +1716,6 @@ def _held_by(allocation: Allocation, claims: Claims) -> str:
 
 
 def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | None:
-    """Return why an ID that no pod has is not offered."""
     device = resource.devices[identifier]
     replicas = replica_ids(device.identifier, resource.replicas)
     for allocation in claims.allocations:
@@ -1750,7 +1732,7 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
         return devices[: entry.devices]
     if entry.devices == "all":
         return devices
-    return [device for device in devices if not aliases(device).isdisjoint(entry.devices)]
+    return [device for device in devices if aliases(device) & entry.named_devices]
 
 
 def aliases(device: Device) -> set[str]:
@@ -1762,8 +1744,7 @@ def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        wanted = set(entry.devices) if isinstance(entry.devices, tuple) else set()
-        missing = sorted(wanted.difference(*map(aliases, found)))
+        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
             yield f"{entry.name}: no device is called {few(missing)}"
         elif not found:
@@ -1777,7 +1758,7 @@ Status = grpc.StatusCode
 
 
 class Refusal(Exception):
-    """A request of the kubelet's that has no answer."""
+    """A question of the kubelet's that has no answer."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -1787,13 +1768,13 @@ class Refusal(Exception):
 class Cost(NamedTuple):
     """What choices are compared by, the weightiest first. Costs of disjoint sets add up."""
 
-    musts: int = 0  # minus those that have to be chosen
+    musts: int = 0  # minus how many of them
     again: int = 0  # how often a shared device was chosen before
     users: int = 0  # that the devices have already
     boards: int = 0
     trays: int = 0
     numa_nodes: int = 0
-    whole_boards: int = 0  # of these, those whose listed devices are all available
+    whole_boards: int = 0  # whose listed devices are all available
     whole_trays: int = 0
     whole_numa_nodes: int = 0
     addresses: int = 0  # minus a bit for each ID, the highest for the lowest address
@@ -1804,8 +1785,7 @@ class Cost(NamedTuple):
 
 NO_COST = Cost()
 
-# The least costs of choosing no device of a group, one, two, and so on.
-BySize = list[Cost]
+BySize = list[Cost]  # the least costs of choosing no device of a group, one, two, and so on
 
 
 class Candidate(NamedTuple):
@@ -1814,16 +1794,13 @@ class Candidate(NamedTuple):
     cost: Cost  # of its own
     board: object
     tray: object
-    numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
+    numa_nodes: frozenset[int | None]  # {None}: unknown, a group of its own
 
 
 def preferred_allocation(
     resource: Resource, available: Sequence[str], must: Sequence[str], size: int
 ) -> list[str]:
-    """Return the best of the available IDs; raises Refusal.
-
-    Distinct devices first, then the least used, then neighbours; least of all counts the address.
-    """
+    """Return the best of the available IDs; raises Refusal."""
     free = frozenset(available)
     musts = frozenset(must)
     _check_question(resource, free, musts, size)
@@ -1844,7 +1821,7 @@ def preferred_allocation(
         )
         if not left:
             broken |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):  # more replicas of one cannot matter
+        for again, identifier in enumerate(left[:size]):
             own = Cost(
                 musts=-(identifier in musts),
                 again=again,
@@ -1859,31 +1836,26 @@ def preferred_allocation(
 def _check_question(
     resource: Resource, free: frozenset[str], musts: frozenset[str], size: int
 ) -> None:
-    unknown = sorted((free | musts) - resource.devices.keys())
-    missing = sorted(musts - free)
-    reason = ""
-    if unknown:
+    reason = f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
+    if unknown := sorted((free | musts) - resource.devices.keys()):
         reason = f"{resource.name} has no device {few(unknown)}"
     elif size < 0:
         reason = f"allocation size {size} is negative"
-    elif missing:
+    elif missing := sorted(musts - free):
         reason = f"must-include device {few(missing)} is not available"
-    elif not len(musts) <= size <= len(free):
-        reason = (
-            f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
-        )
-    if reason:
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
+    elif len(musts) <= size <= len(free):
+        return
+    raise Refusal(Status.INVALID_ARGUMENT, reason)
 
 
 class _Search(NamedTuple):
     """The least costs by size, from the board up."""
 
-    broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
+    broken: Collection[object]  # boards, trays and NUMA nodes with a device that is taken
     size: int
 
     def host(self, candidates: Sequence[Candidate]) -> BySize:
-        """Search NUMA nodes one by one where no tray or device connects them."""
+        """Search apart the NUMA nodes that no tray or device connects."""
         parts: list[frozenset[int | None]] = []
         for tray in _grouped(candidates, "tray"):
             nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
@@ -1897,7 +1869,7 @@ class _Search(NamedTuple):
     def _numa_nodes(
         self, touched: Collection[int | None], candidates: Sequence[Candidate]
     ) -> BySize:
-        """Try every choice of nodes: leaving one out is the only way not to touch it."""
+        """Try every choice of nodes: only what is left out costs nothing."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
         for chosen in itertools.chain(*(itertools.combinations(touched, n) for n in counts)):
@@ -1913,13 +1885,13 @@ class _Search(NamedTuple):
         return self._joined(map(self._board, _grouped(candidates, "board")), fee)
 
     def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        """Take the cheapest: here devices differ by what each costs of its own."""
+        """Take the cheapest: on a board only their own costs differ."""
         own = sorted(each.cost for each in candidates)
         fee = Cost(boards=1, whole_boards=candidates[0].board not in self.broken)
         return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], fee)
 
     def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
-        """Return the least costs, spread over the parts; fee: for any device at all."""
+        """Return the least costs over the parts; fee: for any device at all."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
@@ -1944,14 +1916,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names for one line: a request can hold ten thousand."""
+    """Return the first of the names: a request can hold ten thousand."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 # ==== THREADS: what can block for seconds. They get plain data and hand back plain data ===========
 
-READ_PATIENCE = 0.1  # seconds after which the others no longer wait for a job
+READ_PATIENCE = 0.1  # seconds after which nothing waits for a job
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -1968,9 +1940,8 @@ def log_and_continue(what: str) -> Iterator[None]:
 class ThreadPool(Generic[Job, Result]):
     """Does one job after another on a thread; a job that blocks keeps it, and another goes on.
 
-    Loop and threads share two queues, of jobs and of results. Of a key one job is under way, so
-    there is at most one thread more than jobs that block. Threads end with their work, and nobody
-    waits for them at the end.
+    Loop and threads share two queues. Of a key one job is under way, so there is at most one thread
+    more than jobs that block. Threads end with their work, and nobody waits for them.
     """
 
     def __init__(
@@ -1978,18 +1949,18 @@ class ThreadPool(Generic[Job, Result]):
         work: Callable[[Job], Result],
         deliver: Callable[[list[tuple[Job, Result | None]]], None],
     ) -> None:
-        """deliver: gets results, or none, on the loop; a result is None after an exception."""
+        """deliver: gets results on the loop; None after an exception."""
         self._work = work
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[str, Job, Result | None]] = queue.SimpleQueue()
-        self._pending: dict[str, None] = {}  # keys without result, in the order of the queue
-        self._next: dict[str, Job] = {}  # what comes after a key's present job
-        self._since: dict[str, float] = {}  # when a job was first seen to have left the queue
+        self._pending: dict[str, None] = {}  # keys without result, in the queue's order
+        self._next: dict[str, Job] = {}  # after a key's present job
+        self._since: dict[str, float] = {}  # when a job was seen to have left the queue
         self._timer: asyncio.TimerHandle | None = None
         self._is_attending = False  # soon
-        self._lacks_threads = False  # the system gives us none, which was said
+        self._lacks_threads = False  # which was logged
 
     def submit(self, key: str, job: Job) -> None:
         """Have a job done, after the key's present one."""
@@ -2000,7 +1971,7 @@ class ThreadPool(Generic[Job, Result]):
         self._jobs.put((key, job))
         if not self._is_attending:
             self._is_attending = True
-            self._loop.call_soon(self._attend)  # later, when all that comes now is in the queue
+            self._loop.call_soon(self._attend)  # once for all that comes now
 
     def is_pending(self, key: str) -> bool:
         return key in self._pending
@@ -2010,13 +1981,13 @@ class ThreadPool(Generic[Job, Result]):
         return now - self._since.get(key, now)
 
     def is_settled(self) -> bool:
-        """Whether every job is done, or takes longer than READ_PATIENCE."""
+        """Whether no job is worth waiting for."""
         if self._lacks_threads:
             return True
         return all(self.seconds_under_way(key) >= READ_PATIENCE for key in self._pending)
 
     def _attend(self) -> None:
-        """Hand on results; let a thread go on with what waits, unless one is at work."""
+        """Hand on results; start a thread if jobs wait and every other is blocked."""
         self._is_attending = False
         done = []
         while not self._results.empty():
@@ -2057,7 +2028,6 @@ class ThreadPool(Generic[Job, Result]):
             self._lacks_threads = True
 
     def _run(self) -> None:
-        """Work until nothing waits; on a thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 key, job = self._jobs.get_nowait()
@@ -2065,23 +2035,19 @@ class ThreadPool(Generic[Job, Result]):
                 with log_and_continue(f"the work on {key}"):
                     result = self._work(job)
                 self._results.put((key, job, result))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._attend)
 
 
 class ReadJob(NamedTuple):
-    """A chip to be read."""
-
     function: PciFunction
-    former: Telemetry | None = None  # what it said last; None: read everything
-    periodic: bool = False  # for a poll, not for an event
-    wants_figures: bool = False  # of SENSORS, too
+    former: Telemetry | None = None  # None: read everything
+    periodic: bool = False  # for a poll, not an event
+    wants_figures: bool = False
     files: AttributeFiles | None = None
 
 
 class Reading(NamedTuple):
-    """What a chip said."""
-
     function: PciFunction
     telemetry: Telemetry
     periodic: bool
@@ -2096,22 +2062,20 @@ class TelemetryReaders:
         deliver: Callable[[list[Reading]], None],
         read: Callable[..., Telemetry] = read_telemetry,
     ) -> None:
-        """deliver: on the loop; read: in read_telemetry's place."""
         self._deliver = deliver
         self._read = read
-        self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
+        self._files: dict[str, AttributeFiles] = {}  # except of chips that are being read
         self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
 
     def submit(self, jobs: Iterable[ReadJob]) -> None:
         """Read these chips; one that is being read is read again for an event."""
         for job in jobs:
             bdf = job.function.bdf
-            if self.pool.is_pending(bdf) and not job.periodic:
-                # So soon after the other reading its heartbeat proves nothing.
-                self.pool.submit(bdf, job._replace(former=None))
-            elif not self.pool.is_pending(bdf):
+            if not self.pool.is_pending(bdf):
                 files = self._files.pop(bdf, None) or AttributeFiles()
                 self.pool.submit(bdf, job._replace(files=files))
+            elif not job.periodic:  # so soon after another reading its heartbeat proves nothing
+                self.pool.submit(bdf, job._replace(former=None))
 
     def release(self, present: Collection[str]) -> None:
         for bdf in self._files.keys() - present:
@@ -2157,25 +2121,23 @@ class HostPaths:
 
 
 class OutputFile:
-    """A file that is written as a whole, when its text has become another.
+    """A file that is written as a whole when its text changes.
 
-    What could not be written is tried again at each poll, and removed if it has become false: that
-    works on a full disk, too.
+    What cannot be written is removed if it is false, which works on a full disk, too.
     """
 
     def __init__(self, path: str, *, is_state: bool = False) -> None:
-        """is_state: it is for ourselves, and an old one is better than none."""
+        """is_state: for ourselves; an old one is better than none."""
         self.path = path
         self._is_state = is_state
         self._text: str | None = None
         self._written: tuple[str, FileIdentity | None] | None = None
-        self._failure = ""  # which was said
+        self._failure = ""  # which was logged
 
     def want(self, text: str | None) -> None:
         self._text = text
 
     def keep(self) -> None:
-        """Bring the file in line with what is wanted."""
         if self._text is None:
             self.remove()
         elif self._written != (self._text, file_identity(self.path)):
@@ -2189,7 +2151,7 @@ class OutputFile:
             os.replace(new, self.path)
             self._written = (text, file_identity(self.path))
             self._failure = ""
-        except FileNotFoundError:  # where its directory is not there nobody wants it
+        except FileNotFoundError:  # without its directory nobody wants it
             self._written = None
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -2199,9 +2161,9 @@ class OutputFile:
                 self.remove()
 
     def _write_new(self, new: str, text: str) -> None:
-        """Make the file that is renamed then; nobody can make us follow a link."""
+        """Write the file that is then renamed, never through somebody's link."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)  # left by a daemon that was killed
+            os.unlink(new)  # of a daemon that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
@@ -2223,7 +2185,7 @@ class OutputFile:
 
 
 class Memory:
-    """What outlives the daemon, in a file of this boot; what is read is checked value by value."""
+    """What outlives the daemon, in a file of this boot, checked value by value."""
 
     def __init__(self, settings: Settings) -> None:
         boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
@@ -2247,7 +2209,7 @@ class Memory:
         }
 
     def save(self, **parts: Mapping[str, Any]) -> None:
-        """Keep these parts, `chips` or `custody`, and the others as they are."""
+        """Save these parts, `chips` or `custody`, beside the others."""
         self._parts |= {name: json.dumps(content) for name, content in parts.items()}
         if self._file:
             text = ", ".join(f'"{name}": {part}' for name, part in self._parts.items())
@@ -2272,7 +2234,7 @@ def _is_allocation(value: object) -> bool:
 
 
 def make_lock_directory(path: str) -> None:
-    """Make or mend a directory in which everybody may make locks, and nobody remove another's."""
+    """Make or mend a directory where anybody makes locks, and nobody removes another's."""
     if path == "/dev/shm":
         return
     for directory in (os.path.dirname(path), path):
@@ -2294,29 +2256,28 @@ class DirectoryLock:
         self._is_writable = False
 
     def holder(self) -> str | None:
-        """Take the lock of the directory that there is now; return who else has it, in words."""
+        """Lock the directory that there is now; return who else has it, in words."""
         with contextlib.suppress(OSError):
             if self._descriptor >= 0:
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
                     return None
-                os.close(self._descriptor)
-                self._descriptor = -1
+                self.release()
             self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 inode = os.fstat(self._descriptor).st_ino
-                os.close(self._descriptor)
-                self._descriptor = -1
+                self.release()
                 return _owner_of_lock(inode)
         return None
 
     def has_lost_write_access(self) -> bool:
         """Whether it was replaced by one that cannot be written to.
 
-        Removed on the host, a directory of the sandbox loses its mount.
+        A directory that is removed on the host loses its mount in the sandbox.
         """
-        could, self._is_writable = self._is_writable, os.access(self._directory, os.W_OK)
+        could = self._is_writable
+        self._is_writable = os.access(self._directory, os.W_OK)
         return could and not self._is_writable and os.path.isdir(self._directory)
 
     def release(self) -> None:
@@ -2326,7 +2287,6 @@ class DirectoryLock:
 
 
 def _owner_of_lock(inode: int) -> str:
-    """Return who has a flock() on a file."""
     for line in (read_quick("/proc/locks") or "").splitlines():
         match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
         if match:
