@@ -161,7 +161,7 @@ _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# A DNS subdomain, not *.kubernetes.io; 253 characters with "requests." before it, as quotas have it
+# A DNS subdomain, not *.kubernetes.io; 253 characters with a quota's "requests." before it
 # (IsExtendedResourceName of kubernetes' pkg/apis/core/v1/helper).
 _DOMAIN = _text(
     "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
@@ -267,7 +267,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The whole configuration. Every path is absolute."""
+    """The configuration. Every path is absolute."""
 
     device_plugin_dir: str = _key(
         "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
@@ -1273,7 +1273,7 @@ class Custody:
 
 BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
 HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
-READ_DEADLINE = 2.0  # seconds after which a read does not return
+READ_DEADLINE = 2.0  # seconds after which a read counts as one that does not return
 FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
 
 
@@ -1356,7 +1356,7 @@ def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
 
 def _judge_error(health: Health, function: PciFunction, attribute: str, number: int) -> Health:
     if number == errno.ENODATA:
-        # Blackhole whose firmware was not ready at POST_RESET stays so, though it runs.
+        # Seen: a Blackhole whose firmware was not ready at POST_RESET stays so, though it runs.
         stays = function.arch == "blackhole"
         advice = "; if it stays so, unbind and bind the driver" if stays else ""
         return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
@@ -1482,7 +1482,7 @@ class Chip(NamedTuple):
 
     @property
     def asic_name(self) -> str | None:
-        """As in udev's by-id links."""
+        """The name in udev's by-id links."""
         asic_id = self.identity.asic_id
         return f"{self.function.arch}-{asic_id}" if asic_id else None
 
@@ -1768,7 +1768,7 @@ class Refusal(Exception):
 class Cost(NamedTuple):
     """What choices are compared by, the weightiest first. Costs of disjoint sets add up."""
 
-    musts: int = 0  # minus how many of them
+    musts: int = 0  # minus how many must-includes
     again: int = 0  # how often a shared device was chosen before
     users: int = 0  # that the devices have already
     boards: int = 0
@@ -1821,7 +1821,7 @@ def preferred_allocation(
         )
         if not left:
             broken |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):
+        for again, identifier in enumerate(left[:size]):  # more of one cannot matter
             own = Cost(
                 musts=-(identifier in musts),
                 again=again,
@@ -1869,7 +1869,7 @@ class _Search(NamedTuple):
     def _numa_nodes(
         self, touched: Collection[int | None], candidates: Sequence[Candidate]
     ) -> BySize:
-        """Try every choice of nodes: only what is left out costs nothing."""
+        """Try every choice of nodes: leaving one out is the only way not to touch it."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
         for chosen in itertools.chain(*(itertools.combinations(touched, n) for n in counts)):
