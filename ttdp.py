@@ -1,7 +1,7 @@
 """tt-device-plugin: Tenstorrent accelerators, schedulable in Kubernetes, by a daemon on the host.
 
 It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel
-events. Read it from top to bottom; a chapter uses only what stands above it.
+events. A chapter uses only what stands above it.
 
     what the world looks like    CONFIGURATION, INVENTORY, CUSTODY
     what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION
@@ -10,13 +10,12 @@ events. Read it from top to bottom; a chapter uses only what stands above it.
     what ties it together        FLEET, WHAT OTHERS READ, PUBLICATION, DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
-drives the rest; only what can block for seconds, a chip's telemetry above all, is read on threads,
-which get plain data and hand back plain data.
+drives the rest; only what can block for seconds is read on threads.
 """
 
 from __future__ import annotations
 
-import _thread  # not threading, whose start() waits for the new thread and whose end joins it
+import _thread  # threading's start() waits for the new thread, and its end joins it
 import argparse
 import asyncio
 import base64
@@ -91,18 +90,18 @@ NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "st
 SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes with its NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, and the longest name of ours
 
-TRUE = ("true", "yes", "on", "1")  # as flags and variables say it
+TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used: source, value and what is valid, on one line."""
+    """What is wrong with the configuration: source, value and what is valid, on one line."""
 
 
 class Rule(NamedTuple):
-    """What a value in the file, or the text of a variable or flag, has to be."""
+    """What a value in the file, a variable or a flag has to be."""
 
-    valid: str  # in words, for who wrote something else
+    valid: str  # in words
     accepts: Callable[[Any], object]
     convert: Callable[[Any], Any] = lambda value: value
     choices: tuple[str, ...] = ()
@@ -126,37 +125,27 @@ def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: Tr
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    """Return the rule for a path of so many bytes, which is made absolute; "" stays ""."""
-
-    def fits(path: str) -> bool:
-        return len(os.fsencode(os.path.abspath(path))) <= most
-
-    return _text(valid, form, fits)._replace(convert=lambda path: path and os.path.abspath(path))
+    """Return the rule for a path, which is made absolute; "" stays ""."""
+    rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
+    return rule._replace(convert=lambda path: path and os.path.abspath(path))
 
 
 def _absolute(valid: str, forbidden: Collection[str] = ()) -> Rule:
     def normal(path: str) -> str:
         return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
 
-    def is_fine(path: str) -> bool:
-        return path.isprintable() and normal(path) not in forbidden
-
-    return _text(valid, "/.*", is_fine)._replace(convert=normal)
+    rule = _text(valid, "/.*", lambda path: path.isprintable() and normal(path) not in forbidden)
+    return rule._replace(convert=normal)
 
 
 def _is_selection(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(isinstance(item, str) or type(item) is int for item in value)
+        return bool(value) and all(type(item) in (str, int) for item in value)
     return value == "all" or (type(value) is int and value >= 1)
-
-
-def _selection(value: Any) -> Any:
-    return tuple(map(str, value)) if isinstance(value, list) else value
 
 
 _IN_WORDS = _one_of(*TRUE, *FALSE)
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_HOST_PATH = _absolute("an absolute path")
 _TARGET = _absolute(
     "an absolute path in the container that is not the runtime's or ours",
     ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
@@ -172,9 +161,8 @@ _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# What the API server takes as an extended resource's prefix: a DNS subdomain, but *.kubernetes.io
-# and "requests.", with which it names quotas; so 253 - 9 characters (IsExtendedResourceName in
-# kubernetes' pkg/apis/core/v1/helper).
+# A DNS subdomain, not *.kubernetes.io; 253 characters with a quota's "requests." before it
+# (IsExtendedResourceName of kubernetes' pkg/apis/core/v1/helper).
 _DOMAIN = _text(
     "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
@@ -183,7 +171,7 @@ _DOMAIN = _text(
 _SELECTION = Rule(
     '"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals',
     _is_selection,
-    _selection,
+    lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
 )
 _DEGREES = _number("", 1, 200)
 _LIMIT = Rule(
@@ -192,43 +180,47 @@ _LIMIT = Rule(
 )
 _NEVER = Rule("left out: users of a chip take turns, nothing divides it", lambda value: False)
 
-# A name that the program gives a resource by itself.
+# Names that the program itself gives resources.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Make a key of the file as a dataclass's field; help is its text in every manual."""
+    """Make a key of the file; help is its text in every manual."""
     return field(default=default, metadata={"rule": rule, "help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A bind mount for every container that gets a device; it counts only while `host` exists."""
+    """A bind mount for every container with a device, while `host` exists."""
 
-    host: str = _key(MISSING, _HOST_PATH, "a path of the host, mounted while it exists")
+    host: str = _key(
+        MISSING, _absolute("an absolute path"), "a path of the host, mounted while it exists"
+    )
     container: str = _key(MISSING, _TARGET, "where; default: the same path")
     read_only: bool = _key(False, _SWITCH, "whether the container may only read")
 
 
-_SECONDS = _number("a number of seconds from 0.1 to 3600", 0.1, 3600)  # a heartbeat takes 0.1 s
-_POLLS = _number("a whole number of polls from 1 on", 1, 1_000_000, int)
-_HOLDOFF = _number("a number of seconds from 0 on", 0, 1e9)
-_REPLICAS = _number("a whole number of containers a device, from 2 to 100", 2, 100, int)
-
-
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Section [health] of the configuration file."""
+    """Section [health]."""
 
-    interval: float = _key(5.0, _SECONDS, "seconds between two polls")
+    interval: float = _key(
+        5.0,
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600),  # a heartbeat takes 0.1 s
+        "seconds between two polls",
+    )
     temperature_limit: float | Literal["card"] | None = _key(
         None, _LIMIT, '°C at which a chip is too hot, or "card": its own limit; default: none is'
     )
     heartbeat_misses: int = _key(
-        2, _POLLS, "polls in a row without a heartbeat after which the firmware has stopped"
+        2,
+        _number("a whole number of polls from 1 on", 1, 1_000_000, int),
+        "polls in a row without a heartbeat after which the firmware has stopped",
     )
     trip_holdoff: float = _key(
-        300.0, _HOLDOFF, "seconds without a thermal trip after which a chip is healthy again"
+        300.0,
+        _number("a number of seconds from 0 on", 0, 1e9),
+        "seconds without a thermal trip after which a chip is healthy again",
     )
 
 
@@ -237,16 +229,24 @@ class SharedResource:
     """An entry [[sharing.resources]]: several containers on each of these devices."""
 
     name: str = _key(MISSING, _RESOURCE_NAME, "the resource, as it is called unshared")
-    replicas: int = _key(MISSING, _REPLICAS, "containers for each device")
+    replicas: int = _key(
+        MISSING,
+        _number("a whole number of containers a device, from 2 to 100", 2, 100, int),
+        "containers for each device",
+    )
     rename: str | None = _key(None, _RESOURCE_NAME, "the name under which it is shared")
     devices: Literal["all"] | int | tuple[str, ...] = _key(
         "all", _SELECTION, "all, so many, or a list of PCI addresses, IDs or ordinals"
     )
 
+    @property
+    def named_devices(self) -> frozenset[str]:
+        return frozenset(self.devices if isinstance(self.devices, tuple) else ())
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Section [sharing] of the configuration file."""
+    """Section [sharing]."""
 
     rename_by_default: bool = _key(False, _SWITCH, "call what is shared n300.shared, say")
     fail_requests_greater_than_one: bool = _key(
@@ -261,13 +261,13 @@ class Sharing:
     resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
-        """Return the name, without the domain, under which an entry's devices are offered."""
+        """Return the name, without the domain, under which devices are shared."""
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the configuration can say. Every path is absolute."""
+    """The configuration. Every path is absolute."""
 
     device_plugin_dir: str = _key(
         "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
@@ -330,7 +330,7 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting that has a flag, an environment variable and a key in the file."""
+    """A setting with a flag, an environment variable and a key in the file."""
 
     key: str
     flag: str
@@ -355,17 +355,21 @@ OPTIONS = [
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
     """Return the settings by flags, environment and file; raises ConfigError."""
-    source, path = "--config-file", flags.get("config_file")
+    source = "--config-file"
+    path = flags.get("config_file")
     if path is None:
-        source, path = "TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None
+        source = "TTDP_CONFIG_FILE"
+        path = environ.get(source) or None
     if path == "":
         raise _invalid(source, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
     values = _read_config_file(file, named_by=source if path else "")
     values["state_dir"] = environ.get("STATE_DIRECTORY", "").partition(":")[0] or None
     for option in OPTIONS:
-        texts = {option.variable: environ.get(option.variable) or None}
-        texts[option.flag] = flags.get(option.key)
+        texts = {
+            option.variable: environ.get(option.variable) or None,
+            option.flag: flags.get(option.key),
+        }
         for name, text in texts.items():
             if text is not None and option.is_switch:
                 values[option.key] = _checked(_IN_WORDS, text.lower(), name) in TRUE
@@ -386,7 +390,8 @@ def _invalid(source: str, value: object, valid: str) -> ConfigError:
         shown = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # thousands of digits or brackets
         shown = f"this {type(value).__name__}"
-    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    if len(shown) > 80:
+        shown = f"{shown[:80]}…"
     return ConfigError(f"{source}: {shown} is not valid; it must be {valid}")
 
 
@@ -397,7 +402,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
-    """Return keyword arguments for Settings from a TOML file; named_by: what names it, if any."""
+    """Return arguments for Settings; named_by: what names the file, if anything does."""
     shown = _in_one_line(path)
     try:
         with open(path, "rb") as file:
@@ -410,16 +415,11 @@ def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise ConfigError(f"{shown}: {reason}; it must be a readable TOML file") from None
-    sections = {"health": HealthSettings, "sharing": Sharing, "mounts": Mount}
-    top = {key: value for key, value in document.items() if key not in sections}
-    values = _table(shown, "", top, Settings, *sections)
-    if "health" in document:
-        health = _table(shown, "[health] ", document["health"], HealthSettings)
-        values["health"] = HealthSettings(**health)
-    if "sharing" in document:
-        values["sharing"] = _sharing(shown, document["sharing"])
-    if "mounts" in document:
-        values["mounts"] = _mounts(shown, document["mounts"])
+    sections = {"health": _health, "sharing": _sharing, "mounts": _mounts}
+    values = _table(shown, "", document, Settings, *sections)
+    for name, read in sections.items():
+        if name in values:
+            values[name] = read(shown, values[name])
     return values
 
 
@@ -435,13 +435,13 @@ def _parse_toml(content: bytes, path: str) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known word that is most like this one, or ""."""
+    """Return "; did you mean …?" with the known word most like this one, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
-    """Return a table's values by the rules of a dataclass's keys, and those of other valid keys."""
+    """Return a table's values, by a dataclass's rules; more: keys without a rule."""
     rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
     known = [*rules, *more]
     if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
@@ -458,10 +458,7 @@ def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dic
     }
 
 
-def _tables(
-    path: str, heading: str, tables: object, kind: Any, *needed: str
-) -> list[dict[str, Any]]:
-    """Return the values of all tables of one name."""
+def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str) -> list[Any]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
     for key, table in itertools.product(needed, tables):
@@ -470,28 +467,31 @@ def _tables(
     return [_table(path, heading, table, kind) for table in tables]
 
 
+def _health(path: str, table: object) -> HealthSettings:
+    return HealthSettings(**_table(path, "[health] ", table, HealthSettings))
+
+
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     mounts: dict[str, Mount] = {}
     source = f"{path}: [[mounts]] container"
     for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
-        mount = Mount(**{"container": values["host"], **values})
-        _checked(_TARGET, mount.container, source)
-        if mount.container in mounts:
-            raise _invalid(source, mount.container, "another path in each of them")
-        mounts[mount.container] = mount
+        target = _checked(_TARGET, values.get("container", values["host"]), source)
+        if target in mounts:
+            raise _invalid(source, target, "another path in each of them")
+        mounts[target] = Mount(**values | {"container": target})
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
     values = _table(path, "[sharing] ", table, Sharing, "resources")
-    heading, needed = "[[sharing.resources]] ", ("name", "replicas")
-    found = values.pop("resources", [])
-    entries = [SharedResource(**e) for e in _tables(path, heading, found, SharedResource, *needed)]
-    return Sharing(resources=tuple(entries), **values)
+    tables = values.pop("resources", [])
+    heading = "[[sharing.resources]] "
+    entries = _tables(path, heading, tables, SharedResource, "name", "replicas")
+    return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
-    """Return the section with names without domain, if its entries do not clash."""
+    """Return the section with names without domain."""
     where = f"{path}: [[sharing.resources]] "
     sharing = settings.sharing
     entries: list[SharedResource] = []
@@ -512,7 +512,6 @@ def _checked_sharing(settings: Settings, path: str) -> Sharing:
 
 
 def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
-    """Return what is wrong with an entry beside those before it."""
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
@@ -523,8 +522,7 @@ def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResou
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one to rename it"
-        names = [set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other)]
-        twice = names[0] & names[1]
+        twice = entry.named_devices & other.named_devices
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
             return f"{few(sorted(twice)) or 'every device'} is selected twice"
     return None
@@ -538,8 +536,7 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
 DRIVER = "tenstorrent"
 
-# The board's code, which is also the PCI subsystem id (tt-kmd's telemetry.c): the card's type while
-# the firmware is silent.
+# By PCI subsystem id, the board's code (tt-kmd's telemetry.c): for while the firmware is silent.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -555,9 +552,9 @@ CARDS = {
     0x47: "galaxy-blackhole",
 }
 
-ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
+ALL_ONES = 0xFFFFFFFF  # each register of a chip that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
-DEAD_FIGURE = 4_293_967_296  # the least that hwmon's other conversions make of all ones
+DEAD_FIGURE = 4_293_967_296  # the least of hwmon's other conversions
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
@@ -566,16 +563,16 @@ FileIdentity = tuple[int, int, int]
 
 
 class PciFunction(NamedTuple):
-    """One PCI function with the driver bound to it, as sysfs and stat() show it."""
+    """A PCI function with the driver bound to it."""
 
-    bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
+    bdf: str  # PCI address "0000:03:00.0", which survives resets and renumbering
     arch: Arch
-    pci_card: str | None  # card type by the PCI subsystem id
+    pci_card: str | None  # card type by CARDS
     numa_node: int | None  # None where the platform does not say
-    ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
+    ordinal: int  # N of /dev/tenstorrent/N, at present
     path: str  # the host's device node
-    sysfs: str  # the class device's directory, which holds the tt_* attributes
-    number: str | None = None  # sysfs's "major:minor" of the node
+    sysfs: str  # the class device's directory, with the tt_* attributes
+    number: str | None = None  # sysfs's "major:minor"
     node_fault: str | None = None  # why the node cannot be used
 
     @property
@@ -584,16 +581,16 @@ class PciFunction(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What the firmware of a chip says of itself; None: it has not said so."""
+    """What a chip's firmware says of itself, if it does."""
 
     card: str | None = None  # "p150a"
-    serial: str | None = None  # the board's, 16 hex digits; the two chips of a p300 share it
+    serial: str | None = None  # the board's, 16 hex digits; a p300's chips share it
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
 
     @classmethod
     def checked(cls, texts: Mapping[str, object]) -> Identity:
-        """Return the identity by these texts; what is not of the driver's form is None."""
+        """Take over what has the driver's form."""
         return cls(
             _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
             _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
@@ -602,42 +599,43 @@ class Identity(NamedTuple):
         )
 
     def or_else(self, former: Identity) -> Identity:
-        """Return this identity, completed by what was known before."""
+        """Return this identity, completed by a former one."""
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
 
 
-_NO_ID = ("F" * 16, "0" * 16)  # all ones; what a board without an ID reports
+_NO_ID = ("F" * 16, "0" * 16)  # all ones; a board without an ID
 
 
 def _word(text: object, form: str, *nothing: str) -> str | None:
-    is_word = isinstance(text, str) and text not in nothing and re.fullmatch(form, text)
-    return str(text) if is_word else None
+    if isinstance(text, str) and text not in nothing and re.fullmatch(form, text):
+        return text
+    return None
 
 
 class Telemetry(NamedTuple):
-    """What the firmware of one chip said at one moment; None: not offered, or all ones."""
+    """What a chip's firmware said at one moment; None: not offered, or all ones."""
 
     identity: Identity = Identity()
-    heartbeat: int | None = None  # changes while the firmware lives; starts again after a reset
+    heartbeat: int | None = None  # changes while the firmware lives; restarts at a reset
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
     hwmon: str | None = None  # the directory of its sensors
-    all_ones: bool = False  # every register that can show it reads all ones
-    off_bus: bool = False  # and so does its PCI configuration space
-    error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
+    all_ones: bool = False  # whether every register that can show it reads so
+    off_bus: bool = False  # and its PCI configuration space, too
+    error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
 
     @property
     def is_silent(self) -> bool:
-        """Whether the firmware offers nothing at all."""
+        """Whether the firmware offers nothing."""
         return self == Telemetry()
 
 
 class Scan(NamedTuple):
     """The class directory at one moment."""
 
-    functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
-    oddities: tuple[str, ...]  # class devices that are none of ours, in words
+    functions: Mapping[str, PciFunction]  # by PCI address, in order
+    oddities: tuple[str, ...]  # class devices that are not ours, in words
 
 
 @functools.lru_cache(maxsize=256)  # every poll sorts by it
@@ -647,7 +645,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time of a file: inode numbers are soon used again."""
+    """Return device, inode and time: inode numbers are soon used again."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino, status.st_mtime_ns
@@ -655,7 +653,7 @@ def file_identity(path: str) -> FileIdentity | None:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Return a sysfs attribute's text, None if it is not there; raises OSError with its path."""
+    """Return an attribute's text, None if it is not there; raises OSError with its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -675,14 +673,13 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def read_quick(path: str) -> str | None:
-    """Return an attribute that never blocks, None if it cannot be read."""
+    """Return an attribute that never blocks, if it can be read."""
     with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
 def link_name(path: str) -> str | None:
-    """Return the last part of where a link leads."""
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
     return None
@@ -695,7 +692,6 @@ def names_in(directory: str) -> list[str]:
 
 
 def decimal(text: str | None) -> int | None:
-    """Return a number as the kernel writes it."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
@@ -727,7 +723,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def functions_on_bus(settings: Settings) -> list[str]:
-    """Return the addresses of the functions that the driver is for."""
+    """Return the addresses of what the driver is for."""
     found = []
     for bdf in filter(_BDF.fullmatch, names_in(pci_directory(settings))):
         directory = pci_directory(settings, bdf)
@@ -745,12 +741,12 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips, of known ones that are where they were only at the node. Never blocks.
+    """Look for chips; of known ones that have not moved only at the node. Never blocks.
 
-    A class device is read below its PCI function: the same name in the class leads to another chip
-    after a renumbering; below the function it is gone, and a late read fails.
+    A class device is read below its PCI function: after a renumbering its name in the class leads
+    to another chip, while a late read below the function fails.
     """
-    directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
+    directory = f"{settings.sysfs_root}/class/{DRIVER}"
     known_by_path = {function.sysfs: function for function in known}
     functions = []
     oddities = []
@@ -760,8 +756,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
         found = known_by_path.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
-            fault = _node_fault(found.path, found.number)
-            functions.append(found._replace(node_fault=fault))
+            functions.append(found._replace(node_fault=_node_fault(found.path, found.number)))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -769,17 +764,13 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """Return the function behind a class device, what is odd of it, or None: it is going away.
-
-    What is the function's is read in its own directory, which outlives the class device.
-    """
-    match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
+    """Return the function behind a class device, what is odd of it, or None: it is going away."""
+    match = re.fullmatch(rf"(.*/([^/]+))/{DRIVER}/{DRIVER}!(\d{{1,5}})", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
-    bdf, number = match.groups()
+    directory, bdf, number = match.groups()
     if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    directory = os.path.dirname(os.path.dirname(sysfs))
     ids = [_pci_id(f"{directory}/{name}") for name in ("vendor", "device", "subsystem_device")]
     if None in ids:
         return None
@@ -799,7 +790,6 @@ def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
-    """Return why a path is not the character device with sysfs's number."""
     if number is None:
         return f"{path} is going away"
     try:
@@ -813,16 +803,14 @@ def _node_fault(path: str, number: str | None) -> str | None:
 
 
 def node_fault_now(function: PciFunction) -> str | None:
-    """Return what is wrong with a chip's node at this moment."""
+    """Return what is wrong with a chip's node."""
     return _node_fault(function.path, read_quick(f"{function.sysfs}/dev"))
 
 
 class Process(NamedTuple):
-    """A process that has a node open."""
-
     pid: int
     command: str
-    cgroup: str  # the text of /proc/<pid>/cgroup
+    cgroup: str  # /proc/<pid>/cgroup
 
     @property
     def is_of_pod(self) -> bool:
@@ -830,7 +818,7 @@ class Process(NamedTuple):
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Return who has a node open; None: a driver before 2.5, or another PID namespace's view."""
+    """Return who has a node open; None: a driver before 2.5, or another PID namespace."""
     proc = settings.proc_root
     text = read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
@@ -838,7 +826,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
         return None
     found = []
     for pid in sorted(pids):
-        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has just ended
+        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has ended
             found.append(Process(pid, command, read_quick(f"{proc}/{pid}/cgroup") or ""))
     return found
 
@@ -846,8 +834,8 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's node, if it leads there now.
 
-    A kubelet calls Allocate once in a pod's life and uses the answer again after a reboot; runtimes
-    resolve a link each time that they make a container (seen with containerd 1.6 and 2.1).
+    A kubelet uses Allocate's answer again after a reboot; runtimes resolve links for each container
+    (seen with containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with contextlib.suppress(OSError):
@@ -858,15 +846,16 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 def expects_links(settings: Settings) -> bool:
     """Whether the package's udev rule is in force."""
-    is_installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
-    return is_installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
+    if settings.dev_root == "/dev" and os.path.exists(UDEV_RULE):
+        return True
+    return os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
     """What every poll reads of a chip, kept open: that halves a poll's cost.
 
-    It goes to the thread that reads the chip and comes back with what was read. When the device has
-    gone the kernel answers ENODEV, so it never shows another chip's value.
+    It goes to the thread that reads the chip and comes back. When the device has gone the kernel
+    answers ENODEV, never another chip's value.
     """
 
     def __init__(self) -> None:
@@ -890,7 +879,7 @@ _IDENTITY = {  # attributes by Identity's fields
     "firmware": "tt_fw_bundle_ver",
     "asic_id": "tt_asic_id",
 }
-_DEAD = {  # what they read when the chip answers nothing
+_DEAD = {  # what a chip reads that answers nothing
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": "unknown",
     "tt_serial": "F" * 16,
@@ -906,7 +895,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
         return Telemetry(all_ones=True)
     return Telemetry(
         Identity.checked({key: raw.get(attribute) for key, attribute in _IDENTITY.items()}),
-        decimal(raw.get("tt_heartbeat")),  # all ones, too: it must be seen not to change
+        decimal(raw.get("tt_heartbeat")),  # all ones, too: it shows as stalled
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
         _below(ALL_ONES, raw.get("tt_therm_trip_count")),
@@ -918,11 +907,11 @@ def read_telemetry(
 ) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
 
-    If the heartbeat has simply gone on since it said `former`, it is the same firmware of the same
-    chip, and only what changes is read anew. A chip that has left the bus reads as all ones.
+    If the heartbeat has gone on since it said `former`, it is the same firmware of the same chip,
+    and only what changes is read.
     """
     files = files or AttributeFiles()
-    with contextlib.suppress(OSError):  # why shows when everything is read
+    with contextlib.suppress(OSError):  # reading everything shows why
         if former and (telemetry := _read_changes(function, former, files)):
             return telemetry
     files.close()
@@ -936,7 +925,7 @@ def read_telemetry(
 def _read_changes(
     function: PciFunction, former: Telemetry, files: AttributeFiles
 ) -> Telemetry | None:
-    """Return what a chip says whose heartbeat has gone on, else None; raises OSError."""
+    """Return what a chip says if its heartbeat has gone on; raises OSError."""
     if former.heartbeat is None or former.temperature is None or not former.hwmon:
         return None
     heartbeat = decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
@@ -958,7 +947,7 @@ def _hwmon(function: PciFunction) -> str | None:
 def _read_everything(function: PciFunction) -> Telemetry:
     """Read all attributes; raises OSError.
 
-    ENODATA of the heartbeat is a reset; another attribute's is a tag that is no longer reported.
+    ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
     """
     hwmon = _hwmon(function)
     names = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
@@ -980,8 +969,8 @@ def _read_everything(function: PciFunction) -> Telemetry:
         return parse_telemetry(raw)._replace(hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
-    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound
-    # to it: vendor and device, with which its PCI configuration space begins, read all ones.
+    # Firmware that is late offers nothing, and so does a chip that was dead when the driver was
+    # bound: its PCI configuration space begins with all ones.
     with contextlib.suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
             return Telemetry(all_ones=True, off_bus=True)
@@ -989,16 +978,16 @@ def _read_everything(function: PciFunction) -> Telemetry:
 
 
 class Sensor(NamedTuple):
-    """A figure that a card shows beside its telemetry, and the metric that it becomes."""
+    """A figure beside telemetry, and its metric."""
 
     attribute: str
     metric: str  # without "tt_device_"
     help: str
-    factor: float = 1.0  # from the kernel's unit to the metric's
+    factor: float = 1.0  # to the metric's unit
     labels: Mapping[str, object] = {}
 
 
-# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c); the rest is the PCI function's.
+# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c), the others the PCI function's.
 SENSORS = (
     Sensor("power1_input", "power_watts", "What the card draws.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "What the card may draw.", 1e-6),
@@ -1023,7 +1012,7 @@ NO_FIGURES: Figures = {}
 
 
 def read_sensors(function: PciFunction) -> Figures:
-    """Return what a card offers, but not what a dead one says. Can block."""
+    """Return what a card offers, without what a dead one says. Can block."""
     hwmon = _hwmon(function) or ""
     figures = {}
     for sensor in SENSORS:
@@ -1038,7 +1027,6 @@ def read_sensors(function: PciFunction) -> Figures:
 
 
 def _figure(attribute: str, text: str) -> float | None:
-    """Return an attribute's number, in the kernel's unit."""
     if attribute.endswith("_link_speed"):
         speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
         return float(speed[1]) * 1e9 if speed else None
@@ -1052,9 +1040,9 @@ def _figure(attribute: str, text: str) -> float | None:
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
-SETTLING = 3.0  # seconds by which a kubelet has written an answer, or never will
+SETTLING = 3.0  # seconds after which a kubelet has written an answer, or never will
 LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
-CGROUP_DEPTH = 6  # directories from the hierarchy's root down to a pod's
+CGROUP_DEPTH = 6  # levels from the hierarchy's root to a pod's
 
 ChipAt = Callable[[str], "str | None"]  # the address of the chip with this node
 
@@ -1065,22 +1053,21 @@ class Allocation(NamedTuple):
     resource: str
     ids: frozenset[str]
     chips: frozenset[str]  # PCI addresses
-    pod: str = ""  # its UID; "": a grant, an answer that no checkpoint has contained yet
+    pod: str = ""  # UID; "": a grant, which no checkpoint has contained yet
     container: str = ""
 
 
 class Checkpoint(NamedTuple):
-    """What the kubelet's record of its devices says of ours."""
+    """What the kubelet's record says of our devices."""
 
     allocations: Collection[Allocation]
-    registered: Mapping[str, frozenset[str]]  # IDs that it takes for healthy, by resource
+    registered: Mapping[str, frozenset[str]]  # healthy IDs, by resource
 
 
 def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
-    """Return what a checkpoint says of us; raises ValueError.
+    """Return what a checkpoint (kubernetes' devicemanager/checkpoint) says; raises ValueError.
 
-    ours: resources whose entries count even if another plugin gave the answer, which names nodes
-    but no addresses. The form is that of kubernetes' devicemanager/checkpoint/checkpoint.go.
+    ours: resources that count even where another plugin answered, with nodes but no addresses.
     """
     try:
         data = json.loads(content)["Data"]
@@ -1104,7 +1091,6 @@ def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> 
 
 
 def _texts(value: Any) -> frozenset[str]:
-    """Return the strings in a list; raises TypeError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TypeError("not a list of strings")
     return frozenset(value)
@@ -1120,18 +1106,17 @@ def _chips_in_answer(answer: bytes, chip_at: ChipAt) -> frozenset[str]:
 class Cgroups:
     """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
 
-    Their names have the pod's UID (kubernetes' pod_container_manager_linux.go). They are there from
-    before the first container until after the last; after a reboot, when the pod is started.
+    They are named by the pod's UID (kubernetes' pod_container_manager_linux.go), and are there from
+    before its first container until after its last.
     """
 
     def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
-        """seen: where they were since boot, by UID."""
-        self.seen = dict(seen)
+        self.seen = dict(seen)  # directories since boot, by UID
         self._gone_at: dict[str, float] = {}
         self._root = f"{sysfs_root}/fs/cgroup"
 
     def look(self, pods: Collection[str], now: float) -> None:
-        """Find out which of these pods have one; forget the others."""
+        """Find the cgroups of these pods; forget other pods."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
         missing = {pod.replace("-", "_"): pod for pod in pods if not self.exists(pod)}
         if missing:
@@ -1143,7 +1128,7 @@ class Cgroups:
         return pod in self.seen and os.path.isdir(self.seen[pod])
 
     def seconds_gone(self, pod: str, now: float) -> float | None:
-        """Return for how long it has been gone; None if it was never seen."""
+        """Return for how long a cgroup has been gone; None: never seen."""
         return now - self._gone_at.get(pod, now) if pod in self.seen else None
 
     def _find(self, missing: Mapping[str, str]) -> None:
@@ -1167,25 +1152,24 @@ class Cgroups:
 class Custody:
     """Who has what: the allocations that count, from the checkpoint and our own grants.
 
-    The checkpoint is an intention, and errs: writings overtake each other, an entry goes while its
-    containers run on (a forced deletion), or stays when they have ended. So an allocation ends when
-    its entry and its pod's cgroup are gone; if that was never seen, by a writing that we brought
-    about and that lacks it.
+    The checkpoint errs: writings overtake each other, an entry goes while its containers run on (a
+    forced deletion), or stays when they have ended. So an allocation ends when its entry and its
+    pod's cgroup are gone; where none was seen, with a writing that we caused and that lacks it.
     """
 
     def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
-        """memory: what `memory` said in the same boot."""
+        """memory: of the same boot."""
         self.checkpoint = Checkpoint((), {})
-        self.fault: str | None = None  # why the checkpoint that is there cannot be understood
-        self.names: dict[str, str] = {}  # "namespace/name" by UID, as far as the kubelet tells
+        self.fault: str | None = None  # why the checkpoint cannot be understood
+        self.names: dict[str, str] = {}  # "namespace/name" by UID
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
         self._identity: FileIdentity | None = None  # of the file that was read
-        # Since when an allocation is not in the file; inf: it is. The newest is the last.
+        # Since when an allocation is missing from the file; inf: it is there. The newest is last.
         self._missing_since: dict[Allocation, float] = {}
         self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
-        self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
-        self._written_since = -math.inf  # the file is of a writing that was begun after this
+        self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
+        self._written_since = -math.inf  # the file's writing began after this
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = time.monotonic()
@@ -1193,7 +1177,7 @@ class Custody:
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
 
-        A file that vanishes changes nothing: the next kubelet knows of nobody, while pods run on.
+        A file that vanishes changes nothing: pods run on.
         """
         identity = file_identity(self._path)
         if identity in (None, self._identity):
@@ -1220,7 +1204,7 @@ class Custody:
     def _compare(self, now: float) -> None:
         filed = self.checkpoint.allocations
         for allocation in filed:
-            if allocation not in self._missing_since:  # a new one: the grant is in the file
+            if allocation not in self._missing_since:  # it was a grant
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
             self._filed_since.setdefault(allocation, now)
@@ -1254,11 +1238,11 @@ class Custody:
         return self._missing_since.get(allocation) == math.inf
 
     def has_doubts(self) -> bool:
-        """Whether something counts that the kubelet does not know of."""
+        """Whether something counts of which the kubelet does not know."""
         return any(since < math.inf for since in self._missing_since.values())
 
     def expect_writing(self, now: float) -> None:
-        """Take the next change of the file for a writing that was begun after now."""
+        """Take the file's next change for a writing that begins after now."""
         self._expected = (now, file_identity(self._path))
 
     def _counts(self, allocation: Allocation, now: float) -> bool:
@@ -1275,7 +1259,7 @@ class Custody:
         return seconds_gone is None and not was_settled and not is_written
 
     def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
-        """Take over the names of pods, by resource, ID and container."""
+        """Take over pods' names, by resource, ID and container."""
         for allocation in filter(self.is_filed, self._missing_since):
             for identifier in allocation.ids:
                 key = (allocation.resource, identifier, allocation.container)
@@ -1298,13 +1282,13 @@ class Custody:
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last one =========
 
 BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
-HYSTERESIS = 5.0  # °C below a limit at which a chip that reached it counts as cool again
-READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
-FIRMWARE_PATIENCE = 10.0  # seconds that firmware which has spoken may be silent when bound anew
+HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
+READ_DEADLINE = 2.0  # seconds after which a read counts as one that does not return
+FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
 
 
 class Fault(enum.Enum):
-    """The kinds of reasons for which a chip is unhealthy; another kind is worth a log line."""
+    """Why a chip is unhealthy; another kind is worth a log line."""
 
     GONE = enum.auto()
     NODE = enum.auto()
@@ -1319,16 +1303,16 @@ class Fault(enum.Enum):
 
 
 class Health(NamedTuple):
-    """A chip's state and, from `heartbeat` on, what the rules remember until the next look."""
+    """A chip's state and, from `heartbeat` on, what the rules remember."""
 
     fault: Fault | None = None
-    reason: str | None = None  # in words, with the remedy where there is one; None while healthy
+    reason: str | None = None  # in words, with a remedy
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
     hot: bool = False  # at the operator's limit
     throttles: bool = False  # at the card's own
-    trips: int | None = None  # the last count seen
-    tripped_at: float | None = None  # when it rose last, in seconds of the caller's clock
+    trips: int | None = None
+    tripped_at: float | None = None  # when trips last rose
     silent_since: float | None = None
 
 
@@ -1337,10 +1321,17 @@ class Look(NamedTuple):
 
     function: PciFunction
     telemetry: Telemetry
-    now: float  # seconds of any clock that only goes forward
-    periodic: bool = True  # a poll, which can prove that a heartbeat has stopped; an event cannot
-    has_spoken: bool = False  # whether its firmware has, since boot
-    mates: Collection[str] = ()  # addresses of the other chips of its board
+    now: float  # seconds of a monotonic clock
+    periodic: bool = True  # a poll, not an event
+    has_spoken: bool = False  # its firmware, since boot
+    mates: Collection[str] = ()  # addresses of its board's other chips
+
+    @property
+    def remedy(self) -> str:
+        """The reset of this chip; without an address tt-smi resets every card."""
+        mates = ", ".join(sorted(self.mates))
+        others = f" (that resets {mates} of its board, too)" if mates else ""
+        return f"reset it: tt-smi -r {self.function.bdf}{others}"
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
@@ -1355,33 +1346,27 @@ def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
     return unhealthy(health, Fault.GONE, "PCI device is gone; it counts again when it comes back")
 
 
-def reset_command(bdf: str, mates: Collection[str]) -> str:
-    """Return the remedy for one chip; without an address tt-smi resets every card."""
-    others = f" (that resets {', '.join(sorted(mates))} of its board, too)" if mates else ""
-    return f"tt-smi -r {bdf}{others}"
-
-
 def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
+    telemetry = look.telemetry
     if look.function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {look.function.node_fault}")
-    if look.telemetry.error:
-        return _judge_error(health, look.function, *look.telemetry.error)
-    if look.telemetry.all_ones:
-        what = (
-            "its PCI configuration space reads" if look.telemetry.off_bus else "all registers read"
-        )
-        remedy = reset_command(look.function.bdf, look.mates)
-        reason = f"chip does not respond ({what} as ones); reset it: {remedy}"
+    if telemetry.error:
+        return _judge_error(health, look.function, *telemetry.error)
+    if telemetry.all_ones:
+        what = "its PCI configuration space reads" if telemetry.off_bus else "all registers read"
+        reason = f"chip does not respond ({what} as ones); {look.remedy}"
         return unhealthy(health, Fault.NO_RESPONSE, reason)
-    if look.telemetry.is_silent and look.has_spoken:
+    if telemetry.is_silent and look.has_spoken:
         return _judge_silence(health, look)
-    health = _remember(health, look, settings)
-    return _judge_figures(health, look, settings)
+    limit = settings.temperature_limit
+    if limit == "card":
+        limit = telemetry.throttles_at
+    return _judge_figures(_remember(health, look, limit), look, settings, limit)
 
 
 def _judge_error(health: Health, function: PciFunction, attribute: str, number: int) -> Health:
     if number == errno.ENODATA:
-        # Seen on Blackhole whose firmware was not ready at POST_RESET: for good, though it runs.
+        # Seen: a Blackhole whose firmware was not ready at POST_RESET stays so, though it runs.
         stays = function.arch == "blackhole"
         advice = "; if it stays so, unbind and bind the driver" if stays else ""
         return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
@@ -1392,63 +1377,58 @@ def _judge_error(health: Health, function: PciFunction, attribute: str, number: 
 
 
 def _judge_silence(health: Health, look: Look) -> Health:
-    """Attributes go with the driver only: it was bound anew, and the firmware has yet to speak."""
+    """Judge a chip without attributes: the driver was bound anew, nothing else takes them."""
     since = look.now if health.silent_since is None else health.silent_since
     health = health._replace(silent_since=since)
     if look.now - since >= FIRMWARE_PATIENCE:
-        remedy = reset_command(look.function.bdf, look.mates)
-        reason = f"firmware is silent since the driver was bound anew; reset it: {remedy}"
+        reason = f"firmware is silent since the driver was bound anew; {look.remedy}"
         return unhealthy(health, Fault.SILENT, reason)
     if health.fault:
         return health._replace(reason="the driver is bound; the firmware has not spoken yet")
     return health
 
 
-def _remember(health: Health, look: Look, settings: HealthSettings) -> Health:
+def _remember(health: Health, look: Look, limit: float | None) -> Health:
     """Return a healthy verdict that remembers the figures.
 
-    Any change of the heartbeat is life: after a reset it starts again from below. What an event
-    finds is life, too, but not what the next poll compares with: that can come before a beat.
+    Any change of the heartbeat is life: a reset starts it again. What an event finds is life, too,
+    but the next poll, which can come before a beat, does not compare with it.
     """
     telemetry = look.telemetry
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
     is_first = look.periodic or health.heartbeat is None
     trips = health.trips if telemetry.trips is None else telemetry.trips
     rose = trips is not None and health.trips is not None and trips > health.trips
-    card_limit = telemetry.throttles_at
-    limit = card_limit if settings.temperature_limit == "card" else settings.temperature_limit
     return Health(
         heartbeat=telemetry.heartbeat if is_first else health.heartbeat,
         misses=0 if beats else health.misses + look.periodic,
         hot=_reaches(telemetry.temperature, limit, health.hot),
-        throttles=_reaches(telemetry.temperature, card_limit, health.throttles),
+        throttles=_reaches(telemetry.temperature, telemetry.throttles_at, health.throttles),
         trips=trips,
         tripped_at=look.now if rose else health.tripped_at,
     )
 
 
-def _reaches(degrees: float | None, limit: Any, before: bool) -> bool:
+def _reaches(degrees: float | None, limit: float | None, before: bool) -> bool:
     if degrees is None or limit is None:
         return False
     return degrees >= limit or (before and degrees > limit - HYSTERESIS)
 
 
-def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Health:
+def _judge_figures(
+    health: Health, look: Look, settings: HealthSettings, limit: float | None
+) -> Health:
     telemetry = look.telemetry
     if health.misses >= settings.heartbeat_misses:
-        remedy = reset_command(look.function.bdf, look.mates)
         what = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped"
-        return unhealthy(health, Fault.STALLED, f"{what}, reset it: {remedy}")
+        return unhealthy(health, Fault.STALLED, f"{what}, {look.remedy}")
     if health.hot:
-        limit = settings.temperature_limit
-        limit = telemetry.throttles_at if limit == "card" else limit
         reason = f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C; check its cooling"
         return unhealthy(health, Fault.HOT, reason)
     tripped_at = health.tripped_at
     if tripped_at is not None and look.now - tripped_at < settings.trip_holdoff:
         again = f"it counts again after {settings.trip_holdoff:g} s without one"
-        reason = f"thermal trip ({health.trips} so far); {again}"
-        return unhealthy(health, Fault.TRIPPED, reason)
+        return unhealthy(health, Fault.TRIPPED, f"thermal trip ({health.trips} so far); {again}")
     return health
 
 
@@ -1456,17 +1436,17 @@ def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Heal
 
 
 class Chip(NamedTuple):
-    """A chip once seen: it stays, and stays known, while it is away."""
+    """A chip once seen, which stays known while it is away."""
 
     function: PciFunction  # as last seen
     present: bool = True
-    identity: Identity = Identity()  # what its firmware has said: not unlearnt for silence
+    identity: Identity = Identity()  # what its firmware has ever said
     has_spoken: bool = False  # since boot
-    left_bus: bool = False  # what comes back to its address may be another card
-    listed: bool = False  # a new one is announced when it has spoken, or has had the time to
+    left_bus: bool = False  # another card may come back to its address
+    listed: bool = False  # once it has spoken, or has had the time to
     health: Health = Health()
-    telemetry: Telemetry | None = None  # the last; None: everything has to be read
-    figures: Figures = NO_FIGURES  # the last, of SENSORS
+    telemetry: Telemetry | None = None  # the last; None: read everything
+    figures: Figures = NO_FIGURES  # the last
 
     @property
     def shown(self) -> tuple[object, ...]:
@@ -1480,7 +1460,7 @@ class Chip(NamedTuple):
 
     @property
     def card_type(self) -> str | None:
-        """The exact card type, "p150a"; by PCI until the firmware tells."""
+        """The exact card type, "p150a"."""
         return self.identity.card or self.function.pci_card
 
     @property
@@ -1490,8 +1470,10 @@ class Chip(NamedTuple):
 
     @property
     def board_chips(self) -> int:
-        """How many chips with a node the board has; of a Galaxy, its tray."""
-        return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
+        """How many chips with a node the board, or a Galaxy's tray, has."""
+        if self._galaxy_tray:
+            return 8
+        return 2 if self.board_type == "p300" else 1
 
     @property
     def board(self) -> tuple[object, ...]:
@@ -1499,24 +1481,24 @@ class Chip(NamedTuple):
 
     @property
     def tray(self) -> tuple[object, ...]:
-        """A Galaxy's tray, by the bus's high nibble; else the board."""
         return self._galaxy_tray or self.board
 
     @property
     def _galaxy_tray(self) -> tuple[object, ...]:
+        """The bus's high nibble tells trays apart."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
     def asic_name(self) -> str | None:
-        """The name that udev's by-id links have."""
+        """The name in udev's by-id links."""
         asic_id = self.identity.asic_id
         return f"{self.function.arch}-{asic_id}" if asic_id else None
 
     @property
     def board_name(self) -> str | None:
-        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
+        """Its board's ID: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
         if self.board_chips == 8:
             return self.bdf[: self.bdf.rindex(":") - 1] + "0"
         return self.identity.serial
@@ -1529,14 +1511,14 @@ class Chip(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What the kubelet knows under an ID, or several if it is shared: a chip, or a board."""
+    """A chip or a board, which the kubelet knows under an ID, or several if it is shared."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # how many chips it has when all are there
-    absent: tuple[str, ...] = ()  # addresses of further chips, which are not on this node
-    withheld: str | None = None  # why it is not offered, in words
-    is_former: bool = False  # a pod's ID that the configuration does not give for these chips
+    whole: int = 1  # how many chips it should have
+    absent: tuple[str, ...] = ()  # addresses of chips that are not on this node
+    withheld: str | None = None  # why it is not offered
+    is_former: bool = False  # a pod's, which the configuration does not give
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -1544,7 +1526,6 @@ class Device(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with its chips, in words."""
         for chip in self.chips:
             if chip.health.fault:
                 several = len(self.addresses) > 1
@@ -1557,7 +1538,6 @@ class Device(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why it is not healthy, in words."""
         return self.fault or self.withheld
 
     @property
@@ -1567,13 +1547,13 @@ class Device(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """What the kubelet knows as one extended resource."""
+    """An extended resource."""
 
     name: str  # "tenstorrent.com/n300"
     devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
-    replicas: int = 0  # how many containers a device is for; 0: it is not shared
+    replicas: int = 0  # containers a device; 0: it is not shared
     one_each: bool = False  # a container gets one replica at most
-    unshared: str = ""  # its name without the domain, as it would be if it were not shared
+    unshared: str = ""  # its name unshared, without the domain
 
     @property
     def short_name(self) -> str:
@@ -1581,7 +1561,7 @@ class Resource(NamedTuple):
 
     @property
     def distinct(self) -> list[Device]:
-        """Each of the devices once, preferably as the configuration gives it."""
+        """Each device once."""
         return [self.devices[ids[0]] for ids in self.replicas_of_devices]
 
     @property
@@ -1603,10 +1583,10 @@ class Claims(NamedTuple):
     """Who has what, as custody knows it."""
 
     allocations: Sequence[Allocation] = ()
-    filed: Collection[Allocation] = ()  # those that the kubelet knows of
+    filed: Collection[Allocation] = ()  # of which the kubelet knows
     describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
     fault: str | None = None  # why it cannot be known
-    offered: Collection[Offered] = ()  # what was offered when it was known
+    offered: Collection[Offered] = ()  # while it was known
 
 
 NO_CLAIMS = Claims()
@@ -1633,7 +1613,7 @@ def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, C
 
 
 def short_name(chip: Chip, settings: Settings) -> str:
-    """Return the name, without the domain, of a chip's resource unshared."""
+    """Return the name of a chip's resource, unshared and without the domain."""
     names = {"card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
     several = settings.unit == "board" and chip.board_chips > 1
     return names.get(settings.resource_naming, chip.board_type) + ("-board" if several else "")
@@ -1656,7 +1636,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
         devices[short_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
         whole = members[0].board_chips
-        if len(members) > whole:  # put into another slot, a card has left its chips here, too
+        if len(members) > whole:  # the card was in another slot before
             members = [chip for chip in members if chip.present]
         devices[name].append(Device(board, tuple(members), whole))
     for found in devices.values():
@@ -1665,7 +1645,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
 
 def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
-    """Return the resources that the configuration gives, by name."""
+    """Return the configuration's resources, by name."""
     sharing = settings.sharing
     found: dict[str, Resource] = {}
 
@@ -1693,9 +1673,9 @@ def resources(
 ) -> dict[str, Resource]:
     """Return the resources as they are listed, by name. given: by the configuration.
 
-    First every ID that a pod has: it stands for the chips of that pod's answer, whatever the
-    configuration says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
-    topology_hints.go.) Then the other IDs that are given, withheld while a pod has their chips.
+    Each ID that a pod has stands for the chips of that pod's answer, whatever the configuration
+    says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
+    topology_hints.go.) Other IDs are withheld while a pod has their chips.
     """
     listed = dict(given)
     chips_by_address = {chip.bdf: chip for chip in chips}
@@ -1706,22 +1686,20 @@ def resources(
             device = resource.devices.get(identifier)
             if not device or device.addresses != addresses:
                 device = _former_device(identifier, addresses, chips_by_address)
-                if allocation not in claims.filed:  # the kubelet would give it to somebody
+                if allocation not in claims.filed:  # the kubelet takes it for free
                     device = device._replace(withheld=_held_by(allocation, claims))
             claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
     for name, resource in listed.items():
-        theirs = claimed.pop(name, {})
         devices = {}
         for identifier, device in resource.devices.items():
             why = _why_withheld(resource, identifier, claims)
             devices[identifier] = device._replace(withheld=why)
-        listed[name] = resource._replace(devices=devices | theirs)
-    ended = {name: Resource(name, theirs) for name, theirs in claimed.items()}
-    return listed | ended
+        listed[name] = resource._replace(devices=devices | claimed.pop(name, {}))
+    return listed | {name: Resource(name, theirs) for name, theirs in claimed.items()}
 
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
-    """Return the chips that each ID of an allocation stands for; if unclear, all that are left."""
+    """Return the chips of each ID of an allocation; if unclear, all that are left."""
     found: dict[str, frozenset[str]] = {}
     for identifier in allocation.ids:
         given = resource.devices.get(identifier)
@@ -1738,9 +1716,8 @@ def _former_device(
     identifier: str, addresses: Collection[str], known: Mapping[str, Chip]
 ) -> Device:
     chips = tuple(known[bdf] for bdf in sorted(addresses) if bdf in known)
-    absent = tuple(bdf for bdf in sorted(addresses) if bdf not in known)
-    base = identifier.partition("::")[0]
-    return Device(base, chips, len(chips), absent, is_former=True)
+    absent = tuple(sorted(set(addresses).difference(known)))
+    return Device(identifier.partition("::")[0], chips, len(chips), absent, is_former=True)
 
 
 def _held_by(allocation: Allocation, claims: Claims) -> str:
@@ -1749,7 +1726,6 @@ def _held_by(allocation: Allocation, claims: Claims) -> str:
 
 
 def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | None:
-    """Return why an ID that no pod has is not offered."""
     device = resource.devices[identifier]
     replicas = replica_ids(device.identifier, resource.replicas)
     for allocation in claims.allocations:
@@ -1766,7 +1742,7 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
         return devices[: entry.devices]
     if entry.devices == "all":
         return devices
-    return [device for device in devices if not aliases(device).isdisjoint(entry.devices)]
+    return [device for device in devices if aliases(device) & entry.named_devices]
 
 
 def aliases(device: Device) -> set[str]:
@@ -1778,8 +1754,7 @@ def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        wanted = set(entry.devices) if isinstance(entry.devices, tuple) else set()
-        missing = sorted(wanted.difference(*map(aliases, found)))
+        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
             yield f"{entry.name}: no device is called {few(missing)}"
         elif not found:
@@ -1793,7 +1768,7 @@ Status = grpc.StatusCode
 
 
 class Refusal(Exception):
-    """A request of the kubelet's that has no answer."""
+    """A question of the kubelet's that has no answer."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -1803,13 +1778,13 @@ class Refusal(Exception):
 class Cost(NamedTuple):
     """What choices are compared by, the weightiest first. Costs of disjoint sets add up."""
 
-    musts: int = 0  # minus those that have to be chosen
+    musts: int = 0  # minus how many must-includes
     again: int = 0  # how often a shared device was chosen before
     users: int = 0  # that the devices have already
     boards: int = 0
     trays: int = 0
     numa_nodes: int = 0
-    whole_boards: int = 0  # of these, those whose listed devices are all available
+    whole_boards: int = 0  # whose listed devices are all available
     whole_trays: int = 0
     whole_numa_nodes: int = 0
     addresses: int = 0  # minus a bit for each ID, the highest for the lowest address
@@ -1820,8 +1795,7 @@ class Cost(NamedTuple):
 
 NO_COST = Cost()
 
-# The least costs of choosing no device of a group, one, two, and so on.
-BySize = list[Cost]
+BySize = list[Cost]  # the least costs of choosing no device of a group, one, two, and so on
 
 
 class Candidate(NamedTuple):
@@ -1830,16 +1804,13 @@ class Candidate(NamedTuple):
     cost: Cost  # of its own
     board: object
     tray: object
-    numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
+    numa_nodes: frozenset[int | None]  # {None}: unknown, a group of its own
 
 
 def preferred_allocation(
     resource: Resource, available: Sequence[str], must: Sequence[str], size: int
 ) -> list[str]:
-    """Return the best of the available IDs; raises Refusal.
-
-    Distinct devices first, then the least used, then neighbours; least of all counts the address.
-    """
+    """Return the best of the available IDs; raises Refusal."""
     free = frozenset(available)
     musts = frozenset(must)
     _check_question(resource, free, musts, size)
@@ -1860,7 +1831,7 @@ def preferred_allocation(
         )
         if not left:
             broken |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):  # more replicas of one cannot matter
+        for again, identifier in enumerate(left[:size]):  # more of one cannot matter
             own = Cost(
                 musts=-(identifier in musts),
                 again=again,
@@ -1875,31 +1846,26 @@ def preferred_allocation(
 def _check_question(
     resource: Resource, free: frozenset[str], musts: frozenset[str], size: int
 ) -> None:
-    unknown = sorted((free | musts) - resource.devices.keys())
-    missing = sorted(musts - free)
-    reason = ""
-    if unknown:
+    reason = f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
+    if unknown := sorted((free | musts) - resource.devices.keys()):
         reason = f"{resource.name} has no device {few(unknown)}"
     elif size < 0:
         reason = f"allocation size {size} is negative"
-    elif missing:
+    elif missing := sorted(musts - free):
         reason = f"must-include device {few(missing)} is not available"
-    elif not len(musts) <= size <= len(free):
-        reason = (
-            f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
-        )
-    if reason:
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
+    elif len(musts) <= size <= len(free):
+        return
+    raise Refusal(Status.INVALID_ARGUMENT, reason)
 
 
 class _Search(NamedTuple):
     """The least costs by size, from the board up."""
 
-    broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
+    broken: Collection[object]  # boards, trays and NUMA nodes with a device that is taken
     size: int
 
     def host(self, candidates: Sequence[Candidate]) -> BySize:
-        """Search NUMA nodes one by one where no tray or device connects them."""
+        """Search apart the NUMA nodes that no tray or device connects."""
         parts: list[frozenset[int | None]] = []
         for tray in _grouped(candidates, "tray"):
             nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
@@ -1929,13 +1895,13 @@ class _Search(NamedTuple):
         return self._joined(map(self._board, _grouped(candidates, "board")), fee)
 
     def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        """Take the cheapest: here devices differ by what each costs of its own."""
+        """Take the cheapest: on a board only their own costs differ."""
         own = sorted(each.cost for each in candidates)
         fee = Cost(boards=1, whole_boards=candidates[0].board not in self.broken)
         return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], fee)
 
     def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
-        """Return the least costs, spread over the parts; fee: for any device at all."""
+        """Return the least costs over the parts; fee: for any device at all."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
@@ -1960,14 +1926,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names for one line: a request can hold ten thousand."""
+    """Return the first of the names: a request can hold ten thousand."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 # ==== THREADS: what can block for seconds. They get plain data and hand back plain data ===========
 
-READ_PATIENCE = 0.1  # seconds after which the others no longer wait for a job
+READ_PATIENCE = 0.1  # seconds after which nothing waits for a job
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -1984,9 +1950,8 @@ def log_and_continue(what: str) -> Iterator[None]:
 class ThreadPool(Generic[Job, Result]):
     """Does one job after another on a thread; a job that blocks keeps it, and another goes on.
 
-    Loop and threads share two queues, of jobs and of results. Of a key one job is under way, so
-    there is at most one thread more than jobs that block. Threads end with their work, and nobody
-    waits for them at the end.
+    Loop and threads share two queues. Of a key one job is under way, so there is at most one thread
+    more than jobs that block. Threads end with their work, and nobody waits for them.
     """
 
     def __init__(
@@ -1994,18 +1959,18 @@ class ThreadPool(Generic[Job, Result]):
         work: Callable[[Job], Result],
         deliver: Callable[[list[tuple[Job, Result | None]]], None],
     ) -> None:
-        """deliver: gets results, or none, on the loop; a result is None after an exception."""
+        """deliver: gets results on the loop; None after an exception."""
         self._work = work
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[str, Job, Result | None]] = queue.SimpleQueue()
-        self._pending: dict[str, None] = {}  # keys without result, in the order of the queue
-        self._next: dict[str, Job] = {}  # what comes after a key's present job
-        self._since: dict[str, float] = {}  # when a job was first seen to have left the queue
+        self._pending: dict[str, None] = {}  # keys without result, in the queue's order
+        self._next: dict[str, Job] = {}  # after a key's present job
+        self._since: dict[str, float] = {}  # when a job was seen to have left the queue
         self._timer: asyncio.TimerHandle | None = None
         self._is_attending = False  # soon
-        self._lacks_threads = False  # the system gives us none, which was said
+        self._lacks_threads = False  # which was logged
 
     def submit(self, key: str, job: Job) -> None:
         """Have a job done, after the key's present one."""
@@ -2016,7 +1981,7 @@ class ThreadPool(Generic[Job, Result]):
         self._jobs.put((key, job))
         if not self._is_attending:
             self._is_attending = True
-            self._loop.call_soon(self._attend)  # later, when all that comes now is in the queue
+            self._loop.call_soon(self._attend)  # once for all that comes now
 
     def is_pending(self, key: str) -> bool:
         return key in self._pending
@@ -2026,13 +1991,13 @@ class ThreadPool(Generic[Job, Result]):
         return now - self._since.get(key, now)
 
     def is_settled(self) -> bool:
-        """Whether every job is done, or takes longer than READ_PATIENCE."""
+        """Whether no job is worth waiting for."""
         if self._lacks_threads:
             return True
         return all(self.seconds_under_way(key) >= READ_PATIENCE for key in self._pending)
 
     def _attend(self) -> None:
-        """Hand on results; let a thread go on with what waits, unless one is at work."""
+        """Hand on results; start a thread if jobs wait and every other is blocked."""
         self._is_attending = False
         done = []
         while not self._results.empty():
@@ -2073,7 +2038,6 @@ class ThreadPool(Generic[Job, Result]):
             self._lacks_threads = True
 
     def _run(self) -> None:
-        """Work until nothing waits; on a thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 key, job = self._jobs.get_nowait()
@@ -2081,23 +2045,19 @@ class ThreadPool(Generic[Job, Result]):
                 with log_and_continue(f"the work on {key}"):
                     result = self._work(job)
                 self._results.put((key, job, result))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._attend)
 
 
 class ReadJob(NamedTuple):
-    """A chip to be read."""
-
     function: PciFunction
-    former: Telemetry | None = None  # what it said last; None: read everything
-    periodic: bool = False  # for a poll, not for an event
-    wants_figures: bool = False  # of SENSORS, too
+    former: Telemetry | None = None  # None: read everything
+    periodic: bool = False  # for a poll, not an event
+    wants_figures: bool = False
     files: AttributeFiles | None = None
 
 
 class Reading(NamedTuple):
-    """What a chip said."""
-
     function: PciFunction
     telemetry: Telemetry
     periodic: bool
@@ -2112,22 +2072,20 @@ class TelemetryReaders:
         deliver: Callable[[list[Reading]], None],
         read: Callable[..., Telemetry] = read_telemetry,
     ) -> None:
-        """deliver: on the loop; read: in read_telemetry's place."""
         self._deliver = deliver
         self._read = read
-        self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
+        self._files: dict[str, AttributeFiles] = {}  # except of chips that are being read
         self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
 
     def submit(self, jobs: Iterable[ReadJob]) -> None:
         """Read these chips; one that is being read is read again for an event."""
         for job in jobs:
             bdf = job.function.bdf
-            if self.pool.is_pending(bdf) and not job.periodic:
-                # So soon after the other reading its heartbeat proves nothing.
-                self.pool.submit(bdf, job._replace(former=None))
-            elif not self.pool.is_pending(bdf):
+            if not self.pool.is_pending(bdf):
                 files = self._files.pop(bdf, None) or AttributeFiles()
                 self.pool.submit(bdf, job._replace(files=files))
+            elif not job.periodic:  # so soon after another reading its heartbeat proves nothing
+                self.pool.submit(bdf, job._replace(former=None))
 
     def release(self, present: Collection[str]) -> None:
         for bdf in self._files.keys() - present:
@@ -2173,25 +2131,23 @@ class HostPaths:
 
 
 class OutputFile:
-    """A file that is written as a whole, when its text has become another.
+    """A file that is written as a whole when its text changes.
 
-    What could not be written is tried again at each poll, and removed if it has become false: that
-    works on a full disk, too.
+    What cannot be written is removed if it is false, which works on a full disk, too.
     """
 
     def __init__(self, path: str, *, is_state: bool = False) -> None:
-        """is_state: it is for ourselves, and an old one is better than none."""
+        """is_state: for ourselves; an old one is better than none."""
         self.path = path
         self._is_state = is_state
         self._text: str | None = None
         self._written: tuple[str, FileIdentity | None] | None = None
-        self._failure = ""  # which was said
+        self._failure = ""  # which was logged
 
     def want(self, text: str | None) -> None:
         self._text = text
 
     def keep(self) -> None:
-        """Bring the file in line with what is wanted."""
         if self._text is None:
             self.remove()
         elif self._written != (self._text, file_identity(self.path)):
@@ -2205,7 +2161,7 @@ class OutputFile:
             os.replace(new, self.path)
             self._written = (text, file_identity(self.path))
             self._failure = ""
-        except FileNotFoundError:  # where its directory is not there nobody wants it
+        except FileNotFoundError:  # without its directory nobody wants it
             self._written = None
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -2215,9 +2171,9 @@ class OutputFile:
                 self.remove()
 
     def _write_new(self, new: str, text: str) -> None:
-        """Make the file that is renamed then; nobody can make us follow a link."""
+        """Write the file that is then renamed, never through somebody's link."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)  # left by a daemon that was killed
+            os.unlink(new)  # of a daemon that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
@@ -2239,7 +2195,7 @@ class OutputFile:
 
 
 class Memory:
-    """What outlives the daemon, in a file of this boot; what is read is checked value by value."""
+    """What outlives the daemon, in a file of this boot, checked value by value."""
 
     def __init__(self, settings: Settings) -> None:
         boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
@@ -2263,7 +2219,7 @@ class Memory:
         }
 
     def save(self, **parts: Mapping[str, Any]) -> None:
-        """Keep these parts, `chips` or `custody`, and the others as they are."""
+        """Save these parts, `chips` or `custody`, beside the others."""
         self._parts |= {name: json.dumps(content) for name, content in parts.items()}
         if self._file:
             text = ", ".join(f'"{name}": {part}' for name, part in self._parts.items())
@@ -2288,7 +2244,7 @@ def _is_allocation(value: object) -> bool:
 
 
 def make_lock_directory(path: str) -> None:
-    """Make or mend a directory in which everybody may make locks, and nobody remove another's."""
+    """Make or mend a directory where anybody makes locks, and nobody removes another's."""
     if path == "/dev/shm":
         return
     for directory in (os.path.dirname(path), path):
@@ -2310,29 +2266,28 @@ class DirectoryLock:
         self._is_writable = False
 
     def holder(self) -> str | None:
-        """Take the lock of the directory that there is now; return who else has it, in words."""
+        """Lock the directory that there is now; return who else has it, in words."""
         with contextlib.suppress(OSError):
             if self._descriptor >= 0:
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
                     return None
-                os.close(self._descriptor)
-                self._descriptor = -1
+                self.release()
             self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 inode = os.fstat(self._descriptor).st_ino
-                os.close(self._descriptor)
-                self._descriptor = -1
+                self.release()
                 return _owner_of_lock(inode)
         return None
 
     def has_lost_write_access(self) -> bool:
         """Whether it was replaced by one that cannot be written to.
 
-        Removed on the host, a directory of the sandbox loses its mount.
+        A directory that is removed on the host loses its mount in the sandbox.
         """
-        could, self._is_writable = self._is_writable, os.access(self._directory, os.W_OK)
+        could = self._is_writable
+        self._is_writable = os.access(self._directory, os.W_OK)
         return could and not self._is_writable and os.path.isdir(self._directory)
 
     def release(self) -> None:
@@ -2342,7 +2297,6 @@ class DirectoryLock:
 
 
 def _owner_of_lock(inode: int) -> str:
-    """Return who has a flock() on a file."""
     for line in (read_quick("/proc/locks") or "").splitlines():
         match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
         if match:
