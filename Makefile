@@ -33,7 +33,7 @@ bench: $(VENV)/ready  ## latencies and costs, each beside a bare grpc.aio server
 soak: $(VENV)/ready  ## 10 000 kubelet restarts, at least ten minutes: does anything leak?
 	@$(PY) -m tests.soak
 
-lint: $(VENV)/ready  ## ruff, strict mypy, and whether generated/ is what its .proto says
+lint: $(VENV)/ready  ## ruff, strict mypy, and whether what is generated is what it is made of
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -44,13 +44,15 @@ lint: $(VENV)/ready  ## ruff, strict mypy, and whether generated/ is what its .p
 	@$(call protoc,build/generated)
 	@diff -ru -x __pycache__ -x '*.proto' generated build/generated/generated \
 		|| { echo 'generated/ is not what its .proto files say; run: make generate'; exit 1; }
+	@PYTHONPATH=. $(PY) packaging/options.py --check
 
 # A package only where it is packed.
 BOOTSTRAP := $(addprefix packaging/,start.py trees.py extract.py)
 SCRIPTS := $(filter-out $(BOOTSTRAP),$(wildcard packaging/*.py))
 
-generate: $(VENV)/ready  ## the protobuf messages and gRPC stubs
+generate: $(VENV)/ready  ## the protobuf messages and gRPC stubs; what manuals say of the options
 	@$(call protoc,.)
+	@PYTHONPATH=. $(PY) packaging/options.py
 
 protoc = $(PY) -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) \
 	generated/deviceplugin.proto generated/podresources.proto

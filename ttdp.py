@@ -1183,6 +1183,7 @@ class Custody:
         self._identity: FileIdentity | None = None  # of the file that was read
         # Since when an allocation is not in the file; inf: it is. The newest is the last.
         self._missing_since: dict[Allocation, float] = {}
+        self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
         self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
         self._written_since = -math.inf  # the file is of a writing that was begun after this
         for resource, ids, chips, *pod in memory.get("allocations", ()):
@@ -1222,9 +1223,11 @@ class Custody:
             if allocation not in self._missing_since:  # a new one: the grant is in the file
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
-        for allocation, since in self._missing_since.items():
-            if since == math.inf and allocation not in filed:
-                self._missing_since[allocation] = now
+            self._filed_since.setdefault(allocation, now)
+        gone = [each for each in self._missing_since if self.is_filed(each) and each not in filed]
+        self._missing_since |= dict.fromkeys(gone, now)
+        if gone:  # what is not seen now was never started
+            self.cgroups.look({each.pod for each in self._missing_since}, now)
 
     def reread(self) -> None:
         self._identity = None
@@ -1235,6 +1238,7 @@ class Custody:
         for allocation in [*self._missing_since]:
             if not self._counts(allocation, now) and not self.is_filed(allocation):
                 del self._missing_since[allocation]
+                self._filed_since.pop(allocation, None)
         pods = {allocation.pod for allocation in self._missing_since}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
@@ -1264,7 +1268,11 @@ class Custody:
         seconds_gone = self.cgroups.seconds_gone(allocation.pod, now)
         if since == math.inf:  # before 1.34 the entry of the pod admitted last stays
             return seconds_gone is None or seconds_gone < LINGERING
-        return seconds_gone is None and self._written_since < since + SETTLING
+        # An entry that was there for long is in every writing until its pod has ended: one without
+        # a cgroup was refused after a reboot.
+        was_settled = since - self._filed_since.get(allocation, math.inf) >= SETTLING
+        is_written = self._written_since >= since + SETTLING
+        return seconds_gone is None and not was_settled and not is_written
 
     def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
         """Take over the names of pods, by resource, ID and container."""
@@ -2354,26 +2362,23 @@ class ServiceManager:
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not hang us
         self._status = ""
-        self.watchdog_pause = math.inf  # seconds until the next sign of life is due; inf: never
-        pid = environ.get("WATCHDOG_PID") or str(os.getpid())
+        self.watchdog_pause = math.inf  # seconds between two signs of life
+        own = str(os.getpid())
         microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
-        if microseconds > 0 and pid == str(os.getpid()):
+        if microseconds > 0 and (environ.get("WATCHDOG_PID") or own) == own:
             self.watchdog_pause = microseconds / 2e6
 
     def notify(self, *states: str) -> None:
-        # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the
-        # bytes of that.
+        # sdnotify encodes in Latin-1, systemd wants UTF-8.
         self._notifier.notify("\n".join(states).encode().decode("latin-1"))
 
     def sockets(self, name: str) -> list[socket.socket]:
-        """Return the sockets of this name that it has handed in (sd_listen_fds(3))."""
+        """Return the sockets of this name that were handed in (sd_listen_fds(3))."""
         if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
         count = decimal(self._environ.get("LISTEN_FDS")) or 0
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
-        return [
-            socket.socket(fileno=3 + number) for number, each in enumerate(names) if each == name
-        ]
+        return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
 
     def status(self, text: str) -> None:
         if text != self._status:
@@ -2404,7 +2409,7 @@ def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
     form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
     handler.setFormatter(logging.Formatter(form))
     with contextlib.suppress(OSError):
-        status = os.fstat(2)  # the journal's own stream, unless it was redirected (systemd.exec(5))
+        status = os.fstat(2)  # systemd.exec(5): else it was redirected
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2446,8 +2451,8 @@ def parse_uevent(message: bytes) -> Uevent | None:
     action = variables.get("ACTION", "")
     subsystem = variables.get("SUBSYSTEM")
     if subsystem == "tenstorrent":
-        name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-        return Uevent(action, int(name[1]) if name else None)
+        node = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
+        return Uevent(action, int(node[1]) if node else None)
     return Uevent(action, None) if subsystem == "pci" and OUR_PCI_ID in message else None
 
 
@@ -2475,9 +2480,9 @@ class DirectoryWatch:
     While it is missing, its nearest ancestor is watched. Without inotify it is silent.
     """
 
-    MOVED_FROM, MOVED_TO, CREATE, DELETE = 0x40, 0x80, 0x100, 0x200
-    DELETE_SELF, MOVE_SELF, OVERFLOW, ONLYDIR = 0x400, 0x800, 0x4000, 0x0100_0000
-    MASK = MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | ONLYDIR
+    # Moved from, moved to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
+    MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
+    OVERFLOW = 0x4000
 
     def __init__(self, path: str, changed: Callable[[Collection[str]], None]) -> None:
         """changed: gets the names concerned; "": the directory itself, or unknown ones."""
@@ -2485,8 +2490,7 @@ class DirectoryWatch:
         self._changed = changed
         self._descriptor = -1
         self._watch = -1
-        # The path that is watched, with device and inode of what it was.
-        self._watched: tuple[str, tuple[int, ...]] = ("", ())
+        self._watched: tuple[str, tuple[int, ...]] = ("", ())  # as nearest() said
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -2503,13 +2507,13 @@ class DirectoryWatch:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Find what no event tells of: the path leads elsewhere (a mount, a renamed ancestor)."""
+        """Find what no event tells of: a mount, a renamed ancestor."""
         if self._descriptor >= 0 and self.nearest() != self._watched:
             self._arm()
             self._changed({""})
 
     def nearest(self) -> tuple[str, tuple[int, ...]]:
-        """Return the directory, or its nearest ancestor."""
+        """Return the directory, or its nearest ancestor, with device and inode."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -2534,11 +2538,11 @@ class DirectoryWatch:
         offset = 0
         names: set[str] = set()
         while offset < len(buffer):
-            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)  # inotify(7)
-            name = os.fsdecode(buffer[offset + 16 : offset + 16 + length].rstrip(b"\0"))
-            offset += 16 + length
+            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)
+            start = offset + 16
+            offset = start + length
             if watch == self._watch or mask & self.OVERFLOW:  # else one that was given up
-                names.add(name)
+                names.add(os.fsdecode(buffer[start:offset].rstrip(b"\0")))
         if names and (self._watched[0] != self._path or "" in names):
             self._arm()
             names = {""}
@@ -2548,49 +2552,42 @@ class DirectoryWatch:
 
 # ==== ALLOCATION: a request for devices, from the kubelet's question to the answer ================
 
-MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
+MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether a mount's path is there
 LINK_PATIENCE = 1.0  # seconds that udev has to make a link
 GATE_PATIENCE = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
-PAUSE = 0.02  # seconds between two looks at what tells nobody that it has changed
-
-
-def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
-    """Return what containers on shared devices get as /dev/shm."""
-    if not resource.replicas or not sharing.lock_dir:
-        return None
-    is_host = sharing.lock_dir == "/dev/shm"  # with the host's own processes
-    return sharing.lock_dir if is_host else f"{sharing.lock_dir}/{resource.short_name}"
+PAUSE = 0.02  # seconds between two looks at what sends no event
 
 
 def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
     """Raise Refusal if these IDs, per container, cannot be allocated."""
-    if not containers or not all(containers):
-        reason = "a container without devices" if containers else "no container"
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
-    wanted = collections.Counter(itertools.chain(*containers))
-    unknown = [identifier for identifier in wanted if identifier not in resource.devices]
-    if unknown:
-        raise Refusal(Status.NOT_FOUND, f"{resource.name} has no device {few(unknown)}")
-    twice = [identifier for identifier, count in wanted.items() if count > 1]
-    if twice:
+    counts = collections.Counter(itertools.chain(*containers))
+    unknown = [identifier for identifier in counts if identifier not in resource.devices]
+    twice = [identifier for identifier, count in counts.items() if count > 1]
+    most = max(map(len, containers), default=0)
+    code = Status.INVALID_ARGUMENT
+    reason = ""
+    if not containers:
+        reason = "no container"
+    elif not all(containers):
+        reason = "a container without devices"
+    elif unknown:
+        code = Status.NOT_FOUND
+        reason = f"{resource.name} has no device {few(unknown)}"
+    elif twice:
         reason = f"device {few(twice)} is asked for more than once"
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
-    most = max(map(len, containers))
-    if resource.one_each and most > 1:
-        reason = (
-            f"{most} of {resource.name} for one container: shares of a device are no more of it"
-        )
-        raise Refusal(Status.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
-    for identifier in wanted:
+    elif resource.one_each and most > 1:
+        why = "shares of a device are no more of it (fail_requests_greater_than_one)"
+        reason = f"{most} of {resource.name} for one container: {why}"
+    if reason:
+        raise Refusal(code, reason)
+    for identifier in counts:
         device = resource.devices[identifier]
         fault = device.reason
-        if not fault and device.is_former:
-            fault = (
-                f"the configuration no longer gives it for {', '.join(sorted(device.addresses))}"
-            )
+        if device.is_former and not fault:
+            addresses = ", ".join(sorted(device.addresses))
+            fault = f"the configuration no longer gives it for {addresses}"
         if fault:
-            reason = f"device {identifier} is unhealthy: {fault}"
-            raise Refusal(Status.FAILED_PRECONDITION, reason)
+            raise Refusal(Status.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
 
 
 def container_edits(
@@ -2598,15 +2595,15 @@ def container_edits(
 ) -> pb.ContainerAllocateResponse:
     """Return what a runtime adds to a container. locks: its /dev/shm."""
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
+    addresses = ",".join(chip.bdf for chip in chips)
+    edits = pb.ContainerAllocateResponse(envs={ADDRESSES: addresses})
+    # tt-umd reads it inside the container: a colon makes an address, an integer is an index into
+    # the devices that *the container* sees, so a host's ordinal would be wrong.
+    if settings.visible_devices == "bdf":
+        edits.envs["TT_VISIBLE_DEVICES"] = addresses
+    elif settings.visible_devices == "index":
+        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(map(str, range(len(chips))))
     by_cdi = settings.device_list_strategy == "cdi"
-    addresses = [chip.bdf for chip in chips]
-    edits = pb.ContainerAllocateResponse(envs={ADDRESSES: ",".join(addresses)})
-    if settings.visible_devices != "none":
-        # tt-umd reads it inside the container. An integer there is an index into the devices that
-        # *the container* sees, so a host's ordinal would be wrong; a colon makes it an address.
-        positions = map(str, range(len(chips)))
-        tokens = addresses if settings.visible_devices == "bdf" else positions
-        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(tokens)
     for chip in chips:
         if by_cdi:
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
@@ -2625,7 +2622,7 @@ def container_edits(
 
 
 class Allocator:
-    """Answers the kubelet's requests for devices, and guards each start of a container."""
+    """Answers requests for devices, and guards each start of a container."""
 
     def __init__(
         self, settings: Settings, custody: Custody, refresh: Callable[[], None],
@@ -2645,14 +2642,18 @@ class Allocator:
         """Return what containers with these IDs get; raises Refusal. listed: the resource now."""
         result = "refused"
         try:
-            mounts = await self.existing_mounts()
-            await self._wait_for_links(listed(), containers)
+            mounts = await self.existing_mounts(must_answer=True)
+            # A kubelet keeps the answer for a pod's life: a link is better than the node.
+            await wait_for_links(self.settings, _chips(listed(), itertools.chain(*containers)))
             self._refresh()
             resource = listed()  # nothing is awaited from here on
             check_request(resource, containers)
             chips = [_chips(resource, ids) for ids in containers]
-            self._check_nodes(itertools.chain(*chips))
-            locks = self._make_locks(resource)
+            for chip in itertools.chain(*chips):
+                if fault := node_fault_now(chip.function):  # the event is under way
+                    reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
+                    raise Refusal(Status.FAILED_PRECONDITION, reason)
+            locks = self.make_locks(resource)
             for ids, theirs in zip(containers, chips, strict=True):
                 addresses = frozenset(chip.bdf for chip in theirs)
                 grant = Allocation(resource.name, frozenset(ids), addresses)
@@ -2663,94 +2664,76 @@ class Allocator:
         finally:
             self.counts[listed().name, result] += 1
 
-    async def existing_mounts(self) -> list[Mount]:
-        """Return the mounts whose host paths exist; raises Refusal if one does not answer."""
-        found = await self._look_for_mounts()
-        for mount, exists in found.items():
-            if exists is None:
-                reason = f"the host's {mount.host}, a mount, does not answer"
-                raise Refusal(Status.UNAVAILABLE, reason)
-        return [mount for mount, exists in found.items() if exists]
-
-    async def mounts_that_answer(self) -> list[Mount]:
-        """Return those that exist; one that a runtime would wait for is better not named."""
-        return [mount for mount, exists in (await self._look_for_mounts()).items() if exists]
-
-    async def _look_for_mounts(self) -> dict[Mount, bool | None]:
-        """Return whether each mount's host path exists; None: it does not answer."""
-        mounts = self.settings.mounts
-        if mounts is None:
+    async def existing_mounts(self, *, must_answer: bool) -> list[Mount]:
+        """Return those that exist; one that does not answer is left out, or raises Refusal."""
+        if self.settings.mounts is None:
             dev = self.settings.dev_root
             defaults = [Mount(f"{dev}/{n}", f"/dev/{n}") for n in ("hugepages-1G", "hugepages")]
-            return {mount: os.path.exists(mount.host) for mount in defaults}
-        return {each: await self._host_paths.exists(each.host, MOUNT_PATIENCE) for each in mounts}
+            return [mount for mount in defaults if os.path.exists(mount.host)]
+        existing = []
+        for mount in self.settings.mounts:
+            exists = await self._host_paths.exists(mount.host, MOUNT_PATIENCE)
+            if exists:
+                existing.append(mount)
+            elif exists is None and must_answer:
+                reason = f"the host's {mount.host}, a mount, does not answer"
+                raise Refusal(Status.UNAVAILABLE, reason)
+        return existing
 
-    async def _wait_for_links(
-        self, resource: Resource, containers: Iterable[Iterable[str]]
-    ) -> None:
-        """Let udev make links: a kubelet keeps the bare node for a pod's life."""
-        chips = _chips(resource, itertools.chain(*containers))
-        await wait_for_links(self.settings, [chip.function for chip in chips])
-
-    def _check_nodes(self, chips: Iterable[Chip]) -> None:
-        """Raise Refusal if a node is not what sysfs says now; the event is under way."""
-        for chip in chips:
-            if fault := node_fault_now(chip.function):
-                reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
-                raise Refusal(Status.FAILED_PRECONDITION, reason)
-
-    def _make_locks(self, resource: Resource) -> str | None:
-        locks = lock_directory(self.settings.sharing, resource)
+    def make_locks(self, resource: Resource) -> str | None:
+        """Return what containers on shared devices get as /dev/shm, made; raises Refusal."""
+        locks = self.settings.sharing.lock_dir
+        if not resource.replicas or not locks:
+            return None
+        if locks != "/dev/shm":  # the host's own
+            locks = f"{locks}/{resource.short_name}"
         try:
-            if locks:
-                make_lock_directory(locks)
+            make_lock_directory(locks)
         except OSError as error:
-            reason = f"{error.filename}: {error.strerror}"
-            reason = f"no directory for the locks of {resource.name}: {reason}"
-            raise Refusal(Status.UNAVAILABLE, reason) from None
+            reason = f"no directory for the locks of {resource.name}: {error.filename}"
+            raise Refusal(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
         return locks
 
     async def wait_until_free(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
         """Wait until no pod that was given these chips before has them open; raises Refusal.
 
-        A kubelet gives the device of a pod that was deleted by force to the next while the first
-        runs on. It asks before each start, again after an error (manager.go, PreStartContainer).
+        A kubelet gives the device of a pod deleted by force to the next while the first runs on.
+        It asks before each start, again after an error (manager.go, PreStartContainer).
         """
         deadline = time.monotonic() + GATE_PATIENCE
-        self._refresh()
-        user = self._other_user(listed(), frozenset(ids))
+        user = self._other_user(listed, ids)
         if user:
             log.info("%s: a container waits for the end of %s", listed().name, user)
         while user:
             if time.monotonic() > deadline:
-                raise Refusal(
-                    Status.UNAVAILABLE, f"{user} has the device open and has to end first"
-                )
+                reason = f"{user} has the device open and has to end first"
+                raise Refusal(Status.UNAVAILABLE, reason)
             await asyncio.sleep(5 * PAUSE)
-            self._refresh()
-            user = self._other_user(listed(), frozenset(ids))
+            user = self._other_user(listed, ids)
 
-    def _other_user(self, resource: Resource, ids: frozenset[str]) -> str | None:
-        """Return the pod, in words, that uses these chips by another answer.
+    def _other_user(self, listed: Callable[[], Resource], ids: Collection[str]) -> str | None:
+        """Return the pod, in words, that has these chips open by another answer.
 
         Other processes do not count, nor do fellow users of a shared device.
         """
-        custody = self._custody
-        allocations = custody.allocations(time.monotonic())
-        same = [
-            each.pod for each in allocations if (each.resource, each.ids) == (resource.name, ids)
-        ]
+        self._refresh()
+        resource = listed()
+        allocations = self._custody.allocations(time.monotonic())
+        answer = (resource.name, frozenset(ids))
+        same = [each.pod for each in allocations if (each.resource, each.ids) == answer]
         own = ["", *same[-1:]]  # the newest answer's; that can be a grant
-        for chip in _chips(resource, ids):
-            for each in allocations:
-                is_fellow = resource.replicas > 0 and each.resource == resource.name
-                is_other = each.pod not in own and not is_fellow
-                if is_other and chip.bdf in each.chips and self._has_open(each.pod, chip):
-                    return custody.describe(each)
+        chips = _chips(resource, ids)
+        for each in allocations:
+            is_fellow = resource.replicas > 0 and each.resource == resource.name
+            if is_fellow or each.pod in own:
+                continue
+            for chip in chips:
+                if chip.bdf in each.chips and self._has_open(each.pod, chip):
+                    return self._custody.describe(each)
         return None
 
     def _has_open(self, pod: str, chip: Chip) -> bool:
-        """Whether a pod has a chip's node open; where nobody tells, whether it has a cgroup."""
+        """Whether a pod has a node open; where nobody tells, whether it has a cgroup."""
         if not chip.present:
             return False
         processes = processes_on(self.settings, chip.function.ordinal)
@@ -2762,17 +2745,16 @@ class Allocator:
 
 
 def _chips(resource: Resource, ids: Iterable[str]) -> list[Chip]:
-    """Return the chips behind IDs, each once."""
+    """Return chips, each once."""
     devices = (resource.devices[each] for each in ids if each in resource.devices)
-    found = {chip.bdf: chip for device in devices for chip in device.chips}
-    return list(found.values())
+    return list({chip.bdf: chip for device in devices for chip in device.chips}.values())
 
 
-async def wait_for_links(settings: Settings, functions: Sequence[PciFunction]) -> None:
+async def wait_for_links(settings: Settings, chips: Sequence[Chip]) -> None:
     """Wait until udev has made these links, or has had the time to."""
     deadline = time.monotonic() + LINK_PATIENCE
     while expects_links(settings) and time.monotonic() < deadline:
-        if all(link_path(settings, function) for function in functions):
+        if all(link_path(settings, chip.function) for chip in chips):
             return
         await asyncio.sleep(PAUSE)
 
@@ -2786,10 +2768,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """Return the devices as the kubelet wants them.
-
-    Sorted by ID: chips that swap ordinals leave the list unchanged.
-    """
+    """Return the kubelet's list, by ID: chips that swap ordinals leave it unchanged."""
     response = pb.ListAndWatchResponse()
     for identifier, device in sorted(resource.devices.items()):
         health = "Unhealthy" if device.reason else "Healthy"
@@ -2813,7 +2792,7 @@ class Listing:
         return frozenset(each.ID for each in self.message.devices if each.health == "Healthy")
 
     def publish(self, resource: Resource) -> None:
-        """Take over a new state; open streams get the list if it is another one."""
+        """Send the list to open streams if it is another one now."""
         self.resource = resource
         message = device_list(resource)
         if message != self.message:
@@ -2846,9 +2825,9 @@ STREAM_PAUSE = 0.05  # seconds in which a kubelet notices that a stream has ende
 RIVAL_PATIENCE = 1.0  # seconds in which a kubelet has written what it was told
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
 CHANNEL_OPTIONS = (
-    # Subchannels are shared between channels by default, and so is the back-off from a dead socket.
+    # By default channels share subchannels, and so the back-off from a dead socket.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
+    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
 )
 _numbers = itertools.count(1)
 
@@ -2864,16 +2843,15 @@ class Disturbance(RegistrationError):
 class Endpoint(rpc.DevicePluginServicer):
     """One server on one socket, registered once.
 
-    Its name is a new one, such as "tt-n300.4711-1.sock": kubelet 1.37 refuses one to which it still
-    has a connection, and loses sight of that (plugin/v1beta1/server.go); and gRPC unlinks the path
-    of a server that stops late.
+    Its name, "tt-n300.4711-1.sock", is new each time: kubelet 1.37 refuses one to which it still
+    has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path when it stops.
     """
 
     def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
         loop = asyncio.get_running_loop()
         self.opened = loop.create_future()  # the kubelet's stream
         self.ended = loop.create_future()  # … and why, in words
-        self.is_announced = False  # the kubelet has been told of it
+        self.is_announced = False  # to the kubelet
         self.kubelet: FileIdentity | None = None  # its socket when the attempt began
         self._listing = listing
         self._allocator = allocator
@@ -2901,25 +2879,19 @@ class Endpoint(rpc.DevicePluginServicer):
         return self._file is not None and file_identity(self._path) != self._file
 
     def is_fresh(self) -> bool:
-        """Whether it serves, and the kubelet has not been told of it."""
+        """Whether it serves and was not announced."""
         return self._file is not None and not self.is_lost() and not self.is_announced
 
-    def can_be_watched(self) -> bool:
-        """Whether the kubelet has its stream open, or is about to open it."""
-        return self.is_announced and not self.ended.done()
-
     async def register(self, kubelet_socket: str) -> None:
-        """Register the resource; raises RegistrationError.
-
-        The kubelet calls back before it answers. The next stream is its own; others', whoever opens
-        them, are not.
-        """
+        """Register; raises RegistrationError. The kubelet opens its stream before it answers."""
         for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
             if listens(kubelet_socket):
                 break
             await asyncio.sleep(pause)
         else:
             raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
+        if self.is_lost():  # swept by the kubelet that starts
+            raise RegistrationError(f"{self._path} has gone")
         request = pb.RegisterRequest(
             version="v1beta1",
             endpoint=os.path.basename(self._path),
@@ -2932,17 +2904,17 @@ class Endpoint(rpc.DevicePluginServicer):
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
             except grpc.aio.AioRpcError as error:
+                reason = f"refuses: {words_of(error)}"
                 if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"kubelet has not answered within {REGISTER_TIMEOUT:g} s"
-                    raise RegistrationError(reason) from None
-                raise RegistrationError(f"kubelet refuses: {words_of(error)}") from None
+                    reason = f"has not answered within {REGISTER_TIMEOUT:g} s"
+                raise RegistrationError(f"kubelet {reason}") from None
 
     def lose(self, reason: str) -> None:
         if not self.ended.done():
             self.ended.set_result(reason)
 
     async def close(self, grace: float | None = None) -> None:
-        """Stop the server; calls have so many seconds."""
+        """Stop the server. grace: seconds that calls have."""
         self._file = None
         await self._server.stop(grace)
 
@@ -2969,12 +2941,9 @@ class Endpoint(rpc.DevicePluginServicer):
     ) -> pb.PreferredAllocationResponse:
         response = pb.PreferredAllocationResponse()
         for each in request.container_requests:
-            must = each.must_include_deviceIDs
-            resource = self._listing.resource
+            question = (each.available_deviceIDs, each.must_include_deviceIDs, each.allocation_size)
             try:
-                chosen = preferred_allocation(
-                    resource, each.available_deviceIDs, must, each.allocation_size
-                )
+                chosen = preferred_allocation(self._resource(), *question)
             except Refusal as refusal:
                 await context.abort(refusal.code, str(refusal))
             response.container_responses.add(deviceIDs=chosen)
@@ -3007,8 +2976,7 @@ class Endpoint(rpc.DevicePluginServicer):
 class KubeletSession:
     """Keeps one resource registered, attempt after attempt: bind, register, stay until it is lost.
 
-    What happens in the directory ends an attempt and starts the next at once; those that fail come
-    again after a growing pause.
+    What happens in the directory starts the next at once; else there is a pause, which grows.
     """
 
     def __init__(
@@ -3035,7 +3003,7 @@ class KubeletSession:
         return self.listing.resource.name
 
     async def close(self) -> None:
-        """End the session: no task, server or socket is left."""
+        """End the session, and leave no task, server or socket."""
         self.listing.close()
         self._task.cancel()
         await asyncio.wait({self._task, *self._closing})
@@ -3044,10 +3012,7 @@ class KubeletSession:
         self.tried_to_serve.set()
 
     def check_sockets(self, *, is_disturbed: bool) -> None:
-        """Start anew if what may have happened in the directory concerns us.
-
-        is_disturbed: by somebody else's file, which ends a pause.
-        """
+        """Start anew if something is new. is_disturbed: by another's file, which ends a pause."""
         concerns_us = is_disturbed and self._is_pausing
         if self._endpoint:
             kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
@@ -3065,18 +3030,16 @@ class KubeletSession:
     def check_registered(self, healthy: frozenset[str], now: float) -> None:
         """Compare our list with the IDs that the kubelet's file takes for healthy.
 
-        When another plugin registers our name, our stream stays open and counts, but allocations
-        go to the other one (manager.go, addEndpoint): IDs that are none of ours tell of it. Else a
-        writing was overtaken.
+        When another plugin registers our name, our stream stays open, but allocations go there
+        (manager.go, addEndpoint): its IDs tell. Else a writing was overtaken.
         """
-        ours = self.listing.resource.devices.keys()
         if self.state != REGISTERED or healthy == self.listing.healthy:
             self._differs_since = None
         elif self._differs_since is None:
             self._differs_since = now
         elif now - self._differs_since > RIVAL_PATIENCE:
             self._differs_since = None
-            if healthy <= ours:
+            if healthy <= self.listing.resource.devices.keys():
                 self.listing.repeat()
             elif self._endpoint:
                 self._endpoint.lose("another plugin has registered this name; stop it")
@@ -3093,7 +3056,7 @@ class KubeletSession:
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if time.monotonic() - started > 30:  # seconds: a registration that held
+            if time.monotonic() - started > 30:  # seconds: it held
                 self._pause = BACKOFF[0]
             self._is_pausing = True
             await asyncio.wait({self._disturbance}, timeout=self._pause)
@@ -3115,7 +3078,7 @@ class KubeletSession:
         registering.result()
         self.registrations += 1
         count = counted(len(self.listing.resource.distinct), "device")
-        log.info("%s: registered with kubelet, %s", self.name, count)
+        log.info("%s: %s, %s", self.name, REGISTERED, count)
         self._tell(REGISTERED)
         await self._until(endpoint.opened, REGISTER_TIMEOUT)
         if not endpoint.opened.done():
@@ -3124,7 +3087,7 @@ class KubeletSession:
         raise RegistrationError(endpoint.ended.result())
 
     async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
-        """Return an endpoint that the kubelet has not been told of."""
+        """Return an endpoint that was not announced."""
         former = self._endpoint
         if former and former.is_fresh():
             former.kubelet = kubelet
@@ -3133,9 +3096,10 @@ class KubeletSession:
             closing = asyncio.create_task(former.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            if former.can_be_watched() and former.kubelet == kubelet:
-                # Before 1.37 the end of any stream of a resource makes the kubelet forget its
-                # newest registration (manager.go, PluginDisconnected): so the end comes first.
+            is_watched = former.is_announced and not former.ended.done()
+            if is_watched and former.kubelet == kubelet:
+                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
+                # registration (manager.go, PluginDisconnected): so the end comes first.
                 await asyncio.wait({closing})
                 await asyncio.sleep(STREAM_PAUSE)
         if not os.path.isdir(self._directory):
@@ -3146,7 +3110,7 @@ class KubeletSession:
         return self._endpoint
 
     async def _until(self, awaited: asyncio.Future[Any], seconds: float | None = None) -> None:
-        """Wait for something, so long at most; raises Disturbance at once."""
+        """Wait; raises Disturbance at once."""
         first = asyncio.FIRST_COMPLETED
         await asyncio.wait({awaited, self._disturbance}, timeout=seconds, return_when=first)
         if self._disturbance.done():
@@ -3156,14 +3120,14 @@ class KubeletSession:
         if state == self.state:
             return
         self.state = state
-        if state != REGISTERED:  # which has had a line of its own
+        if state != REGISTERED:  # which has its own line
             level = logging.INFO if state.startswith("waiting") else logging.WARNING
             log.log(level, "%s: %s", self.name, state)
         self._changed()
 
 
 def words_of(error: grpc.aio.AioRpcError) -> str:
-    """Return what a call failed with, on one line."""
+    """Return a call's error on one line."""
     return " ".join((error.details() or error.code().name).split())
 
 
@@ -3175,7 +3139,7 @@ def listens(path: str) -> bool:
 
 
 def remove_dead_sockets(directory: str) -> None:
-    """Remove sockets that a killed daemon of ours has left."""
+    """Remove what a killed daemon of ours has left."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             path = f"{directory}/{name}"
@@ -3186,19 +3150,20 @@ def remove_dead_sockets(directory: str) -> None:
 # ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
 
 NAMES_PAUSE = 15.0  # seconds between two questions for the same pods
+PodNames = dict[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
 
 
 class PodResources:
-    """Asks the kubelet which pods have devices (pod resources API v1), one question at a time.
+    """Asks which pods have devices (pod resources API v1), one question at a time.
 
-    Asked, it forgets the devices of pods that have ended (manager.go, GetDevices).
+    Asked, a kubelet forgets the devices of pods that have ended (manager.go, GetDevices).
     """
 
     TIMEOUT = 1.0  # seconds
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._asking: asyncio.Task[dict[tuple[str, str, str], str]] | None = None
+        self._asking: asyncio.Task[PodNames] | None = None
         self._has_complained = False
         self._nameless: Collection[str] = ()
         self._due_at = -math.inf
@@ -3211,13 +3176,12 @@ class PodResources:
         self._nameless = nameless
         return is_due
 
-    async def names(self) -> dict[tuple[str, str, str], str]:
-        """Return "namespace/name" by resource, ID and container, as far as it tells."""
+    async def names(self) -> PodNames:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
-    async def _ask(self) -> dict[tuple[str, str, str], str]:
+    async def _ask(self) -> PodNames:
         try:
             async with grpc.aio.insecure_channel(f"unix:{self.path}", CHANNEL_OPTIONS) as channel:
                 call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
@@ -3260,10 +3224,7 @@ MEMORY = {
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0) with each chip, and `all`; None without any.
-
-    A hostPath is the node itself: runtimes refuse a link.
-    """
+    """Return a CDI file (spec 0.5.0), of nodes, as runtimes refuse links; None without chips."""
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
@@ -3271,23 +3232,29 @@ def cdi_spec(
     if not nodes:
         return None
     nodes["all"] = [*itertools.chain(*nodes.values())]
-    devices = [
-        {"name": name, "containerEdits": {"deviceNodes": theirs}} for name, theirs in nodes.items()
+    spec: dict[str, Any] = {
+        "cdiVersion": "0.5.0",
+        "kind": f"{settings.resource_domain}/device",
+        "devices": [
+            {"name": name, "containerEdits": {"deviceNodes": theirs}}
+            for name, theirs in nodes.items()
+        ],
+    }
+    binds = [
+        {
+            "hostPath": mount.host,
+            "containerPath": mount.container,
+            "options": ["rbind", "ro" if mount.read_only else "rw"],
+        }
+        for mount in mounts
     ]
-    kind = f"{settings.resource_domain}/device"
-    spec: dict[str, Any] = {"cdiVersion": "0.5.0", "kind": kind, "devices": devices}
-    binds = []
-    for mount in mounts:
-        options = ["rbind", "ro" if mount.read_only else "rw"]
-        paths = {"hostPath": mount.host, "containerPath": mount.container}
-        binds.append({**paths, "options": options})
     if binds:
         spec["containerEdits"] = {"mounts": binds}
     return json.dumps(spec, indent=1)
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the host's nodes by device in a CDI file; raises ValueError."""
+    """Return the nodes by device in a CDI file; raises ValueError."""
     try:
         devices = json.loads(spec)["devices"]
         nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
@@ -3303,15 +3270,14 @@ def feature_file(
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in listed:
-        labels.update(_resource_labels(resource))
-    version = re.findall(r"\d+", driver or "")
-    labels.update(zip(("driver.major", "driver.minor"), version, strict=False))
-    labels["driver.version"] = driver or ""
+        for key, value in _resource_labels(resource).items():
+            labels[f"{resource.short_name}.{key}"] = value
+    labels |= _version_labels("driver", driver or "")
     labels["firmware.version"] = _common(chip.identity.firmware for chip in present)
     labels["plugin.version"] = __version__
     lines = []
     for key, value in sorted(labels.items()):
-        # Kubernetes takes 63 characters for name and value, alphanumeric at both ends.
+        # Kubernetes takes 63 characters each, alphanumeric at both ends.
         value = re.sub(r"[^A-Za-z0-9._-]+", "_", value)[:63].strip("._-")
         if value and len(key) <= 63:
             lines.append(f"{settings.resource_domain}/{key}={value}\n")
@@ -3322,31 +3288,35 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     devices = [each for each in resource.distinct if any(chip.present for chip in each.chips)]
     chips = [chip for device in devices for chip in device.chips if chip.present]
     boards = collections.Counter(chip.board for chip in chips)
-    whole = [chip.board for chip in chips if boards[chip.board] == chip.board_chips]
+    whole = {chip.board for chip in chips if boards[chip.board] == chip.board_chips}
     product = _common(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.unshared:
         product += "-SHARED"
     memory = {sum(MEMORY.get(chip.board_type, 0) for chip in each.chips) for each in devices}
-    firmware = _common(chip.identity.firmware for chip in chips)
-    labels = {
+    return {
         "count": str(len(devices)),
         "product": product,
         "replicas": str(resource.replicas or 1),
         "sharing": str(resource.replicas > 0).lower(),
         "memory": str(*memory) if len(memory) == 1 and 0 not in memory else "",
-        "boards": str(len(set(whole))),
+        "boards": str(len(whole)),
         "numa-nodes": str(len({chip.function.numa_node for chip in chips} - {None}) or ""),
-        "firmware.version": firmware,
+        **_version_labels("firmware", _common(chip.identity.firmware for chip in chips)),
     }
-    if re.match(r"\d+\.\d+", firmware):
-        labels["firmware.major"], labels["firmware.minor"] = firmware.split(".")[:2]
-    return {f"{resource.short_name}.{key}": value for key, value in labels.items()}
 
 
 def _common(values: Iterable[str | None]) -> str:
-    """Return what all have that have anything; "mixed" where they differ."""
+    """Return what all have, if anything; "mixed" where they differ."""
     found = {value for value in values if value}
     return "mixed" if len(found) > 1 else "".join(found)
+
+
+def _version_labels(subject: str, version: str) -> dict[str, str]:
+    keys = (f"{subject}.version", f"{subject}.major", f"{subject}.minor")
+    return dict(zip(keys, [version, *re.findall(r"\d+", version)], strict=False))
+
+
+Sample = tuple[Mapping[str, object], float]  # labels and value
 
 
 class Family(NamedTuple):
@@ -3355,7 +3325,17 @@ class Family(NamedTuple):
     name: str
     kind: Literal["gauge", "counter"]
     help: str
-    samples: Iterable[tuple[Mapping[str, object], float]]
+    samples: Iterable[Sample]
+
+
+def _families(
+    prefix: str, helps: Mapping[str, str], samples: Mapping[str, list[Sample]]
+) -> list[Family]:
+    families = []
+    for name, text in helps.items():
+        kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
+        families.append(Family(f"{prefix}{name}", kind, text, samples.get(name, ())))
+    return families
 
 
 def exposition(families: Iterable[Family]) -> str:
@@ -3379,38 +3359,48 @@ def _label(key: str, value: object) -> str:
     return f'{key}="{escaped}"'
 
 
+CHIP_METRICS = {
+    "info": "A chip, and what it is.",
+    "healthy": "Whether nothing is wrong with a chip.",
+    "fault": "What is wrong with a chip, while it is.",
+    "temperature_celsius": "At the last poll.",
+    "temperature_limit_celsius": "Where it throttles.",
+    "thermal_trips_total": "As the firmware counts.",
+    **{sensor.metric: sensor.help for sensor in SENSORS},
+    "allocated": "A container that has it.",
+}
+
+
 def chip_metrics(
     chips: Collection[Chip], resource_of: Mapping[str, Resource], users: Iterable[ChipUser]
 ) -> list[Family]:
-    """Return what is known of each chip."""
-    info, healthy, fault, temperature, limit, trips = [], [], [], [], [], []
+    """Return what is known of chips."""
+    samples = collections.defaultdict[str, list[Sample]](list)
     for chip in chips:
         device = {"device": chip.bdf}
-        info.append(({**device, **_facts(chip, resource_of.get(chip.bdf))}, 1))
-        healthy.append((device, chip.health.fault is None))
+        samples["info"].append(({**device, **_facts(chip, resource_of.get(chip.bdf))}, 1))
+        samples["healthy"].append((device, chip.health.fault is None))
         if chip.health.fault:
-            fault.append(({**device, "kind": chip.health.fault.name.lower()}, 1))
-        telemetry = chip.telemetry if is_readable(chip) and chip.telemetry else Telemetry()
+            samples["fault"].append(({**device, "kind": chip.health.fault.name.lower()}, 1))
+        if not is_readable(chip):
+            continue
+        telemetry = chip.telemetry or Telemetry()
         if telemetry.temperature is not None:
-            temperature.append((device, telemetry.temperature))
+            samples["temperature_celsius"].append((device, telemetry.temperature))
         if telemetry.throttles_at is not None:
-            limit.append((device, telemetry.throttles_at))
+            samples["temperature_limit_celsius"].append((device, telemetry.throttles_at))
         if telemetry.trips is not None:
-            trips.append((device, telemetry.trips))
+            samples["thermal_trips_total"].append((device, telemetry.trips))
+        for sensor in SENSORS:
+            if sensor.attribute in chip.figures:
+                labels = {**device, **sensor.labels}
+                samples[sensor.metric].append((labels, chip.figures[sensor.attribute]))
     known = {chip.bdf for chip in chips}
-    keys = ("device", "namespace", "pod", "container")
-    allocated = [(dict(zip(keys, user, strict=True)), 1) for user in users if user.bdf in known]
-    prefix = "tt_device_"
-    return [
-        Family(f"{prefix}info", "gauge", "A chip, and what it is.", info),
-        Family(f"{prefix}healthy", "gauge", "Whether nothing is wrong with a chip.", healthy),
-        Family(f"{prefix}fault", "gauge", "What is wrong with a chip, while it is.", fault),
-        Family(f"{prefix}temperature_celsius", "gauge", "At the last poll.", temperature),
-        Family(f"{prefix}temperature_limit_celsius", "gauge", "Where it throttles.", limit),
-        Family(f"{prefix}thermal_trips_total", "counter", "As the firmware counts.", trips),
-        *_sensor_metrics(chips),
-        Family(f"{prefix}allocated", "gauge", "A container that has it.", allocated),
-    ]
+    for user in users:
+        if user.bdf in known:
+            labels = dict(zip(("device", "namespace", "pod", "container"), user, strict=True))
+            samples["allocated"].append((labels, 1))
+    return _families("tt_device_", CHIP_METRICS, samples)
 
 
 def is_readable(chip: Chip) -> bool:
@@ -3431,19 +3421,6 @@ def _facts(chip: Chip, resource: Resource | None) -> dict[str, object]:
     }
 
 
-def _sensor_metrics(chips: Iterable[Chip]) -> Iterator[Family]:
-    readable = [chip for chip in chips if is_readable(chip)]
-    for metric, sensors in itertools.groupby(SENSORS, key=lambda sensor: sensor.metric):
-        samples: list[tuple[Mapping[str, object], float]] = []
-        for sensor in sensors:
-            for chip in readable:
-                if sensor.attribute in chip.figures:
-                    labels = {"device": chip.bdf, **dict(sensor.labels)}
-                    samples.append((labels, chip.figures[sensor.attribute]))
-        kind: Any = "counter" if metric.endswith("_total") else "gauge"
-        yield Family(f"tt_device_{metric}", kind, sensor.help, samples)
-
-
 class ChipUser(NamedTuple):
     """A container that was given a chip."""
 
@@ -3454,7 +3431,6 @@ class ChipUser(NamedTuple):
 
 
 def chip_users(custody: Custody, now: float) -> list[ChipUser]:
-    """Return who has which chip."""
     users = []
     for allocation in custody.allocations(now):
         if allocation.pod:
@@ -3473,31 +3449,34 @@ class ListedResource(NamedTuple):
     registrations: int
 
 
+PLUGIN_METRICS = {
+    "resource_devices": "IDs, as the kubelet has them.",
+    "kubelet_registered": "Whether it has a resource.",
+    "kubelet_registrations_total": "That succeeded.",
+    "allocations_total": "Requests for devices.",
+    "plugin_info": "What runs.",
+    "plugin_start_time_seconds": "Unix time.",
+}
+
+
 def plugin_metrics(
     listed: Sequence[ListedResource], counts: Mapping[tuple[str, str], int], started: float
 ) -> list[Family]:
     """Return what is known of resources and daemon. started: Unix time."""
-    devices, registered, registrations, allocations = [], [], [], []
-    for resource, state, count in listed:
-        name = {"resource": resource.name}
-        healthy = sum(device.reason is None for device in resource.devices.values())
-        ill = len(resource.devices) - healthy
-        devices += [
-            ({**name, "health": "healthy"}, healthy),
-            ({**name, "health": "unhealthy"}, ill),
-        ]
-        registered.append((name, state == REGISTERED))
-        registrations.append((name, count))
+    samples = collections.defaultdict[str, list[Sample]](list)
+    for resource, state, registrations in listed:
+        label = {"resource": resource.name}
+        ill = sum(device.reason is not None for device in resource.devices.values())
+        for health, number in {"healthy": len(resource.devices) - ill, "unhealthy": ill}.items():
+            samples["resource_devices"].append(({**label, "health": health}, number))
+        samples["kubelet_registered"].append((label, state == REGISTERED))
+        samples["kubelet_registrations_total"].append((label, registrations))
         for result in ("granted", "refused"):
-            allocations.append(({**name, "result": result}, counts.get((resource.name, result), 0)))
-    return [
-        Family("tt_resource_devices", "gauge", "IDs, as the kubelet has them.", devices),
-        Family("tt_kubelet_registered", "gauge", "Whether it has a resource.", registered),
-        Family("tt_kubelet_registrations_total", "counter", "That succeeded.", registrations),
-        Family("tt_allocations_total", "counter", "Requests for devices.", allocations),
-        Family("tt_plugin_info", "gauge", "What runs.", [({"version": __version__}, 1)]),
-        Family("tt_plugin_start_time_seconds", "gauge", "Unix time.", [({}, started)]),
-    ]
+            count = counts.get((resource.name, result), 0)
+            samples["allocations_total"].append(({**label, "result": result}, count))
+    samples["plugin_info"].append(({"version": __version__}, 1))
+    samples["plugin_start_time_seconds"].append(({}, started))
+    return _families("tt_", PLUGIN_METRICS, samples)
 
 
 # ==== FLEET: the chips of the node, followed over time ============================================
@@ -3510,27 +3489,33 @@ class Fleet:
         """remembered: by `memory`; on_bus: addresses of functions that are there."""
         self.chips: dict[str, Chip] = {}  # by PCI address; none is ever taken out
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
-        self.version = 0  # another one after every change, but for what only the rules remember
+        self.version = 0  # changes with what others learn
         self._former: dict[str, Chip] = {}  # of this boot, and not seen by this process
         for bdf, content in remembered.items():
             chip = _recall_chip(bdf, content)
             if chip:
                 self._former[bdf] = chip._replace(left_bus=chip.left_bus or bdf not in on_bus)
 
+    @property
+    def present(self) -> list[Chip]:
+        return [chip for chip in self.chips.values() if chip.present]
+
+    @property
+    def listed(self) -> list[Chip]:
+        return [chip for chip in self.chips.values() if chip.listed]
+
     def observe(self, settings: Settings, *, is_thorough: bool = True) -> list[PciFunction]:
-        """Look at sysfs, unless thorough not at what seldom changes; returns what is to be read."""
-        known = [chip.function for chip in self.chips.values() if chip.present and not is_thorough]
+        """Look at sysfs, thoroughly or only at what often changes; returns what is to be read."""
+        known = [] if is_thorough else [chip.function for chip in self.present]
         found = scan(settings, known)
-        faults = [
-            each.node_fault
-            for each in found.functions.values()
-            if each.node_fault and each.bdf not in self.chips
-        ]
-        before, self.oddities = self.oddities, (*found.oddities, *faults)
-        for oddity in self.oddities:
-            if oddity not in before:
+        functions = found.functions.values()
+        oddities = [*found.oddities]
+        oddities += [f.node_fault for f in functions if f.node_fault and f.bdf not in self.chips]
+        for oddity in oddities:
+            if oddity not in self.oddities:
                 log.warning("not listed: %s", oddity)
-        new = [function for function in found.functions.values() if self._appears(function)]
+        self.oddities = tuple(oddities)
+        new = [function for function in functions if self._appears(function)]
         for bdf in self.chips.keys() - found.functions.keys():
             chip = self.chips[bdf]
             on_bus = os.path.exists(pci_directory(settings, bdf))
@@ -3542,67 +3527,67 @@ class Fleet:
     def _appears(self, function: PciFunction) -> bool:
         """Take over a function; returns whether it is new, back or elsewhere."""
         bdf = function.bdf
-        chip = self.chips.get(bdf) or self._former.get(bdf)
-        kind = (function.arch, function.pci_card)
-        if bdf not in self.chips and function.node_fault:
+        known = self.chips.get(bdf)
+        if known is None and function.node_fault:
             return False
-        if bdf in self.chips and self.chips[bdf].present and self.chips[bdf].function == function:
+        if known and known.present and known.function == function:
             return False
-        if chip is None or (chip.function.arch, chip.function.pci_card) != kind:
+        chip = known or self._former.pop(bdf, Chip(function))
+        if (chip.function.arch, chip.function.pci_card) != (function.arch, function.pci_card):
             chip = Chip(function)  # another card at the same address
         elif chip.left_bus:  # and perhaps this one, too
             chip = chip._replace(identity=Identity(), left_bus=False)
         self.chips.setdefault(bdf, chip)
-        self._former.pop(bdf, None)
         self._update(chip._replace(function=function, present=True, telemetry=None))
         return True
 
     def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
-        """Take over what chips said; `now` by a clock that only goes forward."""
+        """Take over what chips said."""
         for function, telemetry, is_periodic, figures in readings:
             chip = self.chips[function.bdf]
             if not chip.present or chip.function != function:
-                continue  # it was read before it went or was renumbered
+                continue  # it has gone since, or was renumbered
             speaks = not (telemetry.is_silent or telemetry.error or telemetry.all_ones)
-            mates = self.mates(chip)
-            look = Look(function, telemetry, now, is_periodic, chip.has_spoken, mates)
-            self._update(
-                chip._replace(
-                    identity=telemetry.identity.or_else(chip.identity),
-                    has_spoken=chip.has_spoken or speaks,
-                    listed=True,
-                    health=judge(chip.health, look, settings),
-                    telemetry=telemetry,
-                    figures=chip.figures if figures is None else figures,
-                )
+            spoken = chip.has_spoken
+            look = Look(function, telemetry, now, is_periodic, spoken, self.mates(chip))
+            chip = chip._replace(
+                identity=telemetry.identity.or_else(chip.identity),
+                has_spoken=spoken or speaks,
+                listed=True,
+                health=judge(chip.health, look, settings),
+                telemetry=telemetry,
+                figures=chip.figures if figures is None else figures,
             )
+            self._update(chip)
 
     def mates(self, chip: Chip) -> list[str]:
-        """Return the other chips of a p300, which a reset concerns, too."""
+        """Return the p300's other chip, which a reset concerns, too."""
         if chip.board_chips != 2 or not chip.identity.serial:
             return []
-        board = [each.bdf for each in self.chips.values() if each.board == chip.board]
-        return [bdf for bdf in board if bdf != chip.bdf]
+        return [
+            bdf for bdf, mate in self.chips.items() if mate.board == chip.board and mate != chip
+        ]
 
     def give_up_waiting(self, seconds_under_way: Callable[[str], float]) -> None:
-        """Go on without chips that do not answer; at the deadline that is a fault."""
+        """List chips that do not answer; at the deadline that is a fault."""
         for chip in [*self.chips.values()]:
             seconds = seconds_under_way(chip.bdf)
+            health = chip.health
+            if chip.present and seconds > READ_DEADLINE:
+                health = unhealthy(health, Fault.BLOCKED, BLOCKED)
             if seconds > READ_PATIENCE:
-                is_late = chip.present and seconds > READ_DEADLINE
-                late = unhealthy(chip.health, Fault.BLOCKED, BLOCKED)
-                self._update(chip._replace(listed=True, health=late if is_late else chip.health))
+                self._update(chip._replace(listed=True, health=health))
 
     def chip_at(self, path: str) -> str | None:
-        """Return the address of the chip with this node, by its path or a link."""
+        """Return the address of the chip with this node, or link to it."""
         name = os.path.basename(path)
-        for chip in self.chips.values():
-            if chip.present and (path == chip.function.path or name in (chip.bdf, chip.asic_name)):
+        for chip in self.present:
+            if path == chip.function.path or name in (chip.bdf, chip.asic_name):
                 return chip.bdf
         return None
 
     def show_former(self) -> None:
-        """Show chips that the daemon has seen since boot, and that are gone."""
+        """Show chips that were seen since boot."""
         for bdf, chip in self._former.items():
             health = gone(chip.health, bdf, on_bus=not chip.left_bus)
             self.chips[bdf] = chip._replace(present=False, listed=True, health=health)
@@ -3611,10 +3596,11 @@ class Fleet:
         return {bdf: _chip_memory(chip) for bdf, chip in (self._former | self.chips).items()}
 
     def _update(self, chip: Chip) -> None:
-        before, self.chips[chip.bdf] = self.chips[chip.bdf], chip
-        old, new = before.health, chip.health
+        before = self.chips[chip.bdf]
+        self.chips[chip.bdf] = chip
+        new = chip.health
         what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
-        if old.throttles != new.throttles and not new.fault:
+        if before.health.throttles != new.throttles and not new.fault:
             limit = chip.telemetry.throttles_at if chip.telemetry else None
             news = f"has reached {limit:g} °C and throttles" if new.throttles else "is cool again"
             log.info("%s: %s", what, news)
@@ -3623,9 +3609,11 @@ class Fleet:
         self.version += 1
         if chip.listed and not (before.listed and _introduction(before) == _introduction(chip)):
             log.info("%s: %s", what, _introduction(chip))
-        if new.fault and old.fault != new.fault:
+        if before.health.fault == new.fault:
+            return
+        if new.fault:
             log.warning("%s: unhealthy: %s", what, new.reason)
-        elif old.fault != new.fault:
+        else:
             log.info("%s: healthy again", what)
 
 
@@ -3637,42 +3625,45 @@ def _introduction(chip: Chip) -> str:
 
 
 def _chip_memory(chip: Chip) -> dict[str, Any]:
-    function = chip.function._replace(number=None, node_fault=None)
-    stalled = chip.health.fault is Fault.STALLED
     return {
-        "function": function._asdict(),
+        "function": chip.function._replace(number=None, node_fault=None)._asdict(),
         "identity": chip.identity._asdict(),
         "has_spoken": chip.has_spoken,
         "left_bus": chip.left_bus,
-        "stalled_at": chip.health.heartbeat if stalled else None,
+        "stalled_at": chip.health.heartbeat if chip.health.fault is Fault.STALLED else None,
     }
 
 
 def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
-    """Return a chip by what can be any JSON value; None if it is garbage."""
-    stored = content.get("function")
-    identity = content.get("identity")
-    if not _BDF.fullmatch(bdf) or not isinstance(stored, dict) or not isinstance(identity, dict):
-        return None
-    texts = [stored.get(key) for key in ("path", "sysfs")]
-    numa_node = stored.get("numa_node")
+    """Return a chip by what can be any JSON; None if it is garbage."""
+    match content:
+        case {
+            "function": {
+                "arch": arch,
+                "pci_card": card,
+                "numa_node": numa_node,
+                "ordinal": ordinal,
+                "path": str(path),
+                "sysfs": str(sysfs),
+            },
+            "identity": dict(identity),
+        }:
+            pass
+        case _:
+            return None
     if (
-        stored.get("arch") not in ARCHES.values()
-        or stored.get("pci_card") not in (*CARDS.values(), None)
-        or type(stored.get("ordinal")) is not int
+        not _BDF.fullmatch(bdf)
+        or arch not in ARCHES.values()
+        or card not in (*CARDS.values(), None)
+        or type(ordinal) is not int
         or not (numa_node is None or (type(numa_node) is int and 0 <= numa_node < ALL_ONES))
-        or not all(isinstance(text, str) for text in texts)
     ):
         return None
-    function = PciFunction(
-        bdf, stored["arch"], stored["pci_card"], numa_node, stored["ordinal"], *map(str, texts)
-    )
-    heartbeat = content.get("stalled_at")
     health = Health()
-    if type(heartbeat) is int:
-        health = Health(heartbeat=heartbeat, misses=1_000_000)  # more than any setting
+    if type(content.get("stalled_at")) is int:
+        health = Health(heartbeat=content["stalled_at"], misses=1_000_000)  # more than any setting
     return Chip(
-        function,
+        PciFunction(bdf, arch, card, numa_node, ordinal, path, sysfs),
         identity=Identity.checked(identity),
         has_spoken=content.get("has_spoken") is True,
         left_bus=content.get("left_bus") is True,
@@ -3693,7 +3684,7 @@ class Monitor:
         open_events: Callable[[], socket.socket] = open_uevent_socket,
         trusted: Callable[[object], bool] = sent_by_kernel,
     ) -> None:
-        """changed: called when something was seen; trusted: whether a sender is the kernel."""
+        """changed: called for what was seen; trusted: whether a sender is the kernel."""
         self.settings = settings
         self.fleet = Fleet(remembered, functions_on_bus(settings))
         self.readers = TelemetryReaders(self._telemetry_arrived)
@@ -3728,26 +3719,28 @@ class Monitor:
     def poll(self, *, is_thorough: bool, wants_figures: bool = False) -> None:
         """Look at every chip, the only way to see one die."""
         self.fleet.observe(self.settings, is_thorough=is_thorough)
-        present = {chip.bdf: chip for chip in self.fleet.chips.values() if chip.present}
-        self.readers.release(present)
+        present = self.fleet.present
+        self.readers.release([chip.bdf for chip in present])
         self.readers.submit(
             ReadJob(chip.function, None if is_thorough else chip.telemetry, True, wants_figures)
-            for chip in present.values()
+            for chip in present
         )
 
     async def measure(self) -> None:
-        """Read what cards show."""
-        present = [chip for chip in self.fleet.chips.values() if chip.present]
-        self.readers.submit(ReadJob(c.function, c.telemetry, wants_figures=True) for c in present)
+        """Read sensors, too."""
+        self.readers.submit(
+            ReadJob(chip.function, chip.telemetry, wants_figures=True)
+            for chip in self.fleet.present
+        )
         await self.until_settled()
 
     async def until_settled(self) -> None:
-        """Wait until every chip has answered, or has taken too long."""
+        """Wait until each chip has answered, or has taken too long."""
         while not self.readers.pool.is_settled():
             await self.wait(None)
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait until something was seen, so long at most."""
+        """Wait for news, so long at most."""
         self._news.clear()
         await event_within(self._news, seconds)
 
@@ -3755,7 +3748,7 @@ class Monitor:
         self.readers.submit(ReadJob(function) for function in functions)
 
     def _uevents_arrived(self, kernel: socket.socket) -> None:
-        """Act on the first event at once, on those that follow it closely together."""
+        """Act on an event at once, on those that follow closely together."""
         self._events += receive_uevents(kernel, self._trusted)
         if self._events and not self._gathering:
             pause = self._handled_at + self.GATHERING - time.monotonic()
@@ -3766,27 +3759,29 @@ class Monitor:
                 self._gathering = loop.call_later(pause, self._handle_events)
 
     def _handle_events(self) -> None:
-        events, self._events = self._events, []
+        log.debug("kernel events: %s", self._events)
+        ordinals = {event.ordinal for event in self._events if event}
+        self._events = []
         self._gathering = None
-        log.debug("kernel events: %s", events)
-        ordinals = {event.ordinal for event in events if event}
-        new = self.fleet.observe(self.settings)
-        chips = self.fleet.chips.values()
-        named = [c.function for c in chips if c.present and c.function.ordinal in ordinals]
-        self._read({function.bdf: function for function in [*new, *named]}.values())
+        found = {function.bdf: function for function in self.fleet.observe(self.settings)}
+        for chip in self.fleet.present:
+            if chip.function.ordinal in ordinals:
+                found[chip.bdf] = chip.function
+        self._read(found.values())
         self._handled_at = time.monotonic()
-        self._news.set()
-        self._changed()
+        self._seen()
 
     def _telemetry_arrived(self, readings: list[Reading]) -> None:
         self.fleet.learn(readings, self.settings.health, time.monotonic())
         self.fleet.give_up_waiting(self.readers.pool.seconds_under_way)
+        self._seen()
+
+    def _seen(self) -> None:
         self._news.set()
         self._changed()
 
 
 async def event_within(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for an event, so long at most."""
     waiter = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({waiter}, timeout=seconds)
@@ -3796,7 +3791,7 @@ async def event_within(event: asyncio.Event, seconds: float | None) -> None:
 
 # ==== PUBLICATION: files and metrics, brought in line with what there is ==========================
 
-METRICS_PAUSE = 15.0  # seconds for which figures and the metrics' file count as new
+METRICS_PAUSE = 15.0  # seconds for which figures count as new
 
 
 class Publication:
@@ -3807,23 +3802,20 @@ class Publication:
         self._cdi: OutputFile | None = None
         self._labels: OutputFile | None = None
         self._metrics: OutputFile | None = None
-        self._made_of: object = None  # what the first two were made of
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take over which files are wanted; the others are removed."""
+        """Take over which files are wanted; others are removed."""
         self.settings = settings
-        self._made_of = None
-        cdi = settings.cdi_dir and f"{settings.cdi_dir}/{CDI_FILE}"
-        labels = settings.labels_dir and f"{settings.labels_dir}/{LABELS_FILE}"
-        self._cdi = _moved(self._cdi, cdi)
-        self._labels = _moved(self._labels, labels)
-        self._metrics = _moved(self._metrics, settings.metrics_file)
+        self._made_of: object = None  # what CDI and feature file were made of
+        self._cdi = _moved(self._cdi, settings.cdi_dir, CDI_FILE)
+        self._labels = _moved(self._labels, settings.labels_dir, LABELS_FILE)
+        self._metrics = _moved(self._metrics, *os.path.split(settings.metrics_file))
 
     def describe(
         self, chips: Sequence[Chip], listed: Sequence[Resource], mounts: Sequence[Mount]
     ) -> None:
-        """Bring the files for runtimes and NFD in line."""
+        """Bring the CDI and feature files in line."""
         driver = driver_version(self.settings)
         made_of = ([chip.shown for chip in chips], listed, mounts, driver)
         if made_of != self._made_of:
@@ -3844,7 +3836,7 @@ class Publication:
     def write_metrics(self, text: str) -> None:
         if self._metrics:
             self._metrics.want(text)
-            self._metrics.write()  # even the same: its age tells others that we are at work
+            self._metrics.write()  # even the same: its age says that we work
 
     def render_metrics(self, chips: Sequence[Chip], registrar: Registrar, now: float) -> str:
         listed = registrar.listed()
@@ -3852,25 +3844,27 @@ class Publication:
         for each in listed:
             for device in each.resource.distinct:
                 resource_of.update({chip.bdf: each.resource for chip in device.chips})
-        users = chip_users(registrar.custody, now)
-        counts = registrar.allocator.counts
-        families = chip_metrics(chips, resource_of, users)
-        return exposition([*families, *plugin_metrics(listed, counts, self._started)])
+        families = chip_metrics(chips, resource_of, chip_users(registrar.custody, now))
+        families += plugin_metrics(listed, registrar.allocator.counts, self._started)
+        return exposition(families)
 
 
-def _moved(file: OutputFile | None, path: str) -> OutputFile | None:
-    """Return the file at a path; the former one is removed if it is elsewhere."""
+def _moved(file: OutputFile | None, directory: str, name: str) -> OutputFile | None:
+    """Return the file at this path; one elsewhere is removed."""
+    path = os.path.join(directory, name)
     if file and file.path == path:
         return file
     if file:
         file.remove()
-    return OutputFile(path) if path else None
+    return OutputFile(path) if directory else None
 
 
 class MetricsServer:
-    """`GET /metrics` by HTTP. Whatever a client does costs its own connection and nothing else."""
+    """`GET /metrics` by HTTP. What a client does costs its own connection only."""
 
-    MOST, HEAD_MAX, SECONDS = 32, 8192, 5.0  # connections; bytes of a request; for all of it
+    MOST = 32  # connections
+    HEAD_MAX = 8192  # bytes of a request
+    SECONDS = 5.0  # for all of it
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
@@ -3905,11 +3899,14 @@ class MetricsServer:
                 return
         self._idle.pop(writer, None)
         method, path, *_ = [*lines[0].decode("latin-1").split(), "", ""]
-        status, text = "404 Not Found", "there is /metrics\n"
+        status = "404 Not Found"
+        text = "there is /metrics\n"
         if method not in ("GET", "HEAD"):
-            status, text = "405 Method Not Allowed", "GET /metrics\n"
+            status = "405 Method Not Allowed"
+            text = "GET /metrics\n"
         elif path.partition("?")[0] == "/metrics":
-            status, text = "200 OK", await self.text()
+            status = "200 OK"
+            text = await self.text()
         head = [
             f"HTTP/1.1 {status}",
             "Content-Type: text/plain; version=0.0.4; charset=utf-8",
@@ -3924,22 +3921,21 @@ class MetricsServer:
 
 # ==== DAEMON: what ties the parts together ========================================================
 
-BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind
-THOROUGH = 12  # every so many polls everything is read again, a minute by default
+BIND_PATIENCE = 10.0  # seconds
+THOROUGH = 12  # every so many polls everything is read again
 EXIT_LOST = 74  # EX_IOERR: the sandbox has lost the directory; systemd starts us again
 EXIT_SECOND = 75  # EX_TEMPFAIL: another daemon serves the directory
 
 
 class Registrar:
-    """Keeps the kubelet in line: a session for each resource, with who has what in mind."""
+    """Keeps the kubelet in line: a session for each resource, by who has what."""
 
     def __init__(
         self, settings: Settings, fleet: Fleet, memory: Memory, changed: Callable[[], None]
     ) -> None:
-        """changed: called when others should learn of something."""
-        directory = settings.device_plugin_dir
+        """changed: called for what others should learn."""
         self.settings = settings
-        self.custody = Custody(directory, settings.sysfs_root, memory.custody)
+        self.custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
         self.allocator = Allocator(settings, self.custody, self.refresh, self._save)
         self.sessions: dict[str, KubeletSession] = {}  # by the resource's name
         self._fleet = fleet
@@ -3961,26 +3957,24 @@ class Registrar:
         self.publish()
 
     def refresh(self) -> None:
-        """Read the checkpoint if it has changed, and publish what follows."""
-        now = time.monotonic()
-        if self.custody.refresh(self._given, self._fleet.chip_at, now):
+        """Publish what follows if the checkpoint has changed."""
+        if self.custody.refresh(self._given, self._fleet.chip_at, time.monotonic()):
             self.publish()
 
     def publish(self) -> None:
-        """Bring resources and sessions in line with chips, configuration and custody."""
-        now = time.monotonic()
+        """Bring sessions in line with chips, configuration and custody."""
         custody = self.custody
-        allocations = custody.allocations(now)
-        filed = frozenset(each for each in allocations if custody.is_filed(each))
+        allocations = custody.allocations(time.monotonic())
+        filed = frozenset(filter(custody.is_filed, allocations))
         made_of = (self._fleet.version, allocations, filed, custody.fault, dict(custody.names))
         if made_of == self._published:
             return
-        chips = [chip for chip in self._fleet.chips.values() if chip.listed]
+        chips = self._fleet.listed
         given = configured_resources(chips, self.settings)
         if given.keys() != self._given.keys():  # entries under new names count
             self._given = given
             custody.reread()
-            if custody.refresh(given, self._fleet.chip_at, now):
+            if custody.refresh(given, self._fleet.chip_at, time.monotonic()):
                 return self.publish()
         self._published = made_of
         claims = Claims(allocations, filed, custody.describe, custody.fault, self._offered)
@@ -3994,10 +3988,11 @@ class Registrar:
             }
         self._log_withheld(listed)
         self._bring_sessions(listed)
-        self._memory.save(chips=self._fleet.memory(), custody=self.custody.memory())
+        self._memory.save(chips=self._fleet.memory(), custody=custody.memory())
         self._changed()
 
     def _bring_sessions(self, listed: Mapping[str, Resource]) -> None:
+        directory = self.settings.device_plugin_dir
         for name in self.sessions.keys() - listed.keys():
             log.info("%s: no device is of this resource any longer", name)
             self._run(self.sessions.pop(name).close())
@@ -4006,21 +4001,15 @@ class Registrar:
             if name in self.sessions:
                 self.sessions[name].listing.publish(resource)
             else:
-                directory = self.settings.device_plugin_dir
-                session = KubeletSession(
-                    Listing(resource), self.allocator, directory, self._changed
-                )
-                self.sessions[name] = session
+                session = (Listing(resource), self.allocator, directory, self._changed)
+                self.sessions[name] = KubeletSession(*session)
 
     def _make_locks(self, resource: Resource) -> None:
         """Make what containers start with again after a reboot."""
-        locks = lock_directory(self.settings.sharing, resource)
-        with contextlib.suppress(OSError):  # Allocate says so, in words
-            if locks:
-                make_lock_directory(locks)
+        with contextlib.suppress(Refusal):  # which Allocate answers with
+            self.allocator.make_locks(resource)
 
     def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
-        """Log what a pod has under another name, when that begins and ends."""
         before = self._withheld
         self._withheld = {
             f"{name} {device.identifier}": device.withheld
@@ -4044,20 +4033,19 @@ class Registrar:
             healthy = self.custody.checkpoint.registered.get(name, session.listing.healthy)
             session.check_registered(healthy, now)
         pods = {each.pod for each in self.custody.allocations(now)}
-        nameless = pods - self.custody.names.keys() - {""}
-        is_due = self._pod_resources.is_due(nameless, now)
+        is_due = self._pod_resources.is_due(pods - self.custody.names.keys() - {""}, now)
         if self._withheld or self.custody.has_doubts():
             self._run(self._prune())
         elif is_due:
             self._run(self.learn_names())
 
     async def learn_names(self) -> None:
-        """Learn the names of pods; the kubelet forgets those that have ended."""
+        """Learn pods' names; the kubelet forgets those that have ended."""
         self.custody.learn_names(await self._pod_resources.names())
         self.publish()
 
     async def _prune(self) -> None:
-        """Have the kubelet forget pods that have ended, and write its checkpoint."""
+        """Have the kubelet forget ended pods, and write its checkpoint."""
         await self.learn_names()
         for session in self.sessions.values():
             if session.state == REGISTERED:
@@ -4067,9 +4055,9 @@ class Registrar:
 
     def directory_changed(self, names: Collection[str]) -> None:
         """Act on what happened to these names; "": to any."""
-        foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
         if CHECKPOINT in names or "" in names:
             self.refresh()
+        foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
         for session in self.sessions.values():
             session.check_sockets(is_disturbed=foreign not in ([], [CHECKPOINT]))
 
@@ -4103,19 +4091,17 @@ class Daemon:
         open_events: Callable[[], socket.socket] = open_uevent_socket,
         trusted: Callable[[object], bool] = sent_by_kernel,
     ) -> None:
-        """load: reads the configuration again; open_events, trusted: as Monitor has them."""
+        """load: reads the configuration; open_events, trusted: Monitor's."""
         memory = Memory(settings)
-        directory = settings.device_plugin_dir
-        changed = self._chips_changed
         self.settings = settings
-        self.monitor = Monitor(settings, memory.chips, changed, open_events, trusted)
+        self.monitor = Monitor(settings, memory.chips, self._chips_changed, open_events, trusted)
         self.registrar = Registrar(settings, self.monitor.fleet, memory, self._show_status)
         self._publication = Publication(settings)
         self._scrapes = MetricsServer(self._take_metrics)
         self._load = load
         self._manager = manager
-        self._lock = DirectoryLock(directory)
-        self._watch = DirectoryWatch(directory, self.registrar.directory_changed)
+        self._lock = DirectoryLock(settings.device_plugin_dir)
+        self._watch = DirectoryWatch(settings.device_plugin_dir, self.registrar.directory_changed)
         self._refused = ""  # why the configuration on disk is not the one in force
         self._stage: Literal["starting", "serving", "ready"] = "starting"
         self._wake = asyncio.Event()  # from the pause between polls
@@ -4162,17 +4148,17 @@ class Daemon:
             await self._scrapes.start(listening)
         await self._until_bound()
         version = driver_version(self.settings)
-        chips = self.monitor.fleet.chips
+        fleet = self.monitor.fleet
         driver = "no Tenstorrent driver is loaded" if version is None else f"driver {version}"
-        if self.settings.fail_on_init_error and not chips:
+        if self.settings.fail_on_init_error and not fleet.chips:
             log.error("%s", driver if version is None else "there is no Tenstorrent device")
             return 1
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, counted(len(chips), "device"))
+        count = counted(len(fleet.chips), "device")
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
         self._log_sharing()
         for session in [*self.registrar.sessions.values()]:
             await session.tried_to_serve.wait()
-        present = [chip.function for chip in chips.values() if chip.present]
-        await wait_for_links(self.settings, present)
+        await wait_for_links(self.settings, fleet.present)
         await self._describe()
         self._stage = "ready"
         self._show_status()
@@ -4180,22 +4166,22 @@ class Daemon:
         await self._poll_for_ever()
 
     async def _until_bound(self) -> None:
-        """Wait for the driver to bind to what is on the bus: a kubelet refuses pods without it."""
+        """Wait for the driver to bind: without these chips a kubelet refuses pods."""
         deadline = time.monotonic() + BIND_PATIENCE
         on_bus = functions_on_bus(self.settings)
         while driver_version(self.settings) is not None:
-            listed = {chip.bdf for chip in self.monitor.fleet.chips.values() if chip.listed}
-            unlisted = [bdf for bdf in on_bus if bdf not in listed]
-            missing = next((bdf for bdf in unlisted if is_for_driver(self.settings, bdf)), None)
+            listed = [chip.bdf for chip in self.monitor.fleet.listed]
+            unlisted = (bdf for bdf in on_bus if bdf not in listed)
+            missing = [bdf for bdf in unlisted if is_for_driver(self.settings, bdf)]
             left = deadline - time.monotonic()
             if not missing:
                 return
             if left <= 0:
                 what = f"no node of the driver's in {BIND_PATIENCE:g} s; ready without it"
-                log.warning("%s: %s", missing, what)
+                log.warning("%s: %s", missing[0], what)
                 return
-            self._manager.status(f"waiting for the driver to make a node for {missing}")
-            await self.monitor.wait(min(left, 0.5))  # events can be lost, or there are none
+            self._manager.status(f"waiting for the driver to make a node for {missing[0]}")
+            await self.monitor.wait(min(left, 0.5))  # events can be lost
             self.monitor.look()
 
     async def _poll_for_ever(self) -> NoReturn:
@@ -4219,7 +4205,6 @@ class Daemon:
                 self._manager.notify("WATCHDOG=1")  # polls that fail are no life
 
     async def _poll(self, *, is_thorough: bool) -> None:
-        """Do what no event tells of."""
         self._check_directory()
         self._watch.check()
         self.registrar.poll()
@@ -4233,28 +4218,23 @@ class Daemon:
             self._publication.write_metrics(await self._scrapes.text())
 
     async def _describe(self) -> None:
-        """Bring the files for runtimes and for node-feature-discovery in line."""
-        mounts = await self.registrar.allocator.mounts_that_answer()
+        mounts = await self.registrar.allocator.existing_mounts(must_answer=False)
         listed = [each.resource for each in self.registrar.listed()]
-        self._publication.describe(self._listed_chips(), listed, mounts)
+        self._publication.describe(self.monitor.fleet.listed, listed, mounts)
 
     async def _take_metrics(self) -> str:
-        """Return the metrics, with figures that are not old."""
         if time.monotonic() - self._measured_at >= METRICS_PAUSE:
             self._measured_at = time.monotonic()
             await self.monitor.measure()
             await self.registrar.learn_names()
-        chips = self._listed_chips()
+        chips = self.monitor.fleet.listed
         return self._publication.render_metrics(chips, self.registrar, time.monotonic())
 
-    def _listed_chips(self) -> list[Chip]:
-        return [chip for chip in self.monitor.fleet.chips.values() if chip.listed]
-
     def reload(self) -> None:
-        """SIGHUP: take over what a running daemon can, or nothing of a bad configuration."""
+        """Take over what a running daemon can, nothing of a bad configuration."""
         if self._stage == "ready":
-            now = time.monotonic_ns() // 1000
-            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={now}")
+            microseconds = time.monotonic_ns() // 1000
+            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={microseconds}")
         try:
             loaded = self._load()
         except ConfigError as error:
@@ -4278,11 +4258,9 @@ class Daemon:
         by_cdi = "cdi" in (before.device_list_strategy, loaded.device_list_strategy)
         if by_cdi and before.resource_domain != loaded.resource_domain:
             log.warning("resource_domain has changed: containers of before find no CDI device")
-        settings = replace(loaded, **kept)
+        self.settings = self.monitor.settings = settings = replace(loaded, **kept)
         log.setLevel(settings.log_level.upper())
         log.info("configuration reloaded")
-        self.settings = settings
-        self.monitor.settings = settings
         self._publication.configure(settings)
         if self._stage != "starting":
             self.registrar.configure(settings)
@@ -4290,7 +4268,7 @@ class Daemon:
         self._wake.set()
 
     def _log_sharing(self) -> None:
-        for what in unselected(self._listed_chips(), self.settings):
+        for what in unselected(self.monitor.fleet.listed, self.settings):
             log.info("sharing: %s", what)
 
     def _chips_changed(self) -> None:
@@ -4298,7 +4276,6 @@ class Daemon:
             self.registrar.publish()
 
     def _check_directory(self) -> None:
-        """End if another daemon has the directory, or the sandbox has lost it."""
         directory = self.settings.device_plugin_dir
         holder = self._lock.holder()
         if holder:
@@ -4310,27 +4287,29 @@ class Daemon:
 
     def _show_status(self) -> None:
         self._wake.set()  # the files for others follow
-        listed = [(each.resource, each.state) for each in self.registrar.listed()]
-        status = status_line(listed)
-        self._manager.status("; ".join(filter(None, [status, self._refused])))
+        status = status_line(self.registrar.listed())
+        self._manager.status(f"{status}; {self._refused}" if self._refused else status)
 
 
-def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
+def status_line(listed: Sequence[ListedResource]) -> str:
     """Return what `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; …"."""
     if not listed:
         return "no Tenstorrent device on this node; waiting for one"
     parts = []
-    for resource, _ in listed:
+    for resource, _, _ in listed:
         devices = resource.distinct
         ill = [f"{device.identifier}: {device.reason}" for device in devices if device.reason]
-        shared = f", shared by {resource.replicas}" if resource.replicas else ""
-        more = ", …" if len(ill) > 1 else ""
-        reasons = f" ({ill[0]}{more})" if ill else ""
-        healthy = len(devices) - len(ill)
-        parts.append(f"{len(devices)} × {resource.name}{shared}, {healthy} healthy{reasons}")
-    states = {state for _, state in listed}
+        part = f"{len(devices)} × {resource.name}"
+        if resource.replicas:
+            part += f", shared by {resource.replicas}"
+        part += f", {len(devices) - len(ill)} healthy"
+        if ill:
+            part += f" ({ill[0]}, …)" if len(ill) > 1 else f" ({ill[0]})"
+        parts.append(part)
+    states = {each.state for each in listed}
     if len(states) > 1:
-        states = {f"{resource.name} {state}" for resource, state in listed if state != REGISTERED}
+        lagging = (each for each in listed if each.state != REGISTERED)
+        states = {f"{each.resource.name} {each.state}" for each in lagging}
     return "; ".join([*parts, *sorted(states)])
 
 
@@ -4389,7 +4368,8 @@ def argument_parser() -> argparse.ArgumentParser:
         default = str(getattr(defaults, option.key))
         metavar = option.key.rpartition("_")[2].upper()
         if option.is_switch:
-            default, metavar = default.lower(), "[=BOOL]"
+            default = default.lower()
+            metavar = "[=BOOL]"
         text = f"{option.help}; default {default} [{option.variable}]".replace("%", "%%")
         add(option.flag, metavar=metavar, help=text)
     return parser
@@ -4397,7 +4377,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status (see EPILOG)."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     if "run" in words:  # until the daemon handles it, a SIGHUP waits
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     options = _parsed_options(words)
@@ -4427,9 +4407,8 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     """Return the options, or end with usage and status 2."""
     parser = argument_parser()
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    for word in words:
-        name = word.partition("=")[0]
-        if word.startswith("--") and name not in flags:
+    for name in (word.partition("=")[0] for word in words):
+        if name.startswith("--") and name not in flags:
             parser.error(f"there is no option {name}{nearest(name, flags)}")
     # What follows a bare switch is the next word, such as a command.
     switches = {option.flag for option in OPTIONS if option.is_switch}
@@ -4437,15 +4416,15 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    pairs = ("--json", options.json, "list"), ("--config-only", options.config_only, "check")
-    for flag, is_given, command in pairs:
-        if is_given and options.command != command:
-            parser.error(f"{flag} goes with {command}")
+    if options.json and options.command != "list":
+        parser.error("--json goes with list")
+    if options.config_only and options.command != "check":
+        parser.error("--config-only goes with check")
     return options
 
 
 def say(text: str) -> None:
-    """Print a line in which others may have named things; an ASCII terminal gets ASCII."""
+    """Print what may hold others' names; an ASCII terminal gets ASCII."""
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.replace("×", "x").replace("…", "...").replace("°", " ")
@@ -4456,58 +4435,58 @@ def say(text: str) -> None:
 class Survey(NamedTuple):
     """A node, as `list` and `check` see it."""
 
+    settings: Settings
     fleet: Fleet
     custody: Custody
     listed: Mapping[str, Resource]
     knows_pods: bool  # the kubelet's checkpoint can be read
 
     def pods(self, bdf: str) -> list[ChipUser]:
-        users = chip_users(self.custody, time.monotonic())
-        return [user for user in users if user.bdf == bdf]
+        return [user for user in chip_users(self.custody, time.monotonic()) if user.bdf == bdf]
 
 
 async def survey(settings: Settings) -> Survey:
-    """Look twice, one second apart: a stalled heartbeat shows only then."""
+    """Look twice, a second apart: a stalled heartbeat shows only then."""
     memory = Memory(settings)
     rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
     monitor = Monitor(rules, memory.chips, lambda: None)
-    fleet, pool = monitor.fleet, monitor.readers.pool
+    fleet = monitor.fleet
+    under_way = monitor.readers.pool.seconds_under_way
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
         monitor.poll(is_thorough=True, wants_figures=True)
         await monitor.until_settled()
-        while any(0 < pool.seconds_under_way(bdf) <= READ_DEADLINE for bdf in fleet.chips):
+        while any(0 < under_way(bdf) <= READ_DEADLINE for bdf in fleet.chips):
             await monitor.wait(None)
     fleet.show_former()
+    chips = fleet.chips.values()
     now = time.monotonic()
-    given = configured_resources(fleet.chips.values(), settings)
+    given = configured_resources(chips, settings)
     custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
     custody.refresh(given, fleet.chip_at, now)
     custody.look(now)
     custody.learn_names(await PodResources(settings.pod_resources_socket).names())
     allocations = custody.allocations(now)
-    claims = Claims(allocations, allocations, custody.describe)
-    listed = resources(given, fleet.chips.values(), claims)
-    path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
-    return Survey(fleet, custody, listed, os.access(path, os.R_OK) and not custody.fault)
+    listed = resources(given, chips, Claims(allocations, allocations, custody.describe))
+    is_readable = os.access(f"{settings.device_plugin_dir}/{CHECKPOINT}", os.R_OK)
+    return Survey(settings, fleet, custody, listed, is_readable and not custody.fault)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     found = asyncio.run(survey(settings))
     for oddity in found.fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
-    rows = list(_rows(settings, found))
+    rows = list(_rows(found))
     if as_json:
         print(json.dumps(rows, indent=2))
-    elif not rows:
-        say("no Tenstorrent device on this node")
-    for line in _table_lines(rows) if rows and not as_json else ():
+        return 0
+    for line in _table_lines(rows) if rows else ["no Tenstorrent device on this node"]:
         say(line)
     return 0
 
 
-def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
-    """Yield each chip as `list --json` has it."""
+def _rows(found: Survey) -> Iterator[dict[str, Any]]:
+    """Yield chips as `list --json` has them."""
     owners: dict[str, tuple[Resource, Device | None]] = {}
     for each in found.listed.values():
         for device in each.distinct:
@@ -4517,12 +4496,11 @@ def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
         chip = found.fleet.chips[bdf]
         function = chip.function
         resource, owner = owners.get(bdf, (Resource("", {}), None))
-        reason = owner.reason if owner else "its board is not known yet"
-        processes = processes_on(settings, function.ordinal) if chip.present else []
-        pods = [
-            {"namespace": u.namespace, "pod": u.pod, "container": u.container}
-            for u in found.pods(bdf)
-        ]
+        reason = chip.health.reason or (owner.reason if owner else "its board is not known yet")
+        pods = [user._asdict() for user in found.pods(bdf)]
+        for pod in pods:
+            del pod["bdf"]
+        processes = processes_on(found.settings, function.ordinal) if chip.present else []
         yield {
             "id": owner.identifier if owner else None,
             "index": function.ordinal,
@@ -4537,8 +4515,8 @@ def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
             "firmware": chip.identity.firmware,
             "temperature": chip.telemetry.temperature if chip.telemetry else None,
             "power": chip.figures.get("power1_input"),
-            "healthy": (chip.health.reason or reason) is None,
-            "reason": chip.health.reason or reason,
+            "healthy": reason is None,
+            "reason": reason,
             "resource": resource.name or None,
             "replicas": resource.replicas,
             "pods": pods if found.knows_pods else None,
@@ -4550,19 +4528,23 @@ def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
 
 def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a table of 110 columns, where names are of usual length."""
-    keys = {"ADDRESS": "bdf", "ID": "id", "CARD": "card", "SERIAL": "serial", "NUMA": "numa_node"}
+    keys = {
+        "ADDRESS": "bdf",
+        "ID": "id",
+        "CARD": "card",
+        "SERIAL": "serial",
+        "NUMA": "numa_node",
+        "FIRMWARE": "firmware",
+    }
     if all(row["id"] in (row["bdf"], None) for row in rows):
         del keys["ID"]
-    keys["FIRMWARE"] = "firmware"
     lines = [["N", *keys, "RESOURCE", "°C", "W", "HEALTH", "USED BY"]]
     for row in rows:
         cells = [row["index"] if row["path"] else None, *(row[key] for key in keys.values())]
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
         cells.append(row["resource"] and row["resource"].partition("/")[2] + shared)
-        cells += [
-            figure if figure is None else round(figure)
-            for figure in (row["temperature"], row["power"])
-        ]
+        for figure in (row["temperature"], row["power"]):
+            cells.append(figure if figure is None else round(figure))
         cells.append(f"UNHEALTHY: {row['reason']}" if row["reason"] else "healthy")
         cells.append(_users(row))
         lines.append(["-" if cell is None else str(cell) for cell in cells])
@@ -4574,38 +4556,42 @@ def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _users(row: Mapping[str, Any]) -> str:
     """Return who uses a chip; a process of a pod is the pod."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
-    processes = [each for each in row["processes"] or () if not (pods and each["of_pod"])]
-    users = [*dict.fromkeys(pods), *(f"{each['command']}[{each['pid']}]" for each in processes)]
-    nobody = "?" if None in (row["pods"], row["processes"]) else "-"
-    return ", ".join(users) or nobody
+    users = [*dict.fromkeys(pods)]
+    for process in row["processes"] or ():
+        if not (pods and process["of_pod"]):
+            users.append(f"{process['command']}[{process['pid']}]")
+    return ", ".join(users) or ("?" if None in (row["pods"], row["processes"]) else "-")
 
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
     """Say whether a node is fit; returns 1 if anything FAILs."""
-    findings: list[Finding] = [("ok", "configuration", "valid")]
-    settings = Settings()
+    findings: list[Finding] = []
     try:
         settings = load()
+        findings.append(("ok", "configuration", "valid"))
     except ConfigError as error:
+        settings = Settings()
         more = "" if config_only else "; the rest is checked with the defaults"
-        findings = [("FAIL", "configuration", f"{error}{more}")]
+        findings.append(("FAIL", "configuration", f"{error}{more}"))
     if not config_only:
         found = asyncio.run(survey(settings))
-        findings += _check_driver(settings)
-        findings += _check_chips(settings, found)
-        findings += _check_hugepages(settings, found.fleet)
-        for what in unselected(found.fleet.chips.values(), settings):
-            findings.append(("warn", "sharing", what))
-        findings += _check_cdi(settings, found.fleet)
-        findings += _check_kubelet(settings, found)
+        for part in (
+            _check_driver,
+            _check_chips,
+            _check_hugepages,
+            _check_sharing,
+            _check_cdi,
+            _check_kubelet,
+        ):
+            findings += part(found)
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
         say(f"{level:4}  {subject:{width}}  {text}")
     return int(any(level == "FAIL" for level, _, _ in findings))
 
 
-def _check_driver(settings: Settings) -> Iterator[Finding]:
-    version = driver_version(settings)
+def _check_driver(found: Survey) -> Iterator[Finding]:
+    version = driver_version(found.settings)
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None:
         yield "FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent"
@@ -4616,8 +4602,9 @@ def _check_driver(settings: Settings) -> Iterator[Finding]:
         yield "ok", "driver", version or "loaded; it does not say its version"
 
 
-def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
+def _check_chips(found: Survey) -> Iterator[Finding]:
     fleet = found.fleet
+    settings = found.settings
     on_bus = functions_on_bus(settings)
     if not fleet.chips and not fleet.oddities:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
@@ -4629,18 +4616,19 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
     for oddity in fleet.oddities:
         advice = "reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
         yield "FAIL", "devices", f"{oddity}; {advice}"
-    reasons = {row["bdf"]: row["reason"] for row in _rows(settings, found)}
+    reasons = {row["bdf"]: row["reason"] for row in _rows(found)}
     for bdf, chip in fleet.chips.items():
         what = f"{chip.card_type or chip.function.arch}, {chip.function.path}"
         if reasons[bdf] and not reasons[bdf].startswith("held by"):
             yield "FAIL", bdf, f"{what}: {reasons[bdf]}"
         else:
             yield "ok", bdf, f"{what}, healthy"
-            yield from _check_chip(settings, chip, found.pods(bdf))
+            yield from _check_chip(found, chip)
 
 
-def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Iterator[Finding]:
-    bdf, function = chip.bdf, chip.function
+def _check_chip(found: Survey, chip: Chip) -> Iterator[Finding]:
+    bdf = chip.bdf
+    path = chip.function.path
     if chip.telemetry and chip.telemetry.is_silent:
         yield "warn", bdf, "its firmware is silent; if it stays so, look into dmesg"
     width = chip.figures.get("current_link_width")
@@ -4648,66 +4636,68 @@ def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Ite
     if width and most and width < most:
         advice = "reseat the card, and look at its slot"
         yield "warn", bdf, f"PCI link of {width:g} lanes where it can have {most:g}; {advice}"
-    strangers = [p for p in processes_on(settings, function.ordinal) or () if not p.is_of_pod]
-    if pods and strangers:
-        who = f"{strangers[0].command} ({strangers[0].pid})"
-        owner = f"{pods[0].namespace}/{pods[0].pod}"
-        yield "warn", bdf, f"{owner} was given it, and {who} of the host has it open; end that"
+    processes = processes_on(found.settings, chip.function.ordinal) or ()
+    strangers = [f"{each.command} ({each.pid})" for each in processes if not each.is_of_pod]
+    for user in found.pods(bdf)[:1] if strangers else ():
+        what = f"was given it, and {strangers[0]} of the host has it open; end that"
+        yield "warn", bdf, f"{user.namespace}/{user.pod} {what}"
     try:
-        mode = stat.S_IMODE(os.stat(function.path).st_mode)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
     except OSError as error:
-        yield "FAIL", bdf, f"{function.path}: {error.strerror}"
+        yield "FAIL", bdf, f"{path}: {error.strerror}"
         return
     if mode & 0o666 != 0o666:
         advice = "who is not root cannot open it; install the driver's udev rules"
-        yield "warn", bdf, f"{function.path} has mode {mode:04o}, not 0666: {advice}"
+        yield "warn", bdf, f"{path} has mode {mode:04o}, not 0666: {advice}"
 
 
-def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    """Find pages of 1 GiB: 4 for each chip of a Wormhole without an IOMMU that translates."""
-    wanted = needy = 0
-    for bdf, chip in fleet.chips.items():
-        group = read_quick(f"{pci_directory(settings, bdf)}/iommu_group/type") or ""
-        if chip.present and chip.function.arch == "wormhole" and not group.startswith("DMA"):
-            needy += 1
-            wanted += 8 if chip.board_type == "n300" else 4
-    chips = counted(needy, "Wormhole")
+def _check_hugepages(found: Survey) -> Iterator[Finding]:
+    """Look for 4 pages of 1 GiB for each chip of a Wormhole without an IOMMU that translates."""
+    settings = found.settings
+    needy = []
+    for chip in found.fleet.present:
+        group = read_quick(f"{pci_directory(settings, chip.bdf)}/iommu_group/type") or ""
+        if chip.function.arch == "wormhole" and not group.startswith("DMA"):
+            needy.append(8 if chip.board_type == "n300" else 4)
+    chips = f"{counted(len(needy), 'Wormhole')} without IOMMU"
+    wanted = sum(needy)
     directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
     there = decimal(read_quick(f"{directory}/nr_hugepages")) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
     mounts = ""
-    with (
-        contextlib.suppress(OSError),
-        open(f"{settings.proc_root}/mounts", errors="replace") as file,
-    ):
-        mounts = file.read()
+    with contextlib.suppress(OSError), open(f"{settings.proc_root}/mounts", "rb") as file:
+        mounts = file.read().decode(errors="replace")
     if needy and not os.path.isdir(directory):
         advice = "this kernel has none; use an IOMMU, or a kernel with pages of 4 KiB"
-        yield "warn", "hugepages", f"{chips} without IOMMU cannot have them of 1 GiB: {advice}"
+        yield "warn", "hugepages", f"{chips} cannot have them of 1 GiB: {advice}"
     elif needy and there < wanted:
         advice = f"boot with hugepagesz=1G hugepages={wanted}, or install tt-system-tools"
-        yield "warn", "hugepages", f"{there} of 1 GiB for {chips} without IOMMU; {advice}"
+        yield "warn", "hugepages", f"{there} of 1 GiB for {chips}; {advice}"
     elif needy and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
         yield "warn", "hugepages", f"{there} of 1 GiB, but {mount} is not mounted; mount it there"
     else:
         yield "ok", "hugepages", f"{there} of 1 GiB{'' if needy else '; none are needed'}"
 
 
-def _check_cdi(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    path = f"{settings.cdi_dir}/{CDI_FILE}"
-    by_cdi = settings.device_list_strategy == "cdi"
-    nodes = {chip.bdf: chip.function.path for chip in fleet.chips.values() if chip.present}
+def _check_sharing(found: Survey) -> Iterator[Finding]:
+    for what in unselected(found.fleet.chips.values(), found.settings):
+        yield "warn", "sharing", what
+
+
+def _check_cdi(found: Survey) -> Iterator[Finding]:
+    path = f"{found.settings.cdi_dir}/{CDI_FILE}"
+    by_cdi = found.settings.device_list_strategy == "cdi"
+    nodes = {chip.bdf: chip.function.path for chip in found.fleet.present}
     try:
         with open(path, encoding="utf-8") as file:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
-        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
-            reason = (error.strerror if isinstance(error, OSError) else "") or error
+        if by_cdi or (found.settings.cdi_dir and os.path.exists(path)):
+            reason = getattr(error, "strerror", None) or error
             yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
     else:
-        false = sorted(
-            bdf for bdf in described.keys() | nodes if described.get(bdf) != nodes.get(bdf)
-        )
+        known = described.keys() | nodes
+        false = sorted(bdf for bdf in known if described.get(bdf) != nodes.get(bdf))
         if false:
             yield "FAIL", "CDI", f"{path} is false of {few(false)}; is the service running?"
         else:
@@ -4723,8 +4713,8 @@ def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
 
 
-def _check_kubelet(settings: Settings, found: Survey) -> Iterator[Finding]:
-    directory = settings.device_plugin_dir
+def _check_kubelet(found: Survey) -> Iterator[Finding]:
+    directory = found.settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
         os.stat(f"{directory}/.")
@@ -4759,7 +4749,6 @@ def _check_kubelet(settings: Settings, found: Survey) -> Iterator[Finding]:
 
 
 def _check_sandbox(directory: str) -> Iterator[Finding]:
-    """Find whether the installed unit lets the daemon write there."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
         shown = _output(*show, "tt-device-plugin.service").split()

@@ -1,1 +1,1 @@
-"""Tests of the program; world/ has the simulated node and the reference kubelet, e2e/ what needs root."""
+"""Tests of the program; world/ has the simulated node and the kubelet, e2e/ what needs root."""

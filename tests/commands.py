@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.world import simulation
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import (
-    PATIENCE,
-    ROOT,
-    SIMULATION,
-    environment,
-    finished,
-    outlet_flags,
-    wait_until,
-)
+from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, wait_until
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
 # Root may write everywhere; without this capability it may not.
 AS_OTHERS = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+
+# Its children are the program within milliseconds: importing gRPC takes most of what it does.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.commands"])
 
 
 @dataclass
@@ -86,15 +85,20 @@ class Host:
         plugins = f"--device-plugin-dir={self.plugins}"
         return [*self.node.flags, plugins, *outlet_flags(self.root)]
 
-    def run(
-        self, *words: str, as_other: bool = False, errors: bool = False, **environ: str
-    ) -> Answer:
-        """Run the program to its end, while the cards' firmware lives.
+    def run(self, *words: str, **environ: str) -> Answer:
+        """Run the program to its end, in a process that has imported it already.
 
-        as_other: without root's right to look everywhere. errors: attributes can fail.
+        Attributes can fail, and the second between two looks is a beat of the cards' firmware.
         """
-        program = SIMULATION if errors else PROGRAM
-        command = [*(AS_OTHERS if as_other else []), *program, *words, *self.flags]
+        given = environment() | self.environ | environ
+        return forked([*words, *self.flags], given, self.node)
+
+    def run_anew(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
+        """Run the program as it is installed, in real time, while the cards' firmware lives.
+
+        as_other: without root's right to look everywhere.
+        """
+        command = [*(AS_OTHERS if as_other else []), *PROGRAM, *words, *self.flags]
         with Ticker(self.node, 0.2):
             ended = finished(command, {**self.environ, **environ})
         return Answer(ended.returncode, ended.stdout, ended.stderr)
@@ -117,6 +121,30 @@ class Host:
             kubelet.bind(str(self.plugins / "kubelet.sock"))
             kubelet.listen()
             yield
+
+
+def forked(
+    words: Sequence[str], environ: Mapping[str, str], node: SimulatedNode | None = None
+) -> Answer:
+    """Run the program to its end, in a process that has imported it already."""
+    with tempfile.TemporaryDirectory() as home:
+        arguments = (words, environ, node and node.root, *(f"{home}/{name}" for name in "oe"))
+        process = _forks.Process(target=_be_the_program, args=arguments)
+        process.start()
+        process.join(4 * PATIENCE)
+        assert process.exitcode is not None, f"{words} does not end"
+        return Answer(process.exitcode, *(Path(f"{home}/{name}").read_text() for name in "oe"))
+
+
+def _be_the_program(
+    words: Sequence[str], environ: Mapping[str, str], root: Path | None, *outputs: str
+) -> None:
+    for descriptor, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    with simulation.hastened(SimulatedNode.open(root)) if root else contextlib.nullcontext():
+        sys.exit(simulation.main(words))
 
 
 @contextlib.contextmanager

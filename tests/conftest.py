@@ -1,4 +1,4 @@
-"""Fixtures: a simulated node, a directory for device plugins, a reference kubelet, the daemon between them."""
+"""Fixtures: a simulated node, a directory for plugins, a reference kubelet, the daemon."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
 
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
-    """A directory with a short path: a unix socket's address holds 107 bytes, pytest's own tmp_path takes most."""
+    """A directory with a short path: a unix socket's address holds 107 bytes."""
     with workspace() as path:
         yield path
 
@@ -59,7 +59,7 @@ def ticking(node: SimulatedNode) -> Iterator[None]:
 
 @pytest.fixture
 async def kubelet(node: SimulatedNode, directory: Path) -> AsyncIterator[Kubelet]:
-    """A running kubelet of this node; at the end the daemon has done nothing that a good one does not."""
+    """A running kubelet of this node; a good daemon does nothing that it notes as wrong."""
     async with kubelet_of(node, directory) as running:
         yield running
     assert running.violations == []

@@ -142,6 +142,7 @@ class Story:
         self.kernel = Kernel(self.node, self.uevents)
         self.kubelet = Kubelet(self.directory, on_event=self._kubelet_event)
         self.configuration = home / "daemon.toml"
+        self.objections: list[str] = []  # of the kubelet
         self.daemon = self._new_daemon()
 
     def _new_daemon(self) -> Service:
@@ -153,6 +154,8 @@ class Story:
 
     def _kubelet_event(self, event: Event) -> None:
         self.stage.noise("kubelet", event.line())
+        if event.kind == "violation":
+            self.objections.append(f"{event.fields['text']} (in step {self.stage.steps})")
 
     async def play(self) -> None:
         """From the cards on; what the kubelet had to object to is a failure, too."""
@@ -160,8 +163,7 @@ class Story:
             stack.push_async_callback(self.kubelet.stop)
             stack.enter_context(Ticker(self.node, INTERVAL / 4))
             await self.steps()
-        violations = self.kubelet.violations
-        check(not violations, f"the kubelet had to object: {violations[:1]}")
+        check(not self.objections, f"the kubelet had to object: {self.objections[:1]}")
 
     async def steps(self) -> None:
         raise NotImplementedError
@@ -380,8 +382,7 @@ class Cards(Story):
             N150, lambda: chip.bdf in kubelet.unhealthy(N150), self.kernel.deliver()
         )
         stage.fact(
-            "gone",
-            f"/dev/tenstorrent/{old}; unhealthy in the list after {milliseconds(seconds)}",
+            "gone", f"/dev/tenstorrent/{old}; unhealthy in the list after {milliseconds(seconds)}"
         )
         chip.come_back(ordinal=11)
         seconds = await self._listed(

@@ -35,7 +35,7 @@ def complaint(answer: Answer, level: str, subject: str) -> str:
 
 def test_a_sound_node_is_in_order(host: Host) -> None:
     """Configuration, driver, devices, hugepages, the kubelet's directory and socket: status 0."""
-    answer = host.run("check")
+    answer = host.run_anew("check")
     kubelet = f"{host.plugins}/kubelet.sock"
     assert answer.findings == [
         ("ok", "configuration", "valid"),
@@ -53,7 +53,7 @@ def test_a_sound_node_is_in_order(host: Host) -> None:
 
 def test_a_bad_configuration_is_named_and_the_rest_is_checked(host: Host) -> None:
     """With the defaults, and so on this very machine."""
-    answer = host.run("check", "--log-level=loud")
+    answer = host.run_anew("check", "--log-level=loud")
     level, subject, text = answer.findings[0]
     assert (level, subject, answer.status) == ("FAIL", "configuration", 1)
     assert "--log-level: 'loud'" in text and "debug, info, warning or error" in text
@@ -108,20 +108,6 @@ def test_firmware_that_has_stopped_is_named_with_the_remedy_for_that_chip(host: 
     host.node.chips[0].freeze()
     text = complaint(host.run("check"), "FAIL", FIRST)
     assert "heartbeat stalled" in text and text.endswith(f"tt-smi -r {FIRST}")
-
-
-def test_a_remedy_says_what_else_it_concerns(short_tmp: Path) -> None:
-    """A reset of one chip of a p300 is its mate's, too."""
-    with host_with(short_tmp, "p300c") as host:
-        host.node.chips[0].freeze()
-        text = complaint(host.run("check"), "FAIL", FIRST)
-    assert text.endswith(f"tt-smi -r {FIRST} (that resets 0000:02:00.0 of its board, too)")
-
-
-def test_a_chip_in_reset_is_named(host: Host) -> None:
-    """Its heartbeat answers ENODATA."""
-    host.node.chips[0].reset()
-    assert "resetting" in complaint(host.run("check", errors=True), "FAIL", FIRST)
 
 
 def test_a_wrong_node_is_named(host: Host) -> None:
@@ -294,7 +280,7 @@ def test_a_directory_that_is_not_there_is_named(host: Host) -> None:
 def test_a_directory_that_cannot_be_written_is_named(host: Host) -> None:
     """No socket of ours can be made there."""
     host.plugins.chmod(0o555)
-    answer = host.run("check", as_other=True)
+    answer = host.run_anew("check", as_other=True)
     host.plugins.chmod(0o755)
     assert "/dp cannot be written" in complaint(answer, "FAIL", "kubelet")
 
@@ -302,7 +288,7 @@ def test_a_directory_that_cannot_be_written_is_named(host: Host) -> None:
 def test_who_may_not_look_is_told_so(host: Host) -> None:
     """An ordinary user; that says nothing of the node."""
     host.plugins.chmod(0)
-    answer = host.run("check", as_other=True)
+    answer = host.run_anew("check", as_other=True)
     host.plugins.chmod(0o755)
     text = complaint(answer, "warn", "kubelet")
     assert text.endswith("you may not look there; run as root")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,23 +12,23 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.commands import PROGRAM
-from tests.world.processes import finished
+from tests.commands import Answer, forked
+from tests.world.processes import environment, finished
 
 
-def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return finished([*PROGRAM, *words], environ)
+def run(*words: str, **environ: str) -> Answer:
+    return forked(words, environment() | environ)
 
 
 def test_version_is_one_line() -> None:
     """The program's name and its version, on stdout."""
     ended = run("--version")
-    assert (ended.stdout, ended.returncode) == (f"tt-device-plugin {ttdp.__version__}\n", 0)
+    assert (ended.out, ended.status) == (f"tt-device-plugin {ttdp.__version__}\n", 0)
 
 
 def test_help_mentions_every_command_flag_variable_and_default() -> None:
     """What can be set is in the help, and so are the sections that only the file has."""
-    text = " ".join(run("--help").stdout.split())
+    text = " ".join(run("--help").out.split())
     for option in ttdp.OPTIONS:
         default = getattr(ttdp.Settings(), option.key)
         assert option.flag in text and f"[{option.variable}]" in text
@@ -43,8 +42,8 @@ def test_help_mentions_every_command_flag_variable_and_default() -> None:
 def test_no_command_is_the_help_on_stderr() -> None:
     """Nobody starts a daemon by typing a name."""
     ended = run()
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == run("--help").stdout
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == run("--help").out
 
 
 @pytest.mark.parametrize(
@@ -58,32 +57,41 @@ def test_no_command_is_the_help_on_stderr() -> None:
         (["run", "--uni", "board"], "there is no option --uni; did you mean --unit?"),
         (["list", "--sysfs-rot=/x"], "there is no option --sysfs-rot; did you mean --sysfs-root?"),
         (["run", "--nonsense-of-mine"], "there is no option --nonsense-of-mine\n"),
+        (["list", "--log-level"], "argument --log-level: expected one argument"),
     ],
 )
 def test_words_that_are_not_understood_are_a_usage_error(words: list[str], reason: str) -> None:
     """Status 2, the usage and what is wrong, before anything is looked at."""
     ended = run(*words)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("usage: tt-device-plugin run|list|check [OPTIONS]\n")
-    assert reason in ended.stderr
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("usage: tt-device-plugin run|list|check [OPTIONS]\n")
+    assert reason in ended.err
 
 
 @pytest.mark.parametrize(
     ("words", "environ", "source"),
     [
-        (["--unit=boards"], {}, "--unit: 'boards'"),
-        ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
-        (["--config-file=/nowhere"], {}, "/nowhere: there is no such file; --config-file names"),
-        ([], {"TTDP_CONFIG_FILE": "/no"}, "/no: there is no such file; TTDP_CONFIG_FILE names it"),
+        (["run", "--unit=boards"], {}, "--unit: 'boards'"),
+        (["list"], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
+        (
+            ["run", "--config-file=/nowhere"],
+            {},
+            "/nowhere: there is no such file; --config-file names",
+        ),
+        (
+            ["run"],
+            {"TTDP_CONFIG_FILE": "/no"},
+            "/no: there is no such file; TTDP_CONFIG_FILE names it",
+        ),
     ],
 )
 def test_a_bad_value_is_status_78_and_one_line(
     words: list[str], environ: dict[str, str], source: str
 ) -> None:
     """The line names the flag, the variable or the file that it comes from."""
-    ended = run("run", *words, **environ)
-    (line,) = ended.stderr.splitlines()
-    assert (ended.returncode, ended.stdout) == (78, "") and source in line
+    ended = run(*words, **environ)
+    (line,) = ended.err.splitlines()
+    assert (ended.status, ended.out) == (78, "") and source in line
 
 
 # -- log lines -------------------------------------------------------------------------------------

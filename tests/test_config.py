@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,7 +16,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.world.processes import finished
 from ttdp import OPTIONS, ConfigError, HealthSettings, Mount, Settings, Sharing, load_settings
 
 Shared = ttdp.SharedResource
@@ -488,43 +486,7 @@ def test_a_file_that_was_named_has_to_be_a_readable_file(name: str, tmp_path: Pa
         assert (f"{source} names it" in line) is ("no such file" in line) is (name == "missing")
 
 
-# -- the program -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "environ", "named"),
-    [
-        (["list", "--fail-on-init-error=perhaps"], {}, "--fail-on-init-error: 'perhaps'"),
-        (["run"], {"TTDP_RESOURCE_NAMING": "size"}, "TTDP_RESOURCE_NAMING: 'size'"),
-    ],
-)
-def test_the_program_ends_with_status_78_and_one_line(
-    words: list[str], environ: dict[str, str], named: str
-) -> None:
-    """What cannot be used is for a human to mend: systemd does not restart on this status."""
-    ended = finished([sys.executable, Path(ttdp.__file__), *words], environ)
-    (line,) = ended.stderr.splitlines()
-    assert named in line and (ended.returncode, ended.stdout) == (78, "")
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["list", "--uni", "board"], "there is no option --uni; did you mean --unit?"),
-        (["list", "--verbose"], "there is no option --verbose"),
-        (["serve"], "'serve'"),
-        (["list", "--log-level"], "--log-level"),
-        (["--log-level=info"], ""),
-    ],
-)
-def test_an_unknown_word_is_a_usage_error(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A flag, also an abbreviated one, a command, a flag's value, no command: usage, status 2."""
-    with pytest.raises(SystemExit) as ended:
-        ttdp.main(words)
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and shown.startswith("usage: tt-device-plugin") and named in shown
+# -- the command line ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

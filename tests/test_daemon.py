@@ -1,4 +1,4 @@
-"""The main job, end to end in one process: simulated node, daemon, reference kubelet, real gRPC on real sockets."""
+"""The main job, end to end: simulated node, daemon, kubelet, real gRPC on real sockets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import ttdp
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
 
 pytestmark = pytest.mark.usefixtures("ticking")
+
+N150, P150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p150", "tenstorrent.com/p300"
 
 
 async def test_registers_every_resource_with_all_its_devices(
@@ -42,7 +43,7 @@ async def test_registers_every_resource_with_all_its_devices(
 async def test_a_container_gets_its_node_its_address_and_the_hugepages(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """An allocation is the node under the host's number, the two variables, and the hugepages that the host has."""
+    """The node under the host's number, the two variables, and the hugepages of the host."""
     node.add("n300")
     node.set_hugepages(8)
     await start()
@@ -62,14 +63,14 @@ async def test_a_container_gets_its_node_its_address_and_the_hugepages(
 async def test_two_chips_are_the_two_of_one_board(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """Of three p300 with one chip taken, a pod that asks for two gets a whole board, one that asks for one the rest."""
+    """With one chip of three p300 taken, two are a whole board, and one is the broken board's."""
     for _ in range(3):
         node.add("p300c")
     daemon = await start()
-    await kubelet.registered("tenstorrent.com/p300")
-    first = await kubelet.admit("one", "main", {"tenstorrent.com/p300": 1})
-    pair = await kubelet.admit("two", "main", {"tenstorrent.com/p300": 2})
-    other = await kubelet.admit("three", "main", {"tenstorrent.com/p300": 1})
+    await kubelet.registered(P300)
+    first = await kubelet.admit("one", "main", {P300: 1})
+    pair = await kubelet.admit("two", "main", {P300: 2})
+    other = await kubelet.admit("three", "main", {P300: 1})
     one, two, three = (
         [
             daemon.chip(bdf).identity.serial
@@ -86,16 +87,15 @@ async def test_a_stalled_heartbeat_takes_the_device_out_and_its_return_brings_it
     """Allocatable drops, capacity stays, the log has one line each way."""
     chip, other = node.add("n150") + node.add("n150")
     daemon = await start()
-    name = "tenstorrent.com/n150"
-    await kubelet.registered(name)
+    await kubelet.registered(N150)
     chip.freeze()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {chip.bdf})
-    assert kubelet.capacity()[name] == 2 and kubelet.allocatable()[name] == 1
+    await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
+    assert kubelet.capacity()[N150] == 2 and kubelet.allocatable()[N150] == 1
     assert "heartbeat stalled" in daemon.chip(chip.bdf).health.reason
     with pytest.raises(AdmissionError):
-        await kubelet.admit("pod", "main", {name: 2})
+        await kubelet.admit("pod", "main", {N150: 2})
     chip.thaw()
-    await kubelet.wait_for(lambda: kubelet.healthy(name) == {chip.bdf, other.bdf})
+    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {chip.bdf, other.bdf})
     lines = [
         record.message
         for record in caplog.records
@@ -107,121 +107,49 @@ async def test_a_stalled_heartbeat_takes_the_device_out_and_its_return_brings_it
 async def test_a_device_keeps_its_identity_through_renumbering(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """After two chips have swapped their ordinals the same ID means the same chip, under its new node."""
+    """After two chips have swapped their ordinals an ID is the same chip, under its new node."""
     first, second = node.add("n150") + node.add("n150")
     daemon = await start(interval=3600)
-    await kubelet.registered("tenstorrent.com/n150")
+    await kubelet.registered(N150)
     known = daemon.chip(first.bdf)
     node.swap_ordinals(first.bdf, second.bdf)
     await until(
-        lambda: (
-            daemon.chip(first.bdf).function.ordinal == 1
-            and not kubelet.unhealthy("tenstorrent.com/n150")
-        )
+        lambda: daemon.chip(first.bdf).function.ordinal == 1 and not kubelet.unhealthy(N150)
     )
     assert (daemon.chip(first.bdf).identity.serial, daemon.chip(first.bdf).identity.asic_id) == (
         known.identity.serial,
         known.identity.asic_id,
     )
-    got = await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 2})
+    got = await kubelet.admit("pod", "main", {N150: 2})
     assert [d.container_path for d in got.devices] == ["/dev/tenstorrent/1", "/dev/tenstorrent/0"]
 
 
 async def test_hot_plug_reaches_the_kubelet_by_events_alone(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """With polls an hour apart, a card that goes is Unhealthy and one that comes is there, each within 50 ms."""
-    name = "tenstorrent.com/p150"
+    """With polls an hour apart, a card that goes is Unhealthy and one that comes is there."""
     gone, _ = node.add("p150a") + node.add("p150a")
     await start(interval=3600)
-    await kubelet.registered(name)
+    await kubelet.registered(P150)
     gone.vanish()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {gone.bdf})
+    await kubelet.wait_for(lambda: kubelet.unhealthy(P150) == {gone.bdf})
     gone.come_back()
-    await kubelet.wait_for(lambda: not kubelet.unhealthy(name))
+    await kubelet.wait_for(lambda: not kubelet.unhealthy(P150))
     new = node.add("p150a")[0]
-    await kubelet.wait_for(lambda: new.bdf in kubelet.healthy(name))
+    await kubelet.wait_for(lambda: new.bdf in kubelet.healthy(P150))
 
 
 async def test_late_firmware_gains_its_identity_without_changing_its_id(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """A silent card is listed, healthy, as what PCI says; when it speaks its serial is known and its ID the same."""
-    name = "tenstorrent.com/n150"
+    """A silent card is listed, healthy, as what PCI says; when it speaks its serial is known."""
     chip = node.add("n150", firmware=False)[0]
     daemon = await start(interval=3600)
-    await kubelet.registered(name)
-    assert kubelet.healthy(name) == {chip.bdf} and daemon.chip(chip.bdf).identity.serial is None
+    await kubelet.registered(N150)
+    assert kubelet.healthy(N150) == {chip.bdf} and daemon.chip(chip.bdf).identity.serial is None
     chip.speak()
     await until(lambda: daemon.chip(chip.bdf).identity.serial == chip.facts.telemetry["tt_serial"])
-    assert kubelet.healthy(name) == {chip.bdf} and len(kubelet.find("list")) == 1
-
-
-async def test_a_late_asic_id_replaces_the_address_in_the_list(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """Under the strategy asic, a device is its PCI address until the firmware tells, then the by-id name."""
-    name = "tenstorrent.com/n150"
-    chip = node.add("n150", firmware=False)[0]
-    await start(interval=3600, device_id_strategy="asic")
-    await kubelet.registered(name)
-    assert kubelet.healthy(name) == {chip.bdf}
-    chip.speak()
-    await kubelet.wait_for(
-        lambda: kubelet.healthy(name) == {f"wormhole-{chip.facts.telemetry['tt_asic_id']}"}
-    )
-
-
-async def test_a_read_that_blocks_concerns_nobody_but_its_chip(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """While one chip's read does not return, another's failure is seen as fast as ever; at the end it is healthy."""
-    name = "tenstorrent.com/n150"
-    stuck, failing = node.add("n150") + node.add("n150")
-    daemon = await start()
-    await kubelet.registered(name)
-    stuck.block("tt_heartbeat")
-    failing.freeze()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {failing.bdf})
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {failing.bdf, stuck.bdf})
-    assert "does not return" in daemon.chip(stuck.bdf).health.reason
-    stuck.unblock("tt_heartbeat")
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {failing.bdf})
-
-
-async def test_a_reset_shows_and_passes(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """ENODATA between reset and POST_RESET makes a device unhealthy; a lower heartbeat afterwards is life."""
-    name = "tenstorrent.com/p150"
-    chip = node.add("p150a")[0]
-    daemon = await start()
-    await kubelet.registered(name)
-    chip.reset()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {chip.bdf})
-    assert "resetting" in daemon.chip(chip.bdf).health.reason
-    chip.post_reset(heartbeat=20)
-    await kubelet.wait_for(lambda: kubelet.healthy(name) == {chip.bdf})
-
-
-async def test_a_chip_that_reads_all_ones_keeps_its_identity(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """All ones never pass for a serial, a card type or a temperature."""
-    name = "tenstorrent.com/p150"
-    chip = node.add("p150a")[0]
-    daemon = await start()
-    await kubelet.registered(name)
-    known = daemon.chip(chip.bdf)
-    chip.die()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {chip.bdf})
-    dead = daemon.chip(chip.bdf)
-    assert (dead.identity.serial, dead.identity.asic_id, dead.identity.card, dead.identity.firmware) == (
-        known.identity.serial, known.identity.asic_id, known.identity.card, known.identity.firmware,
-    )  # fmt: skip
-    assert "does not respond" in dead.health.reason
-    chip.revive()
-    await kubelet.wait_for(lambda: kubelet.healthy(name) == {chip.bdf})
+    assert kubelet.healthy(N150) == {chip.bdf} and len(kubelet.find("list")) == 1
 
 
 async def test_nothing_is_registered_without_devices_and_the_first_one_is_at_once(
@@ -232,20 +160,20 @@ async def test_nothing_is_registered_without_devices_and_the_first_one_is_at_onc
     await until(lambda: daemon.notified("READY=1"))
     assert not kubelet.find("register")
     node.add("n150")
-    await kubelet.registered("tenstorrent.com/n150")
+    await kubelet.registered(N150)
 
 
-# -- a driver that comes late ------------------------------------------------------------------------------------------
+# -- a driver that comes late ----------------------------------------------------------------------
 
 
-async def ready(daemon: RunningDaemon, seconds: float = 5) -> None:
-    await until(lambda: daemon.notified("READY=1"), seconds=seconds)
+async def ready(daemon: RunningDaemon) -> None:
+    await until(lambda: daemon.notified("READY=1"))
 
 
 async def test_is_ready_when_the_driver_has_bound_to_everything_on_the_bus(
     node: SimulatedNode, start: StartDaemon
 ) -> None:
-    """At boot coldplug may load the driver after us; the kubelet, which is ordered behind READY, waits for that."""
+    """At boot coldplug may load the driver after us; the kubelet is ordered behind READY."""
     first, second = node.add("n150") + node.add("n150")
     first.unbind()
     second.unbind()
@@ -259,7 +187,7 @@ async def test_is_ready_when_the_driver_has_bound_to_everything_on_the_bus(
     )
     assert not daemon.notified("READY=1")
     second.bind()
-    await ready(daemon, 1)
+    await ready(daemon)
     assert daemon.notified("STATUS=2 × tenstorrent.com/n150, 2 healthy")
 
 
@@ -270,7 +198,7 @@ async def test_serves_what_is_there_while_it_waits_for_the_rest(
     node.add("p150a")
     node.add("n150")[0].unbind()
     daemon = await start(interval=3600)
-    await kubelet.registered("tenstorrent.com/p150")
+    await kubelet.registered(P150)
     assert not daemon.notified("READY=1")
 
 
@@ -280,15 +208,15 @@ async def test_is_ready_in_the_end_without_a_function_that_the_driver_does_not_b
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """After its time, with a line that names the function; what comes later is found all the same."""
+    """After its time, with a line that names it; what comes later is found all the same."""
     monkeypatch.setattr("ttdp.BIND_PATIENCE", 0.3)
     chip = node.add("n150")[0]
     chip.unbind()
     daemon = await start(interval=3600)
-    await ready(daemon, 2)
+    await ready(daemon)
     assert sum(chip.bdf in record.message for record in caplog.records) == 1
     chip.bind()
-    await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"), seconds=1)
+    await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +226,7 @@ async def test_waits_for_nothing_that_the_driver_cannot_have(
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """No driver, a function that vfio has or shall have, a Grayskull: no delay."""
-    monkeypatch.setattr("ttdp.BIND_PATIENCE", 60)
+    monkeypatch.setattr("ttdp.BIND_PATIENCE", 4 * PATIENCE)
     chip = node.add("n150")[0]
     chip.unbind()
     if why == "no driver":
@@ -312,53 +240,48 @@ async def test_waits_for_nothing_that_the_driver_cannot_have(
     elif why == "gone":
         chip.vanish()
     daemon = await start(interval=3600)
-    await ready(daemon, 2)
+    await ready(daemon)
 
 
-# -- which node --------------------------------------------------------------------------------------------------------
+# -- which node ------------------------------------------------------------------------------------
 
 
-async def test_a_node_is_named_by_udevs_link_exactly_if_that_leads_to_it(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+async def test_a_link_that_udev_has_yet_to_make_is_waited_for(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet keeps the answer to Allocate over reboots; but a link that is stale would hand out another chip."""
-    name = "tenstorrent.com/n150"
-    chip, other = node.add("n150") + node.add("n150")
+    """The kubelet keeps the answer over reboots; without a link it is the node of now."""
+    chip = node.add("n150")[0]
     await start(interval=3600)
-    await kubelet.registered(name)
+    await kubelet.registered(N150)
 
-    async def host_path(target: str) -> str:
-        chip.mislead(target)
-        got = await kubelet.admit(f"pod{target}", "main", {name: 2})
-        kubelet.remove_pod(f"pod{target}")
-        return next(
-            d.host_path
-            for d in got.devices
-            if d.container_path == f"/dev/tenstorrent/{chip.ordinal}"
-        )
+    async def host_path() -> str:
+        got = await kubelet.admit("pod", "main", {N150: 1})
+        kubelet.remove_pod("pod")
+        return got.devices[0].host_path
 
-    right = [f"../{chip.ordinal}", str(chip.device_node)]
-    stale = ["", f"../{other.ordinal}", "../7", "/dev/null", chip.bdf]
-    assert {await host_path(target) for target in right} == {str(chip.by_pci)}
-    assert {await host_path(target) for target in stale} == {str(chip.device_node)}
+    chip.mislead()
+    monkeypatch.setattr("ttdp.LINK_PATIENCE", 0.05)
+    assert await host_path() == str(chip.device_node)
+    monkeypatch.setattr("ttdp.LINK_PATIENCE", PATIENCE)
+    asyncio.get_running_loop().call_later(0.1, chip.mislead, f"../{chip.ordinal}")
+    assert await host_path() == str(chip.by_pci)
 
 
 async def test_an_allocation_looks_at_the_nodes_at_the_moment_of_its_answer(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """A node that has just gone, of which no event has told yet, is refused: no container could have it."""
-    name = "tenstorrent.com/n150"
+    """A node that has just gone, of which no event has told yet, is refused."""
     chip, other = node.add("n150") + node.add("n150")
     await start(interval=3600)
-    await kubelet.registered(name)
+    await kubelet.registered(N150)
     node.on_uevent = None
     node.swap_ordinals(chip.bdf, other.bdf)
     with pytest.raises(AdmissionError, match="is going away"):
-        await kubelet.admit("pod", "main", {name: 1})
+        await kubelet.admit("pod", "main", {N150: 1})
     node.swap_ordinals(chip.bdf, other.bdf)
     chip.device_node.unlink()
     with pytest.raises(AdmissionError, match="No such file"):
-        await kubelet.admit("pod", "main", {name: 2})
+        await kubelet.admit("pod", "main", {N150: 2})
 
 
 async def test_a_mount_that_does_not_answer_refuses_its_own_pods_only_for_as_long(
@@ -370,7 +293,6 @@ async def test_a_mount_that_does_not_answer_refuses_its_own_pods_only_for_as_lon
         "os.path.exists", lambda path: answers.wait(10) if path == "/dead" else genuine(path)
     )
     monkeypatch.setattr("ttdp.MOUNT_PATIENCE", 0.2)
-    name = "tenstorrent.com/n150"
     chip = node.add("n150")[0]
     await start(
         mounts=(
@@ -379,78 +301,35 @@ async def test_a_mount_that_does_not_answer_refuses_its_own_pods_only_for_as_lon
             ttdp.Mount("/", "/host"),
         )
     )
-    await kubelet.registered(name)
+    await kubelet.registered(N150)
     with pytest.raises(AdmissionError, match="the host's /dead, a mount, does not answer"):
-        await kubelet.admit("pod", "main", {name: 1})
-    assert kubelet.healthy(name) == {chip.bdf}
+        await kubelet.admit("pod", "main", {N150: 1})
+    assert kubelet.healthy(N150) == {chip.bdf}
     answers.set()
-    got = await kubelet.admit("another", "main", {name: 1})
+    got = await kubelet.admit("another", "main", {N150: 1})
     assert [mount.container_path for mount in got.mounts] == ["/data", "/host"]
 
 
-# -- what a restart must not forget ------------------------------------------------------------------------------------
+# -- what a restart must not forget ----------------------------------------------------------------
 
 
 async def test_a_restart_does_not_hand_out_a_chip_that_was_known_to_be_dead(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
 ) -> None:
-    """A heartbeat that stands where it stood is unhealthy from the first list on; one that goes on is not."""
-    name = "tenstorrent.com/n150"
+    """A heartbeat that stands where it stood is unhealthy from the first list on."""
     dead, revived = node.add("n150") + node.add("n150")
     daemon = await start(state_dir=str(short_tmp))
-    await kubelet.registered(name)
+    await kubelet.registered(N150)
     dead.freeze()
     revived.freeze()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(name) == {dead.bdf, revived.bdf})
+    await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {dead.bdf, revived.bdf})
     await daemon.stop()
     revived.beat()
     restarted = time.monotonic()
     daemon = await start(interval=3600, state_dir=str(short_tmp))
     await kubelet.wait_for(lambda: kubelet.find("list", since=restarted))
-    assert kubelet.unhealthy(name) == {dead.bdf} and kubelet.healthy(name) == {revived.bdf}
+    assert kubelet.unhealthy(N150) == {dead.bdf} and kubelet.healthy(N150) == {revived.bdf}
     assert "heartbeat stalled" in str(daemon.chip(dead.bdf).health.reason)
-
-
-async def test_a_chip_that_is_dead_at_the_start_is_still_known_by_name(
-    node: SimulatedNode, start: StartDaemon, short_tmp: Path
-) -> None:
-    """Its serial and firmware, just when one needs them to find it; but not another card's at that address."""
-    chip, other = node.add("p150a") + node.add("p150a")
-    daemon = await start(state_dir=str(short_tmp))
-    await ready(daemon)
-    known = daemon.chip(chip.bdf)
-    await daemon.stop()
-    chip.die()
-    other.die()
-    other.write("subsystem_device", b"0x0044\n")
-    for settings in (daemon.settings, replace(daemon.settings, state_dir=None)):
-        fleet = (await ttdp.survey(settings)).fleet
-        dead, stranger = fleet.chips[chip.bdf], fleet.chips[other.bdf]
-        wanted = (
-            (known.identity.serial, known.identity.firmware) if settings.state_dir else (None, None)
-        )
-        assert (
-            dead.identity.serial,
-            dead.identity.firmware,
-        ) == wanted and stranger.identity.serial is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"boot": null}', '{"boot": null, "chips": 5}', "\x00" * 99,
-                                     '{"boot": "another", "chips": {"0000:01:00.0": {"stalled_at": 1}}}',
-                                     '{"boot": null, "chips": {"0000:01:00.0": 7}}'])  # fmt: skip
-async def test_a_memory_of_garbage_or_of_another_boot_is_none(
-    node: SimulatedNode, start: StartDaemon, short_tmp: Path, content: str
-) -> None:
-    """Whatever is in the file, the daemon starts, and writes what it knows."""
-    chip = node.add("n150")[0]
-    (short_tmp / "state.json").write_text(content)
-    daemon = await start(interval=3600, state_dir=str(short_tmp))
-    await ready(daemon)
-    assert daemon.chip(chip.bdf).health.fault is None
-    assert (
-        ttdp.Memory(daemon.settings).chips[chip.bdf]["identity"]["serial"]
-        == daemon.chip(chip.bdf).identity.serial
-    )
 
 
 async def test_a_state_directory_that_is_full_is_a_line_and_no_more(
@@ -471,7 +350,7 @@ async def test_a_state_directory_that_is_full_is_a_line_and_no_more(
     await until(lambda: (state / "state.json").exists())
 
 
-# -- what must not end or deceive the daemon ---------------------------------------------------------------------------
+# -- what must not end or deceive the daemon -------------------------------------------------------
 
 
 async def test_without_an_inotify_instance_it_goes_on_with_the_polls(
@@ -483,9 +362,9 @@ async def test_without_an_inotify_instance_it_goes_on_with_the_polls(
     node.add("n150")
     await start(interval=0.1)
     async with Kubelet(directory) as kubelet:
-        await kubelet.registered("tenstorrent.com/n150")
+        await kubelet.registered(N150)
         await kubelet.restart()
-        await kubelet.registered("tenstorrent.com/n150")
+        await kubelet.registered(N150)
     assert sum("fs.inotify.max_user_instances" in record.message for record in caplog.records) == 1
 
 
@@ -496,11 +375,18 @@ async def test_polls_that_fail_each_time_give_no_sign_of_life(
     node.add("n150")
     daemon = await start(interval=0.05, environ={"WATCHDOG_USEC": "100000"})
     await until(lambda: daemon.notified("WATCHDOG=1"))
+    polls = 0
+
+    def fail(*_: object, **__: object) -> None:
+        nonlocal polls
+        polls += 1
+        raise RuntimeError
+
     with monkeypatch.context() as patch:
-        patch.setattr(daemon.daemon.monitor.fleet, "observe", None)
-        await asyncio.sleep(0.15)
+        patch.setattr(daemon.daemon.monitor.fleet, "observe", fail)
+        await until(lambda: polls > 2)
         daemon.forget_notes()
-        await asyncio.sleep(0.3)
+        await until(lambda: polls > 8)
         assert not daemon.notified("WATCHDOG=1")
     await until(lambda: daemon.notified("WATCHDOG=1"))
 
@@ -508,17 +394,17 @@ async def test_polls_that_fail_each_time_give_no_sign_of_life(
 async def test_an_end_at_any_moment_of_the_start_is_an_end(
     node: SimulatedNode, directory: Path
 ) -> None:
-    """SIGTERM before, while and after sessions are made, and with chips that block: within a second, status 0."""
+    """Before, while and after sessions are made, and with chips that block: status 0."""
     directory.mkdir()
     chip = node.add("n150")[0]
     node.add("p150a")
-    for steps in range(60):
-        if steps == 40:
+    for steps in range(40):
+        if steps == 30:
             chip.block()
         async with RunningDaemon(node, settings_of(node, directory, interval=3600)) as daemon:
             for _ in range(steps):
                 await asyncio.sleep(0.0005)
-            assert await asyncio.wait_for(daemon.stop(), 1) == 0
+            assert await asyncio.wait_for(daemon.stop(), PATIENCE) == 0
     chip.unblock()
 
 
@@ -526,8 +412,8 @@ async def test_a_session_that_is_closed_before_it_could_serve_holds_up_nobody(
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits for it to have tried, as the start does, goes on."""
-    listing = ttdp.Listing(ttdp.Resource("tenstorrent.com/n150", {}))
+    listing = ttdp.Listing(ttdp.Resource(N150, {}))
     allocator: Any = None
     session = ttdp.KubeletSession(listing, allocator, "/nowhere", lambda: None)
     await session.close()
-    await asyncio.wait_for(session.tried_to_serve.wait(), 1)
+    await asyncio.wait_for(session.tried_to_serve.wait(), PATIENCE)

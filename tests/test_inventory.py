@@ -249,7 +249,7 @@ texts = st.one_of(
 )
 
 
-@hypothesis_settings(deadline=None)
+@hypothesis_settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.sampled_from([*VALUES]), texts))
 @example({"tt_heartbeat": "1_000"})
 @example({"temp1_input": "+41500"})
@@ -386,39 +386,11 @@ def test_a_file_of_a_device_that_has_gone_shows_no_other_chips_value(chip: Chip)
 
 # -- what the card itself shows --------------------------------------------------------------------
 
-# Of the p150a in the capture n150-p150a: metric, its label, and its value, by attribute.
-P150A: dict[str, tuple[str, str, float]] = {
-    "power1_input": ("power_watts", "", 24),
-    "power1_max": ("power_limit_watts", "", 150),
-    "curr1_input": ("current_amperes", "", 33),
-    "curr1_max": ("current_limit_amperes", "", 200),
-    "in0_input": ("voltage_volts", "", 0.712),
-    "in0_max": ("voltage_limit_volts", "", 0.9),
-    "fan1_input": ("fan_rpm", "", 1650),
-    "tt_aiclk": ("clock_hertz", "clock=aiclk", 800e6),
-    "tt_axiclk": ("clock_hertz", "clock=axiclk", 960e6),
-    "tt_arcclk": ("clock_hertz", "clock=arcclk", 400e6),
-    "current_link_width": ("pcie_link_width", "", 16),
-    "max_link_width": ("pcie_link_width_max", "", 16),
-    "current_link_speed": ("pcie_link_transfers_per_second", "", 32e9),
-    "max_link_speed": ("pcie_link_transfers_per_second_max", "", 32e9),
-    "aer_dev_correctable": ("pcie_errors_total", "severity=correctable", 0),
-    "aer_dev_nonfatal": ("pcie_errors_total", "severity=nonfatal", 0),
-    "aer_dev_fatal": ("pcie_errors_total", "severity=fatal", 0),
-}
-LINK = {"current_link_width", "max_link_width", "max_link_speed", *[*P150A][-3:]}
+LINK = {"current_link_width", "max_link_width", "max_link_speed"}
+LINK |= {f"aer_dev_{kind}" for kind in ("correctable", "nonfatal", "fatal")}
 
 
-def test_each_sensor_is_what_the_capture_shows_in_the_metrics_unit() -> None:
-    """Watts, amperes, volts, rpm, hertz, lanes, transfers and counts, each under its metric."""
-    with simulated("n150-p150a") as node:
-        figures = ttdp.read_sensors(function_of(node.chip("0000:02:00.0")))
-    found = {}
-    for sensor in SENSORS:
-        labels = ",".join(f"{key}={value}" for key, value in sensor.labels.items())
-        figure = round(figures[sensor.attribute], 9)
-        found[sensor.attribute] = (sensor.metric, labels, figure)
-    assert found == P150A
+ALL = {sensor.attribute for sensor in SENSORS}
 
 
 def test_a_sensor_that_a_capture_does_not_show_has_no_figure(
@@ -427,7 +399,7 @@ def test_a_sensor_that_a_capture_does_not_show_has_no_figure(
     """A Wormhole has no fan, an old driver fewer limits, silent firmware nothing but its link."""
     name, node = captured
     for bdf, texts in shown(name).items():
-        assert ttdp.read_sensors(functions(node)[bdf]).keys() == texts.keys() & P150A.keys()
+        assert ttdp.read_sensors(functions(node)[bdf]).keys() == texts.keys() & ALL
 
 
 def test_a_dead_chip_has_no_figures_but_those_of_its_link(chip: Chip) -> None:

@@ -133,7 +133,7 @@ def test_an_ascii_terminal_gets_ascii(host: Host) -> None:
     host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], "naïve")
     config = host.root / "config.toml"
     config.write_text('[[sharing.resources]]\nname = "n150"\nreplicas = 4\n')
-    answer = host.run("list", f"--config-file={config}", PYTHONIOENCODING="ascii")
+    answer = host.run_anew("list", f"--config-file={config}", PYTHONIOENCODING="ascii")
     assert answer.out.isascii() and "n150 x4" in answer.out and "[7]" in answer.out
     assert (answer.status, answer.err) == (0, "")
 
@@ -216,14 +216,6 @@ def test_processes_that_have_a_node_open_are_named(host: Host) -> None:
     assert [row["processes"] for row in host.run("list", "--json").rows] == [None] * 3
 
 
-def test_a_pod_is_named_by_the_kubelets_record(host: Host) -> None:
-    """By its UID where no API tells its name."""
-    (chip,) = host.node.add("n150")
-    (host.plugins / ttdp.CHECKPOINT).write_text(record("tenstorrent.com/n150", chip.bdf))
-    (row,) = host.run("list", "--json").rows
-    assert row["pods"] == [{"namespace": "", "pod": UID, "container": "main"}]
-
-
 # -- chips that are ill ----------------------------------------------------------------------------
 
 
@@ -231,7 +223,7 @@ def test_a_heartbeat_that_stands_still_shows(host: Host) -> None:
     """Two samples a second apart tell. A sick device is no failure of `list`."""
     host.node.add("n150")[0].freeze()
     host.node.add("n150")
-    answer = host.run("list", "--json")
+    answer = host.run_anew("list", "--json")
     sick, well = answer.rows
     assert (sick["healthy"], well["healthy"], well["reason"]) == (False, True, None)
     assert "heartbeat stalled" in sick["reason"] and answer.status == 0
@@ -240,7 +232,7 @@ def test_a_heartbeat_that_stands_still_shows(host: Host) -> None:
 def test_a_chip_in_reset_shows(host: Host) -> None:
     """In the table the reason is in words, and nothing is measured."""
     host.node.add("n150")[0].reset()
-    (row,) = host.run("list", errors=True).table[1:]
+    (row,) = host.run("list").table[1:]
     assert row[-4:-1] == ["-", "-", "UNHEALTHY: resetting (no telemetry)"]
 
 
@@ -248,7 +240,7 @@ def test_a_read_that_blocks_shows_and_does_not_keep_the_program(host: Host) -> N
     """It ends after the two seconds that a read has, though a thread is stuck."""
     host.node.add("n150")[0].block()
     host.node.add("n150")
-    stuck, well = host.run("list", "--json").rows
+    stuck, well = host.run_anew("list", "--json").rows
     assert (stuck["healthy"], well["healthy"]) == (False, True)
     assert "does not return" in stuck["reason"]
 

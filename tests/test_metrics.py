@@ -140,24 +140,6 @@ async def test_a_card_shows_what_the_driver_does_in_base_units(
     }
 
 
-@pytest.mark.usefixtures("fresh")
-async def test_what_a_card_does_not_offer_has_no_sample(
-    node: SimulatedNode, start: StartDaemon, scraper: Scraper
-) -> None:
-    """A Wormhole has no fan and counts no trips; a link that is not known has no width or speed."""
-    (card,) = node.add("n150")
-    card.write("current_link_speed", b"Unknown\n")
-    card.write("current_link_width", b"63\n")
-    card.remove("power1_max")
-    card.fail("in0_input", "ENODATA")
-    daemon = await start()
-    await until(lambda: daemon.notified("READY=1"))
-    found = of(card.bdf, await scraper.samples())
-    missing = {"fan_rpm", "thermal_trips_total", "power_limit_watts", "voltage_volts"}
-    missing |= {"pcie_link_width", "pcie_link_transfers_per_second"}
-    assert missing.isdisjoint(found) and found["pcie_link_width_max"] == 16
-
-
 def fail(card: Card) -> None:
     card.freeze()  # so that more than the heartbeat is read
     card.fail("tt_serial")

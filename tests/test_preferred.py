@@ -214,7 +214,7 @@ pairs = st.lists(st.builds(on_board, st.integers(1, 5), st.just(""), numa_nodes)
 )
 
 
-@hypothesis_settings(deadline=None, max_examples=400)
+@hypothesis_settings(deadline=None, max_examples=200)
 @given(questions(some(singles, boards, trays) | pairs))
 def test_the_answer_is_the_optimum_whatever_the_layout(question: Question) -> None:
     """Boards of any number of chips, trays of several boards, devices over any NUMA nodes."""
@@ -231,7 +231,7 @@ def galaxies(draw: st.DrawFn, least: int, most: int, *layouts: Layout) -> Questi
     return layout, available, must, draw(st.integers(len(must), len(available)))
 
 
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(deadline=None, max_examples=40)
 @given(galaxies(0, 10, GALAXY, HALVED, SPANNING))
 def test_the_answer_is_the_optimum_on_a_galaxy_that_is_nearly_full(question: Question) -> None:
     """Up to ten chips of 32 are available: every set can be tried."""
@@ -290,7 +290,7 @@ def shares(draw: st.DrawFn) -> tuple[Layout, int, list[str], list[str], int]:
     return layout, replicas, available, must, draw(st.integers(len(must), len(available)))
 
 
-@hypothesis_settings(deadline=None, max_examples=300)
+@hypothesis_settings(deadline=None, max_examples=150)
 @given(shares())
 def test_shared_devices_are_distinct_then_the_least_used_then_neighbours(
     question: tuple[Layout, int, list[str], list[str], int],
@@ -327,7 +327,7 @@ def test_a_device_that_is_not_on_this_node_is_one_to_choose() -> None:
     assert ttdp.preferred_allocation(found, [ONE], [], 1) == [ONE]
 
 
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(deadline=None, max_examples=40)
 @given(questions(some(boards, trays)), st.randoms())
 def test_the_answer_does_not_depend_on_the_order_of_the_question(
     question: Question, order: random.Random

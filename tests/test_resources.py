@@ -590,7 +590,7 @@ def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Allocation]:
     return found
 
 
-@hypothesis_settings(deadline=None, max_examples=150)
+@hypothesis_settings(deadline=None, max_examples=80)
 @given(nodes(), configurations, nodes(), configurations, st.data())
 def test_no_chip_of_a_pod_is_offered_and_no_id_of_a_pod_is_missing(
     before: list[Chip], former: Settings, after: list[Chip], now: Settings, data: st.DataObject

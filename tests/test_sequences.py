@@ -368,7 +368,7 @@ class Sequences(RuleBasedStateMachine):
 
 TestSequences = Sequences.TestCase
 TestSequences.settings = hypothesis_settings(
-    max_examples=int(os.environ.get("TTDP_SEQUENCES", "8")),
+    max_examples=int(os.environ.get("TTDP_SEQUENCES", "6")),
     stateful_step_count=int(os.environ.get("TTDP_STEPS", "12")),
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -1,10 +1,11 @@
-"""What README and package say of the program by hand is what it does. No root, no container."""
+"""What README and package say by hand is so; what is generated there, make lint compares."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ import yaml
 
 import ttdp
 from tests.e2e.test_metrics import FREE, HOTTEST, UNHEALTHY
+from tests.e2e.test_repository import INSTALLATION, URL
 from tests.world.processes import ROOT
 
 if sys.version_info >= (3, 11):
@@ -92,7 +94,6 @@ def test_readme_configurations_are_valid(tmp_path: Path) -> None:
         assert ttdp.load_settings({"config_file": str(file)}, {}) != ttdp.Settings(), block
 
 
-@pytest.mark.xfail(strict=True, reason="README has yet to name what the card itself shows")
 def test_readme_names_every_metric_and_fault() -> None:
     """Those that the program writes, and no others."""
     families = [*ttdp.chip_metrics([], {}, []), *ttdp.plugin_metrics([], {}, 0.0)]
@@ -103,10 +104,34 @@ def test_readme_names_every_metric_and_fault() -> None:
     assert re.findall(r"`(\w+)", faults)[1:] == [fault.name.lower() for fault in ttdp.Fault]
 
 
-def test_readme_queries_are_those_that_are_tested() -> None:
+def test_readme_names_every_label() -> None:
+    """Those of a node with an n300, and no others; its example asks for labels that there are."""
+    function = ttdp.PciFunction("0000:01:00.0", "wormhole", "n300", 0, 0, "", "")
+    chips = [ttdp.Chip(function, identity=ttdp.Identity(firmware="19.4.0.0"))]
+    listed = ttdp.configured_resources(chips, ttdp.Settings()).values()
+    lines = ttdp.feature_file(listed, chips, ttdp.Settings(), "2.10.0").splitlines()
+    written = {line.partition("=")[0].partition("/")[2] for line in lines}
+    text = " ".join(row[0] for row in cells("Node labels"))
+    named = {*re.findall(r"(?:tenstorrent\.com/|….)([a-z0-9.-]+)", text)}
+    assert named == {*written, "arch.blackhole"}
+    example = next(block for block in fenced("yaml") if "matchExpressions" in block)
+    asked = re.findall(r"key: tenstorrent\.com/([^,]+)", example)
+    assert asked and {key.replace("p300", "n300") for key in asked} <= written
+
+
+def test_readme_queries_are_tested() -> None:
     """Word for word, so that what is copied works."""
-    tested = [query.strip() for query in (FREE, UNHEALTHY, HOTTEST)]
-    assert [query.strip() for query in fenced("promql")] == tested
+    queries = {query.strip() for query in fenced("promql")}
+    assert queries and queries <= {query.strip() for query in (FREE, UNHEALTHY, HOTTEST)}
+
+
+def test_readme_installation_is_tested() -> None:
+    """Its four lines are the test's, with the address that `make repository` puts into it."""
+    makefile = (ROOT / "packaging/packaging.mk").read_text()
+    served = re.search(r"(?m)^REPOSITORY_URL \?= (\S+)$", makefile)
+    assert served
+    tested = [line.replace(URL, served[1]).replace(" --yes", "") for line in INSTALLATION]
+    assert fenced("console")[1].splitlines() == [f"# {line}" for line in tested]
 
 
 def test_readme_links_lead_somewhere() -> None:
@@ -122,12 +147,12 @@ def test_readme_links_lead_somewhere() -> None:
 
 
 def test_readme_commands_exist() -> None:
-    """Every `make` target that it names."""
+    """Every `make` target that it names; variables may come with it."""
     makefiles = [(ROOT / name).read_text() for name in ("Makefile", "packaging/packaging.mk")]
     targets = set(re.findall(r"(?m)^([a-z0-9-]+):", "".join(makefiles)))
     named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
-    words = {word for each in named for word in " ".join(each).split()}
-    assert {"demo", "test", "deb"} <= words <= targets
+    words = {word for each in named for word in " ".join(each).split() if "=" not in word}
+    assert {"demo", "test", "deb", "release"} <= words <= targets
 
 
 # -- the package -----------------------------------------------------------------------------------
@@ -140,6 +165,18 @@ def test_unit_is_ordered_before_every_kubelet_and_requires_none(kubelet: str) ->
     before = " ".join(re.findall(r"(?m)^Before=(.*)$", unit)).split()
     assert f"{kubelet}.service" in before
     assert not re.search(r"(?m)^(Requires|BindsTo|Requisite|PartOf)=", unit)
+
+
+def test_documented_configuration_is_valid(tmp_path: Path) -> None:
+    """With all its lines in force: examples in its tables, defaults above them."""
+    text = re.sub(r"(?m)^#(?=[a-z\[])", "", (DEB / "config.toml").read_text())
+    (tmp_path / "config.toml").write_text(text)
+    settings = ttdp.load_settings({"config_file": str(tmp_path / "config.toml")}, {})
+    assert settings.health != ttdp.HealthSettings()
+    assert settings.sharing.resources and settings.mounts
+    default = ttdp.Settings()
+    tables = {name: getattr(default, name) for name in ("health", "sharing", "mounts")}
+    assert replace(settings, **tables) == default
 
 
 def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
@@ -156,9 +193,3 @@ def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
             wheel = f"grpcio-{grpcio}-{abi}-{abi}-"
             packed = [file for file in bundled["sha256"] if file.startswith(wheel)]
             assert any(machines[architecture] in file for file in packed), wheel
-
-
-def test_package_has_the_version_of_the_program() -> None:
-    """Debian's changelog and the program agree."""
-    changelog = (DEB / "changelog").read_text()
-    assert changelog.startswith(f"tt-device-plugin ({ttdp.__version__}) ")

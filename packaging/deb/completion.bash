@@ -4,40 +4,70 @@ _tt_device_plugin() {
     local cur prev words cword split
     _init_completion -s || return
 
-    local boolean='--fail-on-init-error'
-    case $prev in
-    --config-file | --metrics-file | --pod-resources-socket)
-        _filedir
-        return
-        ;;
-    --device-plugin-dir | --sysfs-root | --dev-root | --proc-root | --cdi-dir | --labels-dir)
-        _filedir -d
-        return
-        ;;
-    --resource-naming) COMPREPLY=($(compgen -W 'board card arch' -- "$cur")) ;;
-    --device-id-strategy) COMPREPLY=($(compgen -W 'bdf asic index' -- "$cur")) ;;
-    --visible-devices) COMPREPLY=($(compgen -W 'bdf index none' -- "$cur")) ;;
-    --unit) COMPREPLY=($(compgen -W 'chip board' -- "$cur")) ;;
-    --device-list-strategy) COMPREPLY=($(compgen -W 'device-specs cdi' -- "$cur")) ;;
-    --log-level) COMPREPLY=($(compgen -W 'debug info warning error' -- "$cur")) ;;
-    --resource-domain) return ;;
-    "$boolean")
-        # Its value comes after "=" only.
-        if $split; then
-            COMPREPLY=($(compgen -W 'true false' -- "$cur"))
+    # ---- options, made by: make generate
+    local commands='run list check'
+    local flags='--help
+        --version
+        --json
+        --config-only
+        --config-file
+        --device-plugin-dir
+        --sysfs-root
+        --dev-root
+        --proc-root
+        --resource-domain
+        --resource-naming
+        --device-id-strategy
+        --visible-devices
+        --unit
+        --device-list-strategy
+        --cdi-dir
+        --labels-dir
+        --metrics-file
+        --pod-resources-socket
+        --fail-on-init-error
+        --log-level'
+    local -A values=(
+        [--config-file]='FILE'
+        [--device-plugin-dir]='DIRECTORY'
+        [--sysfs-root]='DIRECTORY'
+        [--dev-root]='DIRECTORY'
+        [--proc-root]='DIRECTORY'
+        [--resource-domain]='TEXT'
+        [--resource-naming]='board card arch'
+        [--device-id-strategy]='bdf asic index'
+        [--visible-devices]='bdf index none'
+        [--unit]='chip board'
+        [--device-list-strategy]='device-specs cdi'
+        [--cdi-dir]='DIRECTORY'
+        [--labels-dir]='DIRECTORY'
+        [--metrics-file]='FILE'
+        [--pod-resources-socket]='FILE'
+        [--fail-on-init-error]='SWITCH'
+        [--log-level]='debug info warning error'
+    )
+    # ---- end of the options
+
+    local wanted=$commands
+    if [[ $prev == --* ]]; then
+        case ${values[$prev]} in
+        '') ;;
+        FILE)
+            _filedir
             return
-        fi
-        ;;&
-    *)
-        if [[ $cur == -* ]]; then
-            COMPREPLY=($(compgen -W '--help --version --json --config-only --config-file --device-plugin-dir
-                --sysfs-root --dev-root --proc-root --resource-domain --resource-naming --device-id-strategy
-                --visible-devices --unit --device-list-strategy --cdi-dir --labels-dir --metrics-file
-                --pod-resources-socket --fail-on-init-error --log-level' -- "$cur"))
-        else
-            COMPREPLY=($(compgen -W 'run list check' -- "$cur"))
-        fi
-        ;;
-    esac
+            ;;
+        DIRECTORY)
+            _filedir -d
+            return
+            ;;
+        TEXT) return ;;
+        SWITCH) [[ $split != true ]] || wanted='true false' ;; # after "=" only
+        *) wanted=${values[$prev]} ;;
+        esac
+    fi
+    if [[ $cur == -* ]]; then
+        wanted=$flags
+    fi
+    COMPREPLY=($(compgen -W "$wanted" -- "$cur"))
 } &&
     complete -F _tt_device_plugin tt-device-plugin

@@ -1,8 +1,9 @@
 """As much of an API server as one kubelet needs: so that its pods are ordinary ones, not static.
 
-What a kubelet makes of the two differs where it matters here. Static pods are up for admission at its first turn; those
-of an API server come once the kubelet has found its own node there, which it looks for once a second. Objects are kept
-as they came, without defaults or validation; whoever asks for a list or a watch gets everything of that kind.
+What a kubelet makes of the two differs where it matters here. Static pods are up for admission at
+its first turn; those of an API server come once the kubelet has found its own node there, which it
+looks for once a second. Objects are kept as they came, without defaults or validation; whoever asks
+for a list or a watch gets everything of that kind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.e2e.machine import JSON, Machine
 PORT = 8080
 KINDS = {
     "nodes": "Node", "pods": "Pod", "services": "Service", "leases": "Lease", "events": "Event",
-    "csidrivers": "CSIDriver", "csinodes": "CSINode", "runtimeclasses": "RuntimeClass", "configmaps": "ConfigMap",
+    "csidrivers": "CSIDriver", "csinodes": "CSINode", "runtimeclasses": "RuntimeClass",
+    "configmaps": "ConfigMap",
 }  # fmt: skip
 
 
@@ -32,7 +34,9 @@ class ApiServer:
 
     def __init__(self) -> None:
         self._objects: dict[str, JSON] = {}  # by path
-        self._events: list[tuple[int, str, JSON]] = []  # version, path of the collection, watch event
+        self._events: list[
+            tuple[int, str, JSON]
+        ] = []  # version, path of the collection, watch event
         self._version = itertools.count(1)
         self._latest = 0
         self._changed = threading.Condition()
@@ -56,19 +60,27 @@ class ApiServer:
     # What tests ask
 
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
-        """Create a pod that is scheduled to the node, with what a real server would have filled in."""
+        """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
         pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
-        pod["spec"] |= {"nodeName": node, "dnsPolicy": "Default", "securityContext": {}, "schedulerName": "default"}
+        pod["spec"] |= {
+            "nodeName": node,
+            "dnsPolicy": "Default",
+            "securityContext": {},
+            "schedulerName": "default",
+        }
         pod["spec"].setdefault("enableServiceLinks", True)
         for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
-            container |= {"terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File"}
+            container |= {
+                "terminationMessagePath": "/dev/termination-log",
+                "terminationMessagePolicy": "File",
+            }
             container.setdefault("imagePullPolicy", "IfNotPresent")
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
 
     def delete_pod(self, name: str, *, grace: int | None = None) -> None:
-        """Delete a pod's object at once; with `grace`, let the kubelet end the pod first and delete it then."""
+        """Delete a pod's object at once; with `grace`, the kubelet ends the pod first."""
         path = f"/api/v1/namespaces/default/pods/{name}"
         if grace is None:
             self.delete(path)
@@ -122,12 +134,16 @@ class ApiServer:
         self._events.append((self._latest, path, {"type": action, "object": copy.deepcopy(item)}))
         self._changed.notify_all()
 
-    def wait_events(self, collection: str, after: int, server: _Server) -> tuple[list[JSON], int] | None:
-        """Watch events of a kind after a version, as soon as there is one; None when the server closes."""
+    def wait_events(
+        self, collection: str, after: int, server: _Server
+    ) -> tuple[list[JSON], int] | None:
+        """Return the watch events of a kind after a version, once there are any; None: closed."""
         with self._changed:
             while not server.closing:
                 found = [
-                    event for version, path, event in self._events if version > after and _within(path, collection)
+                    event
+                    for version, path, event in self._events
+                    if version > after and _within(path, collection)
                 ]
                 if found:
                     return found, self._latest
@@ -136,7 +152,7 @@ class ApiServer:
 
 
 def merged(item: Any, change: Any) -> Any:
-    """A strategic merge, as far as kubelets use it: lists are replaced, but those of conditions and the like."""
+    """Merge strategically, as far as kubelets use it: lists of conditions and the like, too."""
     if not isinstance(item, dict) or not isinstance(change, dict):
         return change
     result = dict(item)
@@ -156,9 +172,13 @@ def merged(item: Any, change: Any) -> Any:
 
 
 def _parse(path: str) -> tuple[str, str, str, str]:
-    """Group and version, namespace, kind in the plural, and name ("" for a collection) of a path."""
+    """Return a path's group and version, namespace, plural kind and name ("": a collection)."""
     parts = path.strip("/").split("/")
-    group, rest = ("/".join(parts[1:2]), parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
+    group, rest = (
+        ("/".join(parts[1:2]), parts[2:])
+        if parts[0] == "api"
+        else ("/".join(parts[1:3]), parts[3:])
+    )
     namespace = ""
     if rest[:1] == ["namespaces"] and len(rest) > 2:
         namespace, rest = rest[1], rest[2:]
@@ -193,7 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _body(self) -> JSON:
-        return dict(json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"))
+        return dict(
+            json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        )
 
     def _answer(self, code: int, content: JSON) -> None:
         data = json.dumps(content).encode()
@@ -207,7 +229,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(404, "NotFound")
 
     def _refuse(self, code: int, reason: str) -> None:
-        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+        status = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "reason": reason,
+            "code": code,
+        }
         self._answer(code, {**status, "message": f"{self.path}: {reason}"})
 
     def do_GET(self) -> None:
@@ -223,7 +251,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._watch(url.path, query)
         items, version = self.server.api.collect(url.path)
         metadata = {"resourceVersion": str(version)}
-        self._answer(200, {"kind": f"{KINDS[kind]}List", "apiVersion": group, "metadata": metadata, "items": items})
+        self._answer(
+            200,
+            {
+                "kind": f"{KINDS[kind]}List",
+                "apiVersion": group,
+                "metadata": metadata,
+                "items": items,
+            },
+        )
 
     def _watch(self, collection: str, query: Mapping[str, str]) -> None:
         group, _, kind, _ = _parse(collection)
@@ -236,8 +272,16 @@ class _Handler(BaseHTTPRequestHandler):
             items, after = self.server.api.collect(collection)
             for item in items:
                 self._chunk({"type": "ADDED", "object": item})
-            done = {"resourceVersion": str(after), "annotations": {"k8s.io/initial-events-end": "true"}}
-            self._chunk({"type": "BOOKMARK", "object": {"kind": KINDS[kind], "apiVersion": group, "metadata": done}})
+            done = {
+                "resourceVersion": str(after),
+                "annotations": {"k8s.io/initial-events-end": "true"},
+            }
+            self._chunk(
+                {
+                    "type": "BOOKMARK",
+                    "object": {"kind": KINDS[kind], "apiVersion": group, "metadata": done},
+                }
+            )
         while found := self.server.api.wait_events(collection, after, self.server):
             events, after = found
             for event in events:
@@ -252,12 +296,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         item, path = self._body(), urlsplit(self.path).path
         name = item.get("metadata", {}).get("name") or uuid.uuid4().hex
-        if self.server.api.read(f"{path}/{name}"):  # a kubelet that starts again creates its node and is told so
+        if self.server.api.read(
+            f"{path}/{name}"
+        ):  # a kubelet that starts again creates its node and is told so
             return self._refuse(409, "AlreadyExists")
         self._answer(201, self.server.api.write(f"{path}/{name}", item))
 
     def do_PUT(self) -> None:
-        self._answer(200, self.server.api.write(urlsplit(self.path).path.removesuffix("/status"), self._body()))
+        self._answer(
+            200,
+            self.server.api.write(urlsplit(self.path).path.removesuffix("/status"), self._body()),
+        )
 
     def do_PATCH(self) -> None:
         item = self.server.api.patch(urlsplit(self.path).path.removesuffix("/status"), self._body())

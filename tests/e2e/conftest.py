@@ -1,6 +1,7 @@
 """Fixtures: nodes with the real kubelet and the daemon; and what tests tell at the end of the run.
 
-These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`, as root.
+These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`. They
+need root.
 """
 
 from __future__ import annotations
@@ -54,16 +55,28 @@ _told = pytest.StashKey[list[tuple[str, str]]]()
 
 @pytest.fixture
 def told(request: pytest.FixtureRequest) -> Told:
-    """To be called with what was checked and measured, in a sentence, which stands at the end of the run."""
+    """Give what is called with a sentence on what was measured, for the end of the run."""
     sentences = request.config.stash.setdefault(_told, [])
     return lambda sentence: sentences.append((request.node.name, sentence))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes minutes of waiting; only with -m slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is slow, unless -m names it."""
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where a test has failed, what its host or node said last is shown, and the next test finds a host in order."""
+    """Show what a failed test's host or node said last, and mend the host for the next test."""
     report = yield
     if call.when == "call" and report.failed:
         for name, place in getattr(item, "funcargs", {}).items():
@@ -74,7 +87,9 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if sentences := config.stash.get(_told, []):
         terminalreporter.section("checked and measured")
         for name, sentence in sentences:
@@ -86,7 +101,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for line in results.lines():
         terminalreporter.write_line(line)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False) + "\n")
+    RESULTS.write_text(
+        json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False)
+        + "\n"
+    )
     terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(ROOT)}")
 
 

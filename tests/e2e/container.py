@@ -1,7 +1,8 @@
-"""System containers: a minimal Debian with its own systemd, booted by systemd-nspawn beside whatever runs here.
+"""System containers: a minimal Debian with its own systemd, booted by systemd-nspawn.
 
-The host needs neither systemd nor machined: the container is not registered with anybody, gets a cgroup of its own in
-the unified hierarchy and is entered with nsenter. Its network has nothing but a loopback interface.
+The host needs neither systemd nor machined: the container is not registered with anybody, gets a
+cgroup of its own in the unified hierarchy and is entered with nsenter. Its network has nothing but
+a loopback interface.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ ENVIRONMENT = {
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
-# A mount namespace of its own: nspawn wants the unified hierarchy and a tmpfs, whatever the host has there.
+# In a mount namespace of its own: nspawn wants the unified hierarchy and a tmpfs.
 BOOT = """
 set -e
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
 mount -t tmpfs tmpfs /run/systemd/nspawn
 echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
-exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network --machine="$NAME" \\
-    --system-call-filter=bpf --capability=CAP_BPF,CAP_NET_ADMIN "$@"  # its systemd's DevicePolicy= is a BPF program
+# The container's systemd makes a BPF program of DevicePolicy=.
+exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network \\
+    --machine="$NAME" --system-call-filter=bpf --capability=CAP_BPF,CAP_NET_ADMIN "$@"
 """
 
 
@@ -47,14 +49,20 @@ class Missing(Exception):
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
-    arguments = ["--variant=minbase", f"--include={packages}", "--aptopt=Acquire::Check-Valid-Until false"]
+    arguments = [
+        "--variant=minbase",
+        f"--include={packages}",
+        "--aptopt=Acquire::Check-Valid-Until false",
+    ]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     tarball = CACHE / f"{suite}-{key}.tar"
     if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:
         return tarball
     CACHE.mkdir(parents=True, exist_ok=True)
     half = tarball.with_suffix(f".{os.getpid()}.tar")
-    made = subprocess.run(["mmdebstrap", "--quiet", *arguments, suite, str(half)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mmdebstrap", "--quiet", *arguments, suite, str(half)], capture_output=True, text=True
+    )
     if made.returncode:
         half.unlink(missing_ok=True)
         reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
@@ -67,7 +75,7 @@ class Container:
     """One system; can be booted several times."""
 
     def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
-        """binds: what of the host is where in the container, read-only. packages: what it has. Raises Missing."""
+        """binds: what of the host is where in it, read-only. packages: what it has."""
         tree = root_tree(suite, packages)
         work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
         self.root = work / "root"
@@ -84,11 +92,20 @@ class Container:
         subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
 
     def boot(self, begun: Callable[[], object] = lambda: None) -> float:
-        """Boot, call `begun` early on, and wait until everything is started; returns the seconds that took."""
+        """Boot, call `begun` early on, wait until all is started; returns the seconds taken."""
         since = time.monotonic()
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                ["unshare", "--mount", "--propagation=private", "sh", "-c", self.script, "sh", *self.arguments],
+                [
+                    "unshare",
+                    "--mount",
+                    "--propagation=private",
+                    "sh",
+                    "-c",
+                    self.script,
+                    "sh",
+                    *self.arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -96,11 +113,17 @@ class Container:
             )
         wait_until(self._begun, f"the systemd of {self.name}", 30)
         begun()
-        wait_until(self._up, lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n", 60)
+        wait_until(
+            self._up,
+            lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n",
+            60,
+        )
         return time.monotonic() - since
 
     def _begun(self) -> bool:
-        assert self._nspawn and self._nspawn.poll() is None, f"systemd-nspawn has ended:\n{self._last_words()}"
+        assert self._nspawn and self._nspawn.poll() is None, (
+            f"systemd-nspawn has ended:\n{self._last_words()}"
+        )
         pid = self._nspawn.pid
         with contextlib.suppress(OSError, IndexError):
             self.leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
@@ -109,7 +132,10 @@ class Container:
 
     def _up(self) -> bool:
         assert self._begun(), f"systemd has ended:\n{self._last_words()}"
-        return self("systemctl", "is-system-running", check=False).strip() in ("running", "degraded")
+        return self("systemctl", "is-system-running", check=False).strip() in (
+            "running",
+            "degraded",
+        )
 
     def _last_words(self) -> str:
         return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
@@ -118,14 +144,20 @@ class Container:
         """A command in the container, to its end."""
         entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
         return subprocess.run(
-            [*entering, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=ENVIRONMENT,
+            [*entering, *command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
             timeout=timeout,
-        )  # fmt: skip
+        )
 
     def __call__(self, *command: str, check: bool = True) -> str:
         """Standard output and error of a command in the container."""
         done = self.run("sh", "-c", 'exec "$@" 2>&1', "sh", *command)
-        assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
+        assert not check or done.returncode == 0, (
+            f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
+        )
         return done.stdout
 
     def shell(self, script: str, check: bool = True) -> str:
@@ -144,12 +176,15 @@ class Container:
 
     def files(self) -> set[str]:
         """Everything in the root tree but what logs and package management keep."""
-        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt", "var/cache/debconf",
-                "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc", "sys")  # fmt: skip
+        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt",
+                "var/cache/debconf", "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc",
+                "sys")  # fmt: skip
         found: set[str] = set()
         for directory, names, files in os.walk(self.root):
             place = os.path.relpath(directory, self.root)
-            names[:] = [name for name in names if os.path.normpath(os.path.join(place, name)) not in kept]
+            names[:] = [
+                name for name in names if os.path.normpath(os.path.join(place, name)) not in kept
+            ]
             found.update(os.path.normpath(os.path.join(place, name)) for name in [*names, *files])
         return found
 

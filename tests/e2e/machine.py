@@ -1,10 +1,11 @@
-"""Runs the real kubelet, with the real containerd and runc, on this machine and for one test at a time.
+"""Runs the real kubelet, with the real containerd and runc, for one test at a time.
 
-What makes a node out of it is `Machine`: namespaces of its own for mounts, processes, network, IPC and host name, in
-which /var/lib, /var/log and /run are directories of a scratch tree. Kubelet and containerd can therefore use their
-usual paths (for device plugins the kubelet knows no other than /var/lib/kubelet/device-plugins) and never see those of
-the host; their ports are on a loopback device that nobody else has; and a power cut is the death of one process, the
-namespace's first, which takes all others with it. The host sees no mount, no port and no process that outlives it.
+What makes a node out of it is `Machine`: namespaces of its own for mounts, processes, network, IPC
+and host name, in which /var/lib, /var/log and /run are directories of a scratch tree. Kubelet and
+containerd can therefore use their usual paths (for device plugins the kubelet knows no other than
+/var/lib/kubelet/device-plugins) and never see those of the host; their ports are on a loopback
+device that nobody else has; and a power cut is the death of one process, the namespace's first,
+which takes all others with it. The host sees no mount, no port and no process that outlives it.
 Only cgroups are shared: everything is kept below one cgroup, which is removed at the end.
 
 A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.device_plugin_dir`.
@@ -19,8 +20,9 @@ A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.de
         kubelet.exec("one", ["ls", "-l", "/dev/chip"])
         machine.power_off()
 
-The kubelet runs standalone: there is no API server, pods are static pods (files in a directory), and what became of
-them is read from the kubelet's own /pods. Where the difference matters there is `apiserver.ApiServer`.
+The kubelet runs standalone: there is no API server, pods are static pods (files in a directory),
+and what became of them is read from the kubelet's own /pods. Where the difference matters there is
+`apiserver.ApiServer`.
 """
 
 from __future__ import annotations
@@ -61,16 +63,14 @@ VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kube
 """The kubelets that can be had, by minor version: one module beside this file pins each of them."""
 
 NODE_NAME = "node"
-NODE_ADDRESS = (
-    "192.0.2.1"  # TEST-NET-1: one that is not of the loopback range, which a kubelet does not take for its own
-)
+NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
 IMAGE = "localhost/realkubelet/busybox:1"
 """The one image there is: a static busybox. It does for the pods and for the pause container."""
 
 JSON = dict[str, Any]
 
 
-# --- What it takes ----------------------------------------------------------------------------------------------------
+# --- What it takes --------------------------------------------------------------------------------
 
 _PACKAGES = {
     "containerd": "containerd",
@@ -95,14 +95,19 @@ def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
     """What is missing to run these kubelets here, in one line that says what to do, or None."""
     if os.geteuid() != 0:
         return "the real kubelet needs root"
-    packages = sorted({package for tool, package in _PACKAGES.items() if shutil.which(tool) is None})
+    packages = sorted(
+        {package for tool, package in _PACKAGES.items() if shutil.which(tool) is None}
+    )
     if packages:
         return f"apt-get install --no-install-recommends {' '.join(packages)}"
     if all(kubelet_path(version).exists() for version in versions):
         return None
     if (go := shutil.which("go")) is None:
-        return "building the kubelet needs Go 1.21 or newer (golang-go, in Debian 12 from bookworm-backports)"
-    said = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=True).stdout
+        where = "golang-go, in Debian 12 from bookworm-backports"
+        return f"building the kubelet needs Go 1.21 or newer ({where})"
+    said = subprocess.run(
+        [go, "env", "GOVERSION"], capture_output=True, text=True, check=True
+    ).stdout
     found = re.match(r"go(\d+)\.(\d+)", said)
     if found and (int(found[1]), int(found[2])) < _MINIMUM_GO:
         return f"building the kubelet needs Go 1.21 or newer, {go} is {said.strip()}"
@@ -110,14 +115,16 @@ def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
 
 
 def kubelet_path(version: str) -> Path:
-    """Where the kubelet of this minor version is once it is built; another go.sum is another kubelet."""
+    """Return where a minor version's kubelet is once built; another go.sum is another kubelet."""
     module = HERE / f"kubelet-{version}"
-    digest = hashlib.sha256((module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()).hexdigest()
+    digest = hashlib.sha256(
+        (module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()
+    ).hexdigest()
     return CACHE / f"kubelet-{version}-{digest[:16]}"
 
 
 def build_kubelet(version: str) -> Path:
-    """Build cmd/kubelet as the module's go.mod pins it, unless that was done before. Takes minutes the first time."""
+    """Build cmd/kubelet as the module's go.mod pins it, which takes minutes the first time."""
     target = kubelet_path(version)
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"kubelet-{version}.lock").open("w") as lock:
@@ -125,7 +132,9 @@ def build_kubelet(version: str) -> Path:
         if target.exists():
             return target
         module = HERE / f"kubelet-{version}"
-        release = re.search(r"^\s*k8s\.io/kubernetes (v\S+)", (module / "go.mod").read_text(), re.MULTILINE)
+        release = re.search(
+            r"^\s*k8s\.io/kubernetes (v\S+)", (module / "go.mod").read_text(), re.MULTILINE
+        )
         assert release is not None, f"{module}/go.mod requires no k8s.io/kubernetes"
         partial = target.with_name(f"{target.name}.partial")
         stamp = f"-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={release[1]}"
@@ -140,7 +149,7 @@ def build_kubelet(version: str) -> Path:
     return target
 
 
-# --- A machine that can be switched off -------------------------------------------------------------------------------
+# --- A machine that can be switched off -----------------------------------------------------------
 
 _CLONE_NEWNET = 0x40000000
 SYSCTLS = (
@@ -158,7 +167,9 @@ class Process:
     """A process in a machine's namespaces, its output in a file."""
 
     def __init__(self, entered: subprocess.Popen[bytes], log: Path) -> None:
-        self._entered = entered  # nsenter: it waits for the process itself, and passes no signals on
+        self._entered = (
+            entered  # nsenter: it waits for the process itself, and passes no signals on
+        )
         self.log = log
         self.pid = wait_until(self._behind, "the process behind nsenter", 10)
 
@@ -196,19 +207,22 @@ def tail(log: Path, lines: int = 40) -> str:
     """The end of a log file, without the kubelet's notes of what this harness asked it."""
     if not log.exists():
         return "(no output)"
-    said = [line for line in log.read_text(errors="replace").splitlines() if "httplog.go" not in line]
+    said = [
+        line for line in log.read_text(errors="replace").splitlines() if "httplog.go" not in line
+    ]
     return "\n".join(said[-lines:])
 
 
 class Machine:
-    """The part of a node that is not software: processes that can lose power, a disk that survives it.
+    """A node without its software: processes that can lose power, a disk that survives it.
 
-    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because the disk must not be a tmpfs
-    (overlayfs), and its path short because the sockets in it have to fit into 107 characters.
+    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because the disk
+    must not be a tmpfs (overlayfs), and its path short because the sockets in it have to fit into
+    107 characters.
     """
 
     def __init__(self, numa_nodes: int | None = None) -> None:
-        """`numa_nodes`: what the kubelet is shown in place of this machine's own NUMA nodes, the CPUs dealt out."""
+        """`numa_nodes`: how many the kubelet is shown; the CPUs are dealt out to them."""
         _remove_abandoned()
         self.scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/var/tmp"))
         self._lock = (self.scratch / "lock").open("w")
@@ -227,9 +241,18 @@ class Machine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.destroy()
+
+    @property
+    def cgroups(self) -> Path:
+        """The machine's cgroup in any one hierarchy: the kubelet makes a pod's in all of them."""
+        roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+        return next(root for root in roots if root.is_dir()) / self.cgroup[1:]
 
     def path(self, inside: str) -> Path:
         """Where a file of the node's /var/lib, /var/log or /run is on the host."""
@@ -238,51 +261,20 @@ class Machine:
                 return self.scratch / outside / inside[len(directory) + 1 :]
         raise ValueError(f"{inside} is the host's own")
 
-    # Whole directories that every host has. A mount point of our own, /var/lib/kubelet say, would have to be made and
-    # removed on the host, and its removal would unmount it in every other machine that runs at the time.
+    # Whole directories that every host has. A mount point of our own, /var/lib/kubelet say, would
+    # have to be made and removed on the host, and its removal would unmount it in every other
+    # machine that runs at the time.
     _mounts: ClassVar = {"/run": "run", "/var/log": "log", "/var/lib": "lib"}
 
     def power_on(self) -> None:
         """Make the namespaces, with one process in them that does nothing but keep them."""
         assert self._init is None, "it is on already"
         self.logs.mkdir(parents=True, exist_ok=True)
-        script = ["set -e"]
-        for inside, outside in self._mounts.items():
-            (self.scratch / outside).mkdir(exist_ok=True)
-            script.append(f"mount --bind {self.scratch / outside} {inside}")
-        for name in SYSCTLS:
-            private = self.scratch / "sysctl" / name
-            private.parent.mkdir(parents=True, exist_ok=True)
-            private.write_text(Path("/proc/sys", name).read_text())
-            script.append(f"mount --bind {private} /proc/sys/{name}")
-        if self._numa_nodes is not None:
-            script.append(f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node")
-        script += [
-            f"busybox hostname {NODE_NAME}",
-            "busybox ip link set lo up",
-            f"busybox ip address add {NODE_ADDRESS}/32 dev lo",
-            # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the kernel reaps them. It
-            # lives as long as somebody holds the other end of its stdin: should the tests be killed outright, the
-            # machine goes down all the same.
-            "echo on",
-            "exec env --ignore-signal=CHLD cat",
-        ]
+        script = "\n".join(self._first_script())
         make_cgroups(self.cgroup)
+        namespaces = ["--mount", "--pid", "--net", "--uts", "--ipc"]
         self._init = subprocess.Popen(
-            [
-                "unshare",
-                "--mount",
-                "--pid",
-                "--net",
-                "--uts",
-                "--ipc",
-                "--fork",
-                "--mount-proc",
-                "--kill-child",
-                "sh",
-                "-c",
-                "\n".join(script),
-            ],
+            ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child", "sh", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(self.logs / "machine.log").open("ab"),
@@ -294,12 +286,36 @@ class Machine:
         unshare = self._init.pid
         self._init_pid = wait_until(lambda: _child_of(unshare), "the first process", 5)
 
+    def _first_script(self) -> Iterator[str]:
+        """Yield the lines of what the first process does; make what they need."""
+        yield "set -e"
+        for inside, outside in self._mounts.items():
+            (self.scratch / outside).mkdir(exist_ok=True)
+            yield f"mount --bind {self.scratch / outside} {inside}"
+        for name in SYSCTLS:
+            private = self.scratch / "sysctl" / name
+            private.parent.mkdir(parents=True, exist_ok=True)
+            private.write_text(Path("/proc/sys", name).read_text())
+            yield f"mount --bind {private} /proc/sys/{name}"
+        if self._numa_nodes is not None:
+            yield f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node"
+        yield f"busybox hostname {NODE_NAME}"
+        yield "busybox ip link set lo up"
+        yield f"busybox ip address add {NODE_ADDRESS}/32 dev lo"
+        # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the
+        # kernel reaps them. It lives as long as somebody holds the other end of its stdin: should
+        # the tests be killed outright, the machine goes down all the same.
+        yield "echo on"
+        yield "exec env --ignore-signal=CHLD cat"
+
     def power_off(self) -> None:
-        """Cut the power: every process dies in one instant, every mount is gone, and of the files only /run's."""
+        """Cut the power: every process dies in one instant, every mount is gone, /run is empty."""
         if self._init is None:
             return
         assert self._init.stdin is not None and self._init.stdout is not None
-        os.kill(self._init_pid, signal.SIGKILL)  # the kernel kills all others and holds this one until they are gone
+        os.kill(
+            self._init_pid, signal.SIGKILL
+        )  # the kernel kills all others and holds this one until they are gone
         self._init.wait(30)
         self._init.stdin.close()
         self._init.stdout.close()
@@ -316,39 +332,64 @@ class Machine:
 
     def _entering(self, argv: Sequence[str]) -> list[str]:
         assert self._init is not None, "the machine is off"
-        return ["nsenter", f"--target={self._init_pid}", "--mount", "--pid", "--net", "--uts", "--ipc", "--", *argv]
+        return [
+            "nsenter",
+            f"--target={self._init_pid}",
+            "--mount",
+            "--pid",
+            "--net",
+            "--uts",
+            "--ipc",
+            "--",
+            *argv,
+        ]
 
-    def spawn(self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Process:
+    def spawn(
+        self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> Process:
         """Start a process in the machine; its output is appended to `log`."""
         with log.open("ab") as output:
             entered = subprocess.Popen(
-                self._entering(argv), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+                self._entering(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
             )
         return Process(entered, log)
 
     def run(self, argv: Sequence[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
         return subprocess.run(
-            self._entering(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+            self._entering(argv),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def connect(self, port: int) -> socket.socket:
         """A connection to the machine's loopback device."""
-        return in_network(self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
+        return in_network(
+            self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10)
+        )
 
     def listen(self, port: int) -> socket.socket:
         """A socket that takes connections on the machine's loopback device."""
         return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     def _fake_numa(self, nodes: int) -> Path:
-        """A /sys/devices/system/node with that many nodes, of which the first have the CPUs that there are."""
+        """Make a /sys/devices/system/node with that many nodes; the first have the CPUs."""
         root = self.scratch / "numa"
         shutil.rmtree(root, ignore_errors=True)
         memory = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) // nodes  # type: ignore[index]
         for node in range(nodes):
             (root / f"node{node}").mkdir(parents=True)
             (root / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: {memory} kB\n")
-            (root / f"node{node}" / "distance").write_text(" ".join("10" if n == node else "20" for n in range(nodes)))
+            (root / f"node{node}" / "distance").write_text(
+                " ".join("10" if n == node else "20" for n in range(nodes))
+            )
         for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*"):
             (root / f"node{int(path.name[3:]) % nodes}" / path.name).symlink_to(path)
         for name in ("online", "possible", "has_cpu", "has_memory"):
@@ -360,7 +401,9 @@ def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
     """A socket that is made in the network namespace of a process, and works from here."""
     made: list[socket.socket | OSError] = []
 
-    def enter() -> None:  # the namespace is a thread's own, and a socket stays in the one that it was made in
+    def enter() -> (
+        None
+    ):  # the namespace is a thread's own, and a socket stays in the one that it was made in
         try:
             with open(f"/proc/{pid}/ns/net", "rb") as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
@@ -381,12 +424,14 @@ _PREFIX = "ttdp-node-"
 
 
 def _remove_abandoned() -> None:
-    """Remove what machines have left whose tests were killed: their processes died with the tests, files did not."""
+    """Remove the files of machines whose tests were killed: only their processes died with them."""
     for scratch in Path("/var/tmp").glob(f"{_PREFIX}*"):
         try:
             with (scratch / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(lock.fileno()).st_mtime > 60:  # not one that is just about to lock it
+                if (
+                    time.time() - os.fstat(lock.fileno()).st_mtime > 60
+                ):  # not one that is just about to lock it
                     remove_cgroups(f"/{scratch.name}")
                     shutil.rmtree(scratch)
         except (FileNotFoundError, BlockingIOError):
@@ -396,7 +441,8 @@ def _remove_abandoned() -> None:
 def cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
     """Where the cgroup hierarchies are, and whether it is version 2's with all controllers.
 
-    Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as well.
+    Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as
+    well.
     """
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
@@ -410,10 +456,15 @@ def make_cgroups(cgroup: str) -> None:
         ours = root / cgroup[1:]
         ours.mkdir(exist_ok=True)
         if unified:
-            controllers = " ".join(f"+{name}" for name in (root / "cgroup.controllers").read_text().split())
+            controllers = " ".join(
+                f"+{name}" for name in (root / "cgroup.controllers").read_text().split()
+            )
             for directory in (root, ours):
                 (directory / "cgroup.subtree_control").write_text(controllers)
-        for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new cpuset of version 1, which nothing can run in
+        for name in (
+            "cpuset.cpus",
+            "cpuset.mems",
+        ):  # empty in a new cpuset of version 1, which nothing can run in
             if not unified and (root / name).exists():
                 (ours / name).write_text((root / name).read_text())
 
@@ -432,7 +483,7 @@ def _removed(cgroup: Path) -> bool:
     return True
 
 
-# --- containerd -------------------------------------------------------------------------------------------------------
+# --- containerd -----------------------------------------------------------------------------------
 
 
 class Containerd:
@@ -455,7 +506,9 @@ class Containerd:
         config = self.machine.scratch / "containerd.toml"
         config.write_text(self.config())
         self.process = self.machine.spawn(
-            [self._binary, "--config", str(config)], self.machine.logs / "containerd.log", env=self._env
+            [self._binary, "--config", str(config)],
+            self.machine.logs / "containerd.log",
+            env=self._env,
         )
         self.prepare(timeout)
 
@@ -476,7 +529,9 @@ class Containerd:
             return False
         with grpc.insecure_channel(f"unix://{path}") as channel:
             try:  # containerd's own services answer some time before that for the kubelet does
-                channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)(b"", timeout=5)
+                channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)(
+                    b"", timeout=5
+                )
             except grpc.RpcError:
                 return False
         return True
@@ -495,8 +550,10 @@ class Containerd:
         return done
 
     def config(self) -> str:
-        """Defaults, but for the pause image (nothing can be pulled here) and what a restricted root may not do."""
-        said = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
+        """Return the defaults, but for the pause image and what a restricted root may not do."""
+        said = subprocess.run(
+            [self._binary, "--version"], capture_output=True, text=True, check=True
+        ).stdout
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
@@ -507,11 +564,17 @@ class Containerd:
                 "[plugins.'io.containerd.cri.v1.runtime']",
             ]
         else:
-            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']", f"sandbox_image = '{IMAGE}'"]
+            lines = [
+                "version = 2",
+                "[plugins.'io.containerd.grpc.v1.cri']",
+                f"sandbox_image = '{IMAGE}'",
+            ]
             if (int(found[1]), int(found[2])) >= (1, 7):
                 lines.append("enable_cdi = true")  # the default of 2.0
         if not _has_capability(_CAP_SYS_RESOURCE):
-            lines.append("restrict_oom_score_adj = true")  # else runc fails: pods want less than our own
+            lines.append(
+                "restrict_oom_score_adj = true"
+            )  # else runc fails: pods want less than our own
         return "\n".join(lines) + "\n"
 
 
@@ -524,7 +587,7 @@ def _has_capability(number: int) -> bool:
 
 
 _SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
-"""Unlike a bare sleep, which as its PID namespace's first process gets no SIGTERM, this ends when it is told to."""
+"""Ends when it is told to: a bare sleep, as its namespace's first process, gets no SIGTERM."""
 
 
 def busybox_layer() -> bytes:
@@ -549,53 +612,42 @@ def busybox_layer() -> bytes:
 def image_archive(name: str, layer: bytes) -> bytes:
     """An OCI image archive of one layer, a tarball; the image sleeps unless told otherwise."""
     blobs: dict[str, bytes] = {}
-
-    def store(content: bytes, media_type: str) -> JSON:
-        digest = hashlib.sha256(content).hexdigest()
-        blobs[digest] = content
-        return {
-            "mediaType": f"application/vnd.oci.image.{media_type}",
-            "digest": f"sha256:{digest}",
-            "size": len(content),
-        }
-
-    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
-    stored_layer = store(layer, "layer.v1.tar")
+    stored_layer = _store(blobs, layer, "layer.v1.tar")
     config = {
-        "architecture": architecture,
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine),
         "os": "linux",
         "rootfs": {"type": "layers", "diff_ids": [stored_layer["digest"]]},
         "config": {"Env": ["PATH=/bin"], "Entrypoint": ["/bin/sh", "-c", _SLEEP]},
     }
-    manifest = store(
-        json.dumps(
-            {
-                "schemaVersion": 2,
-                "mediaType": "application/vnd.oci.image.manifest.v1+json",
-                "config": store(json.dumps(config).encode(), "config.v1+json"),
-                "layers": [stored_layer],
-            }
-        ).encode(),
-        "manifest.v1+json",
-    )
+    described = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": _store(blobs, json.dumps(config).encode(), "config.v1+json"),
+        "layers": [stored_layer],
+    }
+    manifest = _store(blobs, json.dumps(described).encode(), "manifest.v1+json")
+    named = manifest | {"annotations": {"io.containerd.image.name": name}}
     files = {f"blobs/sha256/{digest}": content for digest, content in blobs.items()}
     files["oci-layout"] = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
-    files["index.json"] = json.dumps(
-        {
-            "schemaVersion": 2,
-            "manifests": [manifest | {"annotations": {"io.containerd.image.name": name}}],
-        }
-    ).encode()
+    files["index.json"] = json.dumps({"schemaVersion": 2, "manifests": [named]}).encode()
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
+        for path, content in files.items():
+            member = tarfile.TarInfo(path)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return archive.getvalue()
 
 
-# --- The kubelet ------------------------------------------------------------------------------------------------------
+def _store(blobs: dict[str, bytes], content: bytes, media_type: str) -> JSON:
+    """Add a blob, by its digest; return its descriptor."""
+    digest = hashlib.sha256(content).hexdigest()
+    blobs[digest] = content
+    media_type = f"application/vnd.oci.image.{media_type}"
+    return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(content)}
+
+
+# --- The kubelet ----------------------------------------------------------------------------------
 
 
 def pod(
@@ -610,9 +662,9 @@ def pod(
     own_shm: bool = False,
     selector: Mapping[str, str] | None = None,
 ) -> JSON:
-    """A static pod's manifest whose containers (main, main-1, …) each ask for these resources and sleep.
+    """Return a manifest: containers main, main-1, … that each ask for these resources and sleep.
 
-    `own_shm`: with a volume at /dev/shm, as pods have that need more than the usual 64 MiB there.
+    `own_shm`: with a volume at /dev/shm.
     """
     wanted = {resource: str(count) for resource, count in (resources or {}).items()}
     container: JSON = {
@@ -625,24 +677,23 @@ def pod(
         container["command"] = list(command)
     if own_shm:
         container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {
-            "hostNetwork": True,  # there is no network plugin
-            "restartPolicy": restart,
-            "terminationGracePeriodSeconds": 1,
-            "enableServiceLinks": False,
-            "nodeSelector": dict(selector or {}),
-            "containers": [{"name": f"main-{n}" if n else "main"} | container for n in range(containers)],
-            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
-        },
+    spec = {
+        "hostNetwork": True,  # there is no network plugin
+        "restartPolicy": restart,
+        "terminationGracePeriodSeconds": 1,
+        "enableServiceLinks": False,
+        "nodeSelector": dict(selector or {}),
+        "containers": [
+            {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
     }
+    metadata = {"name": name, "namespace": "default"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def refusal(status: Mapping[str, Any]) -> str | None:
-    """Why a kubelet refused the pod with this status, in its own words ("reason: message"), or None if it did not."""
+    """Return why a kubelet refused the pod with this status ("reason: message"), if it did."""
     message = str(status.get("message"))
     if status.get("phase") != "Failed" or not message.startswith("Pod was rejected"):
         return None
@@ -652,13 +703,50 @@ def refusal(status: Mapping[str, Any]) -> str | None:
 def all_run(manifest: Mapping[str, Any]) -> bool:
     """Whether each of a pod's containers runs."""
     states = manifest["status"].get("containerStatuses") or []
-    return len(states) == len(manifest["spec"]["containers"]) and all("running" in s["state"] for s in states)
+    return len(states) == len(manifest["spec"]["containers"]) and all(
+        "running" in s["state"] for s in states
+    )
 
 
-class Kubelet:
-    """A standalone kubelet of one minor version; it can be stopped, killed and started again, its state kept."""
+PORT = 10250
 
-    PORT = 10250
+
+def _configuration(version: str, machine: Machine) -> JSON:
+    """Return the KubeletConfiguration of a kubelet without API server."""
+    config: JSON = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "containerRuntimeEndpoint": f"unix://{Containerd.SOCKET}",
+        "staticPodPath": str(machine.scratch / "manifests"),
+        "fileCheckFrequency": "1s",
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": machine.cgroup,
+        "failSwapOn": False,
+        # Reached by nobody but this harness: the loopback device is the machine's own.
+        "address": "127.0.0.1",
+        "port": PORT,
+        "readOnlyPort": 0,
+        "healthzPort": 0,
+        "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "registerNode": False,
+        "enableControllerAttachDetach": False,
+        "makeIPTablesUtilChains": False,
+        "resolvConf": "",
+        # However full the disk is, pods are not refused and images not removed for that.
+        "imageGCHighThresholdPercent": 100,
+        "imageGCLowThresholdPercent": 99,
+    }
+    signals = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+    config["evictionHard"] = dict.fromkeys([*signals, "imagefs.inodesFree"], "0%")
+    has_v1 = not Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    if int(version.split(".")[1]) >= 31 and has_v1:
+        config["failCgroupV1"] = False  # refused by default since 1.35
+    return config
+
+
+class KubeletProcess:
+    """A kubelet of one minor version; stopped, killed and started again it keeps its state."""
 
     def __init__(
         self,
@@ -666,56 +754,20 @@ class Kubelet:
         machine: Machine,
         containerd: Containerd,
         *,
-        topology_manager_policy: str = "none",
         config: JSON | None = None,
-        verbosity: int = 4,
         api_server: str | None = None,
     ) -> None:
         """`config`: further keys of KubeletConfiguration, which win over the ones made here.
 
-        `api_server`: the URL of one; without it the kubelet runs standalone, and all pods are static.
+        `api_server`: the URL of one; without it the kubelet runs standalone, and all pods are
+        static.
         """
         self.version = version
         self.machine = machine
         self.containerd = containerd
-        self._config: JSON = {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "containerRuntimeEndpoint": f"unix://{Containerd.SOCKET}",
-            "staticPodPath": str(machine.scratch / "manifests"),
-            "fileCheckFrequency": "1s",
-            "cgroupDriver": "cgroupfs",
-            "cgroupRoot": machine.cgroup,
-            "failSwapOn": False,
-            # Reached by nobody but this harness: the loopback device is the machine's own.
-            "address": "127.0.0.1",
-            "port": self.PORT,
-            "readOnlyPort": 0,
-            "healthzPort": 0,
-            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-            "authorization": {"mode": "AlwaysAllow"},
-            "registerNode": False,
-            "enableControllerAttachDetach": False,
-            "makeIPTablesUtilChains": False,
-            "resolvConf": "",
-            "topologyManagerPolicy": topology_manager_policy,
-            # However full the disk is that the tests run on, pods are not refused and images not removed for that.
-            "imageGCHighThresholdPercent": 100,
-            "imageGCLowThresholdPercent": 99,
-            "evictionHard": {
-                "memory.available": "0%",
-                "nodefs.available": "0%",
-                "nodefs.inodesFree": "0%",
-                "imagefs.available": "0%",
-                "imagefs.inodesFree": "0%",
-            },
-        }
-        if int(version.split(".")[1]) >= 31 and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            self._config["failCgroupV1"] = False  # refused by default since 1.35
+        self._config = _configuration(version, machine)
         self.configure(**(config or {}))
-        self._verbosity = verbosity
         self.api_server = api_server
-        self._suffix = f"-{NODE_NAME}" if api_server is None else ""  # of a static pod's name
         if api_server is not None:
             self._config |= {"registerNode": True, "contentType": "application/json"}
         self._starts = 0
@@ -726,7 +778,7 @@ class Kubelet:
 
     @property
     def device_plugin_dir(self) -> Path:
-        """The directory to start the device plugin with; the kubelet creates it, unless it is there."""
+        """The directory to start the device plugin with."""
         path = self.machine.path("/var/lib/kubelet/device-plugins")
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
         return path
@@ -762,7 +814,7 @@ class Kubelet:
         config.write_text(json.dumps(self._config, indent=1))
         program = str(build_kubelet(self.version))
         hostname = f"--hostname-override={NODE_NAME}"
-        return [program, f"--config={config}", hostname, f"--v={self._verbosity}", *self._flags()]
+        return [program, f"--config={config}", hostname, "--v=4", *self._flags()]
 
     def _flags(self) -> list[str]:
         if self.api_server is None:
@@ -789,7 +841,10 @@ class Kubelet:
         if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
-            return self.get("/healthz") == b"ok" and self.socket_identity() not in (None, self._stale_socket)
+            return self.get("/healthz") == b"ok" and self.socket_identity() not in (
+                None,
+                self._stale_socket,
+            )
         except OSError:
             return False
 
@@ -815,10 +870,19 @@ class Kubelet:
 
     def get(self, path: str) -> bytes:
         """GET from its own HTTPS port."""
+        is_kept = self._connection is not None
+        try:
+            return self._get(path)
+        except (OSError, http.client.HTTPException):
+            if not is_kept:
+                raise
+            return self._get(path)  # a kubelet hangs up when nothing was asked for 90 seconds
+
+    def _get(self, path: str) -> bytes:
         if self._connection is None:
-            connection = http.client.HTTPConnection("127.0.0.1", self.PORT, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=10)
             context = ssl._create_unverified_context()  # it signed its certificate itself
-            connection.sock = context.wrap_socket(self.machine.connect(self.PORT))
+            connection.sock = context.wrap_socket(self.machine.connect(PORT))
             self._connection = connection  # kept: who polls makes a handshake only once
         try:
             self._connection.request("GET", path)
@@ -832,24 +896,47 @@ class Kubelet:
             self._connection.close()
             self._connection = None
 
+    def logged(self, pattern: str) -> list[tuple[float, str]]:
+        """Return the lines of this start's log that match, each with its Unix time."""
+        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
+        return [(_klog_time(line), line) for line in said]
+
+    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
+        """Wait until this start's log has a line that matches; the first, with its Unix time."""
+        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[
+            0
+        ]
+
+
+class Kubelet(KubeletProcess):
+    """A kubelet, its pods and its devices."""
+
+    @property
+    def _suffix(self) -> str:
+        """What a kubelet without API server adds to the names of pods."""
+        return f"-{NODE_NAME}" if self.api_server is None else ""
+
     # Pods
 
     def run_pod(self, manifest: JSON) -> None:
         """Put a pod's manifest where the kubelet finds it.
 
-        Take a new name each time: the kubelet lets ten seconds pass before it starts a static pod whose name was that
-        of one just deleted.
+        Take a new name each time: the kubelet lets ten seconds pass before it starts a static pod
+        whose name was that of one just deleted.
         """
         directory = Path(self._config["staticPodPath"])
         directory.mkdir(exist_ok=True)
-        # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again remembers what became of it.
+        # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again
+        # remembers what became of it.
         manifest["metadata"].setdefault("annotations", {})["realkubelet/attempt"] = uuid.uuid4().hex
-        partial = directory / f".{manifest['metadata']['name']}"  # names that begin with a dot are left alone
+        partial = (
+            directory / f".{manifest['metadata']['name']}"
+        )  # names that begin with a dot are left alone
         partial.write_text(json.dumps(manifest))
         partial.rename(directory / f"{manifest['metadata']['name']}.json")
 
     def delete_pod(self, name: str, timeout: float = 30) -> None:
-        """Remove a pod's manifest and wait until its containers are gone and the kubelet has forgotten it."""
+        """Remove a pod's manifest, and wait until the pod is gone."""
         self.withdraw_pod(name)
         self.wait_gone(name, timeout)
 
@@ -858,7 +945,11 @@ class Kubelet:
         Path(self._config["staticPodPath"], f"{name}.json").unlink()
 
     def wait_gone(self, name: str, timeout: float = 30) -> None:
-        wait_until(lambda: self.get_pod(name) is None and not self._has_containers(name), f"pod {name} to go", timeout)
+        wait_until(
+            lambda: self.get_pod(name) is None and not self._has_containers(name),
+            f"pod {name} to go",
+            timeout,
+        )
 
     def get_pod(self, name: str) -> JSON | None:
         """The pod as the kubelet's /pods shows it, None while it knows none of that name."""
@@ -870,7 +961,10 @@ class Kubelet:
 
     def _has_containers(self, name: str) -> bool:
         listed = json.loads(self.get("/runningpods/"))  # from containerd, unlike /pods
-        return any(item["metadata"]["name"] == f"{name}{self._suffix}" for item in listed.get("items") or ())
+        return any(
+            item["metadata"]["name"] == f"{name}{self._suffix}"
+            for item in listed.get("items") or ()
+        )
 
     def pod_status(self, name: str) -> JSON:
         """The pod's status; empty while the kubelet does not know it."""
@@ -878,7 +972,7 @@ class Kubelet:
         return dict(found["status"]) if found else {}
 
     def rejection(self, name: str) -> str | None:
-        """Why the kubelet refused the pod, in its own words ("reason: message"), or None if it did not."""
+        """Return why the kubelet refused the pod ("reason: message"), or None if it did not."""
         return refusal(self.pod_status(name))
 
     def running(self, name: str) -> bool:
@@ -904,20 +998,33 @@ class Kubelet:
                 return str(state["containerID"]).removeprefix("containerd://")
         raise LookupError(f"pod {name} has no container {container}")
 
-    def exec(self, name: str, argv: Sequence[str], container: str = "main") -> subprocess.CompletedProcess[str]:
-        """Run a command in one of the pod's containers. It is run again if its output does not come to its end.
+    def exec(
+        self, name: str, argv: Sequence[str], container: str = "main"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a pod's container, and again if its output does not come to its end.
 
         A process that ends at once can be gone before containerd has copied what it wrote.
         """
         end = uuid.uuid4().hex
         script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
         for _ in range(10):
-            command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, self.container_id(name, container))
+            command = (
+                "tasks",
+                "exec",
+                "--exec-id",
+                uuid.uuid4().hex,
+                self.container_id(name, container),
+            )
             done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
             if done.stdout.endswith(end) and end in done.stderr:
-                done.stdout, done.stderr = done.stdout.removesuffix(end), done.stderr.replace(end, "")
+                done.stdout, done.stderr = (
+                    done.stdout.removesuffix(end),
+                    done.stderr.replace(end, ""),
+                )
                 return done
-        raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}")
+        raise RuntimeError(
+            f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}"
+        )
 
     def logs(self, name: str, container: str = "main") -> str:
         """What a container has written, with the runtime's time stamps."""
@@ -936,8 +1043,17 @@ class Kubelet:
 
     def allocatable(self, resource: str) -> set[str]:
         """The IDs of the resource's healthy devices, in use or not."""
-        answer = self._ask("GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest())
-        return {device for d in answer.devices if d.resource_name == resource for device in d.device_ids}
+        return self.allocatable_by_resource().get(resource, set())
+
+    def allocatable_by_resource(self) -> dict[str, set[str]]:
+        """The IDs of all healthy devices."""
+        answer = self._ask(
+            "GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest()
+        )
+        found: dict[str, set[str]] = {}
+        for devices in answer.devices:
+            found.setdefault(devices.resource_name, set()).update(devices.device_ids)
+        return found
 
     def assigned(self, resource: str) -> dict[tuple[str, str], set[str]]:
         """Which devices the containers have, by pod and container."""
@@ -945,7 +1061,12 @@ class Kubelet:
         found: dict[tuple[str, str], set[str]] = {}
         for p in answer.pod_resources:
             for c in p.containers:
-                ids = {device for d in c.devices if d.resource_name == resource for device in d.device_ids}
+                ids = {
+                    device
+                    for d in c.devices
+                    if d.resource_name == resource
+                    for device in d.device_ids
+                }
                 if ids:
                     found[p.name.removesuffix(self._suffix), c.name] = ids
         return found
@@ -953,8 +1074,9 @@ class Kubelet:
     def capacity(self, resource: str) -> int:
         """How many devices the resource has, healthy or not.
 
-        Capacity is part of the node's status, which a kubelet without API server shows nobody. This is from its log:
-        the length of the list that the plugin pushed last, or, if that is newer, what went into the status.
+        Capacity is part of the node's status, which a kubelet without API server shows nobody. This
+        is from its log: the length of the list that the plugin pushed last, or, if that is newer,
+        what went into the status.
         """
         name = re.escape(resource)
         pushed = rf'"State pushed for device plugin" resource="{name}" resourceCapacity=(\d+)'
@@ -962,25 +1084,23 @@ class Kubelet:
         said = re.findall(f"{pushed}|{in_status}", self.log.read_text(errors="replace"))
         return int(said[-1][0] or said[-1][1]) if said else 0
 
+    def wait_capacity(self, resource: str, devices: int) -> None:
+        wait_until(lambda: self.capacity(resource) == devices, f"{resource} to have {devices}", 30)
+
     def wait_allocatable(self, resource: str, devices: set[str], timeout: float = 30) -> None:
-        wait_until(lambda: self.allocatable(resource) == devices, f"{resource} to be {sorted(devices)}", timeout)
+        wait_until(
+            lambda: self.allocatable(resource) == devices,
+            f"{resource} to be {sorted(devices)}",
+            timeout,
+        )
 
     def socket_appeared(self) -> float:
         """When the registration socket was made: Unix time, in the kernel's steps of a few ms."""
         return (self.device_plugin_dir / "kubelet.sock").stat().st_mtime
 
-    def logged(self, pattern: str) -> list[tuple[float, str]]:
-        """The lines of this start's log that match, each with its Unix time."""
-        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
-        return [(_klog_time(line), line) for line in said]
-
-    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
-        """Until this start's log has a line that matches; the first of them, with its Unix time."""
-        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[0]
-
 
 def _klog_time(line: str) -> float:
-    """Unix time of a line such as "I1121 12:54:07.123456   4711 manager.go:317] …", in local time without a year."""
+    """Return the Unix time of "I1121 12:54:07.123456   4711 manager.go:317] …", a local time."""
     year = datetime.datetime.now().year
     return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
 

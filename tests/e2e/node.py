@@ -1,9 +1,9 @@
-"""A node of a cluster: the machine with the real kubelet, simulated cards, and tt-device-plugin as it is shipped.
+"""A node: a machine with a real kubelet, simulated cards, and tt-device-plugin as it is shipped.
 
-The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has to remember, and a
-socket to say READY=1 on. There is no udev: the simulated node makes its links by PCI address. The cards' device nodes
-are real character devices, of drivers that every kernel has and that containers may not open by default: a container
-can really open what it is given.
+The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has
+to remember, and a socket to say READY=1 on. There is no udev: the simulated node makes its links by
+PCI address. The cards' device nodes are real character devices, of drivers that every kernel has
+and that containers may not open by default: a container can really open what it is given.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,13 @@ ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 STATE_DIRECTORY = "/var/lib/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
-# fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a Tenstorrent card. tun
-# (10:200) would not do: runc lets every container open it.
+# fuse, loop-control, cpuid of the first CPU, autofs: opening these takes no capability, as with a
+# Tenstorrent card. tun (10:200) would not do: runc lets every container open it.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235))
-"""Numbers of the first cards' device nodes; the rest get those that tests.world.node gives, which nobody opens."""
+"""Numbers of the first cards' nodes; the rest get tests.world.node's, which nobody opens."""
 
 
-# --- What is tested ---------------------------------------------------------------------------------------------------
+# --- What is tested -------------------------------------------------------------------------------
 
 
 def without_version(text: str) -> str:
@@ -67,7 +68,9 @@ def stale_zipapp() -> str | None:
     with zipfile.ZipFile(ZIPAPP) as packed:
         program = packed.read("site-packages/ttdp.py").decode()
         if without_version(program) != without_version((ROOT / "ttdp.py").read_text()):
-            return f"{ZIPAPP.relative_to(ROOT)} is of another ttdp.py than the one here; run: make pyz"
+            return (
+                f"{ZIPAPP.relative_to(ROOT)} is of another ttdp.py than the one here; run: make pyz"
+            )
     return None
 
 
@@ -80,7 +83,8 @@ class Program:
     @property
     def name(self) -> str:
         file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
-        return f"{file.relative_to(ROOT)} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        return f"{file.relative_to(ROOT)} (sha256 {digest[:12]})"
 
     def install(self, directory: Path) -> list[str]:
         """Put it there, as dpkg does: over the old one, in one step; returns the command."""
@@ -103,15 +107,23 @@ class Daemon:
     """The daemon on a machine, under the hand of a service manager that is this class."""
 
     def __init__(
-        self, machine: Machine, cards: SimulatedNode, program: Program, *, interval: float = 5.0, config: str = ""
+        self,
+        machine: Machine,
+        cards: SimulatedNode,
+        program: Program,
+        *,
+        interval: float = 5.0,
+        config: str = "",
     ) -> None:
-        """`interval`: seconds between two polls of the cards' health; the default is the daemon's own.
+        """`interval`: seconds between two polls; the default is the daemon's own.
 
         `config`: keys and tables for the configuration file.
         """
         self.machine = machine
         self.process: Process | None = None
-        self.starting: Callable[[], object] = lambda: None  # called when it was started, before it is ready
+        self.starting: Callable[[], object] = lambda: (
+            None
+        )  # called when it was started, before it is ready
         self._program = program
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
@@ -126,27 +138,38 @@ class Daemon:
 
     def configure(self, config: str) -> None:
         """Write its configuration file, which counts from the next start or SIGHUP on."""
-        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many to wait.
-        health = f"[health]\ninterval = {self._interval}\nheartbeat_misses = {max(2, round(5 / self._interval))}\n"
+        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many
+        # to wait.
+        misses = max(2, round(5 / self._interval))
+        health = f"[health]\ninterval = {self._interval}\nheartbeat_misses = {misses}\n"
         self._config.write_text(f"{config}\n{health}")
 
     def install(self) -> None:
         """Install the program, or over the installed one; the next start runs it."""
         self._installed += 1
         self._command = self._program.install(self.machine.scratch / "usr")
-        # Another release unpacks itself into another directory; in here they are all the same release.
+        # Another release unpacks itself into another directory; in here they are all the same
+        # release.
         self._cache = self.machine.scratch / f"cache-{self._installed}"
 
     def start(self, timeout: float = 30) -> None:
-        """systemctl start: returns when it is READY=1, which is when systemd goes on to what comes after it."""
+        """Do what systemctl start does: return when it has said READY=1."""
         assert self.process is None, "it runs already"
         for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self.machine.path(directory).mkdir(exist_ok=True)
         manager = NotifySocket(self.machine.scratch / "notify")
         with contextlib.closing(manager):
             self.process = self.machine.spawn(
-                # Nice as in the unit: while a kubelet starts it takes all the processors that it can get.
-                ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}", *self._flags],
+                # Nice as in the unit: while a kubelet starts it takes all the processors that it
+                # can get.
+                [
+                    "nice",
+                    "-n-10",
+                    *self._command,
+                    "run",
+                    f"--config-file={self._config}",
+                    *self._flags,
+                ],
                 self.log,
                 env={
                     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -185,7 +208,7 @@ class Daemon:
         return status
 
 
-# --- The node ---------------------------------------------------------------------------------------------------------
+# --- The node -------------------------------------------------------------------------------------
 
 _names = itertools.count(1)
 
@@ -194,11 +217,11 @@ Outcome = str
 RUNNING: Outcome = "running"
 
 
-N = TypeVar("N", bound="Node")
+N = TypeVar("N", bound="Site")
 
 
-class Node:
-    """A running kubelet of one version with its machine; cards and daemon are made anew for each test."""
+class Site:
+    """A running kubelet with its machine; cards and daemon are made anew for each test."""
 
     def __init__(
         self,
@@ -212,10 +235,10 @@ class Node:
         machine: Machine | None = None,
         kubelet: type[Kubelet] = Kubelet,
     ) -> None:
-        """`static_pods=False`: there is an API server, and the pods are its. `config`: the kubelet's.
+        """`static_pods=False`: an API server has the pods. `config`: the kubelet's.
 
-        `containerd`: a directory with another one than the host's. `images`: archives of further ones than busybox.
-        `machine`, `kubelet`: of another kind than usual.
+        `containerd`: a directory with another one than the host's. `images`: archives of further
+        ones than busybox. `machine`, `kubelet`: of another kind than usual.
         """
         self.version = version
         self.program = program
@@ -224,10 +247,10 @@ class Node:
         self.containerd.images += images
         self.api = None if static_pods else ApiServer()
         api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
-        self.kubelet = kubelet(version, self.machine, self.containerd, config=config, api_server=api_server)
-        self._dead: set[str] = set()  # containers of former boots
-        self._pods: list[str] = []
-        self._going: list[str] = []
+        self.kubelet = kubelet(
+            version, self.machine, self.containerd, config=config, api_server=api_server
+        )
+        self._boot = ""
         self._daemon: Daemon | None = None
         self._cards: SimulatedNode | None = None
         self._ticker = contextlib.ExitStack()
@@ -242,7 +265,10 @@ class Node:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ticker.close()
         if self.api:
@@ -251,9 +277,25 @@ class Node:
 
     def _power_on(self) -> None:
         self.machine.power_on()
+        self._begin_boot()
         self.containerd.start()
         if self.api:
             self.api.serve(self.machine)
+
+    def _begin_boot(self) -> None:
+        self._boot = str(uuid.uuid4())
+        if self._cards is not None:
+            self._show_boot(self._cards.root)
+
+    def _show_boot(self, root: Path) -> None:
+        """Show the cards' tree which boot this is, and the cgroups of this machine's pods."""
+        file = root / "proc/sys/kernel/random/boot_id"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{self._boot}\n")
+        cgroups = root / "sys/fs/cgroup"
+        cgroups.parent.mkdir(exist_ok=True)
+        if not cgroups.is_symlink():
+            cgroups.symlink_to("/sys/fs/cgroup")
 
     @property
     def cards(self) -> SimulatedNode:
@@ -261,6 +303,7 @@ class Node:
         if self._cards is None:
             root = self.machine.scratch / f"cards-{next(_names)}"
             self._cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
+            self._show_boot(root)
             self._ticker.enter_context(Ticker(self._cards))
         return self._cards
 
@@ -270,13 +313,20 @@ class Node:
         return self._daemon
 
     def start_daemon(
-        self, *, interval: float = 5.0, config: str = "", expected: Mapping[str, set[str]] | None = None
+        self,
+        *,
+        interval: float = 5.0,
+        config: str = "",
+        expected: Mapping[str, set[str]] | None = None,
     ) -> None:
-        """Install the daemon for the cards that there are, start it, and wait until the kubelet has all of them.
+        """Install the daemon, start it, and wait until the kubelet has all cards.
 
-        `config`: for its configuration file. `expected`: IDs by resource, where they are not what they are by default.
+        `config`: for its configuration file. `expected`: IDs by resource, where they are not what
+        they are by default.
         """
-        self._daemon = Daemon(self.machine, self.cards, self.program, interval=interval, config=config)
+        self._daemon = Daemon(
+            self.machine, self.cards, self.program, interval=interval, config=config
+        )
         self._daemon.start()
         self.wait_complete(expected)
 
@@ -285,7 +335,9 @@ class Node:
         if expected is None:
             by_resource: dict[str, set[str]] = {}
             for chip in self.cards.chips:
-                by_resource.setdefault(resource_of(chip.facts.telemetry["tt_card_type"]), set()).add(chip.bdf)
+                by_resource.setdefault(
+                    resource_of(chip.facts.telemetry["tt_card_type"]), set()
+                ).add(chip.bdf)
             expected = by_resource
         for resource, devices in expected.items():
             self.kubelet.wait_allocatable(resource, devices)
@@ -298,7 +350,10 @@ class Node:
         def probe() -> bool:
             status = api.node(NODE_NAME).get("status", {})
             return all(
-                (status.get("capacity", {}).get(resource), status.get("allocatable", {}).get(resource))
+                (
+                    status.get("capacity", {}).get(resource),
+                    status.get("allocatable", {}).get(resource),
+                )
                 == (str(capacity), str(allocatable))
                 for resource, (capacity, allocatable) in expected.items()
             )
@@ -314,8 +369,24 @@ class Node:
         """What daemon and kubelet say at the end."""
         return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
 
+    def host_number(self, bdf: str) -> tuple[int, int]:
+        """Major and minor number of a chip's device node as it is now."""
+        status = os.stat(self.cards.chip(bdf).device_node)
+        return os.major(status.st_rdev), os.minor(status.st_rdev)
+
+
+class Node(Site):
+    """Such a site, with pods."""
+
+    def __init__(self, version: str, program: Program, **others: Any) -> None:
+        """`others`: of Site."""
+        super().__init__(version, program, **others)
+        self._dead: set[str] = set()  # containers of former boots
+        self._pods: list[str] = []
+        self._going: list[str] = []
+
     def clear(self) -> None:
-        """Take out the pods, the daemon and the cards. The kubelet takes a while for the pods, see `wait_clear`."""
+        """Take out the pods, the daemon and the cards; `wait_clear` waits for the pods' end."""
         self.withdraw()
         if self._daemon is not None and self._daemon.process is not None:
             self._daemon.stop()
@@ -338,10 +409,15 @@ class Node:
         for name in self._going:
             self.kubelet.wait_gone(name)
         self._going = []
+        self.kubelet.assigned("")  # it forgets pods that have ended when it is asked for them
 
-    def reboot(self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None) -> None:
-        """Cut the power and start everything again, the daemon before the kubelet or so many seconds after it."""
-        self._dead |= {container for name in self._pods for container in self.containers(name).values()}
+    def reboot(
+        self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
+    ) -> None:
+        """Cut the power and start all again, the daemon before the kubelet or seconds after it."""
+        self._dead |= {
+            container for name in self._pods for container in self.containers(name).values()
+        }
         self.machine.power_off()
         self.daemon.process = None
         while_off()
@@ -357,7 +433,7 @@ class Node:
     # Pods
 
     def run(self, resources: Mapping[str, int], *, user: int | None = None, **others: Any) -> str:
-        """Give the kubelet a pod whose containers ask for these each; its name. `others`: of `machine.pod`."""
+        """Create a pod whose containers ask for these; its name. `others`: of `machine.pod`."""
         name = f"pod-{next(_names)}"
         manifest = pod(name, resources, **others)
         if user is not None:
@@ -378,7 +454,8 @@ class Node:
     def outcome(self, name: str, timeout: float = 30) -> Outcome:
         def probe() -> Outcome | None:
             found = self.find(name)
-            # An API server shows the containers of before the reboot until the kubelet reports those of after it.
+            # An API server shows the containers of before the reboot until the kubelet reports
+            # those of after it.
             if found and all_run(found) and self._dead.isdisjoint(self.containers(name).values()):
                 return RUNNING
             return refusal(found["status"]) if found else None
@@ -386,16 +463,20 @@ class Node:
         return wait_until(probe, f"pod {name} to run or be refused", timeout)
 
     def assert_admitted(self, names: Sequence[str]) -> None:
-        """That these pods run, after a reboot. For static ones refused then, the kubelet is restarted, up to ten times.
+        """Assert that these pods run, after a reboot and up to ten restarts for static ones.
 
-        A kubelet takes static pods up milliseconds after its socket is there, and no plugin is quicker than that each
-        time. Its next start takes them up again, with the devices that they had. An API server's have the one chance.
+        A kubelet takes static pods up milliseconds after its socket is there, and no plugin is
+        quicker than that each time. Its next start takes them up again, with the devices that they
+        had. An API server's have the one chance.
         """
         outcomes = [self.outcome(name) for name in names]
         for _ in range(0 if self.api else 10):
             if set(outcomes) == {RUNNING}:
                 break
-            assert all(outcome == RUNNING or "no healthy devices present" in outcome for outcome in outcomes), outcomes
+            assert all(
+                outcome == RUNNING or "no healthy devices present" in outcome
+                for outcome in outcomes
+            ), outcomes
             self.kubelet.stop()
             self.kubelet.start()
             outcomes = [self.outcome(name) for name in names]
@@ -405,7 +486,9 @@ class Node:
         """The IDs that a container of the pod has."""
         return self.kubelet.assigned(resource).get((name, container), set())
 
-    def inside(self, name: str, *argv: str, container: str = "main") -> subprocess.CompletedProcess[str]:
+    def inside(
+        self, name: str, *argv: str, container: str = "main"
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod's container."""
         return self.kubelet.exec(name, argv, container)
 
@@ -432,11 +515,14 @@ class Node:
     def access(self, name: str, number: tuple[int, int], container: str = "main") -> str:
         """What the runtime was told that a container may do with a device: of r, w, m.
 
-        In the container this cannot be seen: runc lets everyone make any device node, and forbids to open it.
+        In the container this cannot be seen: runc lets everyone make any device node, and forbids
+        to open it.
         """
         told = self.containerd.ctr("containers", "info", self.kubelet.container_id(name, container))
         devices = json.loads(told.stdout)["Spec"]["linux"]["resources"]["devices"]
-        return "".join(rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number)
+        return "".join(
+            rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number
+        )
 
     def environment(self, name: str) -> dict[str, str]:
         """The environment of the pod's first process."""
@@ -453,25 +539,18 @@ class Node:
         states = found["status"].get("containerStatuses", ()) if found else ()
         return {str(state["name"]): str(state.get("containerID")) for state in states}
 
-    # Cards
-
-    def host_number(self, bdf: str) -> tuple[int, int]:
-        """Major and minor number of a chip's device node as it is now."""
-        status = os.stat(self.cards.chip(bdf).device_node)
-        return os.major(status.st_rdev), os.minor(status.st_rdev)
-
 
 def resource_of(card: str) -> str:
     """The resource that a card type belongs to: `p300c` is a p300, a Galaxy is called as it is."""
     return f"tenstorrent.com/{card if card.startswith('galaxy') else card.rstrip('abc')}"
 
 
-# --- How fast ---------------------------------------------------------------------------------------------------------
+# --- How fast -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """A starting kubelet's own account of the race between the plugin and the pods, in seconds from kubelet.sock on."""
+    """A starting kubelet's race between plugin and pods: seconds from kubelet.sock on."""
 
     allocatable: float  # the devices count
     admission: float  # the first pod is up for admission
@@ -484,7 +563,8 @@ class Race:
 def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
     """How the last start went, with at least one pod; waits for its end."""
     counted = (
-        rf'"Processed device updates for resource" resourceName="{resource}" totalCount=\d+ healthyCount={devices}'
+        rf'"Processed device updates for resource" resourceName="{resource}"'
+        rf" totalCount=\d+ healthyCount={devices}"
     )
     allocatable, _ = kubelet.wait_logged(counted)
     admission, _ = kubelet.wait_logged(r'"SyncLoop ADD" source="\w+" pods=\["')

@@ -384,9 +384,10 @@ def test_a_healthy_cluster_fires_none(tmp_path: Path) -> None:
 
 FREE = """
 count by (board) (
-  tt_device_info and on (instance, device) tt_device_healthy == 1 unless on (instance, device) tt_device_allocated
+  tt_device_info and on (instance, device) tt_device_healthy == 1 unless on (instance, device)
+  tt_device_allocated
 )
-"""  # noqa: E501
+"""
 UNHEALTHY = "max_over_time(tt_device_healthy[10m]) == 0"
 HOTTEST = (
     "topk(1, tt_device_temperature_celsius)"
@@ -395,21 +396,12 @@ HOTTEST = (
 
 
 def test_queries(tmp_path: Path) -> None:
-    """Free devices by board across a cluster; a chip that is unhealthy for ten minutes; who holds
-    the hottest chip.
-    """
+    """Free devices by board; a chip that is ill for ten minutes; who holds the hottest chip."""
     values: dict[str, str] = {}
-    nodes = [
-        ("node-1", "n300"),
-        ("node-1", "n300"),
-        ("node-1", "p150"),
-        ("node-2", "n300"),
-        ("node-2", "p150"),
-    ]
-    slots = [
-        {"device": f"0000:0{n}:00.0", "instance": instance} for n, (instance, _) in enumerate(nodes)
-    ]
-    for number, (slot, (_, board)) in enumerate(zip(slots, nodes, strict=True)):
+    boards = ("n300", "n300", "p150", "n300", "p150")
+    instances = ("node-1", "node-1", "node-1", "node-2", "node-2")
+    slots = [{"device": f"0000:0{n}:00.0", "instance": each} for n, each in enumerate(instances)]
+    for number, (slot, board) in enumerate(zip(slots, boards, strict=True)):
         values[device(board=board, **slot)] = "1x30"
         values[labelled("tt_device_healthy", **slot)] = "1x15 0x15" if number == 3 else "1x30"
         values[labelled("tt_device_temperature_celsius", **slot)] = f"{50 + number}x30"

@@ -14,7 +14,9 @@ from tests.world.processes import wait_until
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_first_pod_says_what_readme_says(program: Program, tmp_path: Path, version: str) -> None:
+def test_the_first_pod_says_what_readme_says(
+    program: Program, tmp_path: Path, version: str
+) -> None:
     """What it writes is, to the letter, what README shows below it."""
     manifest = yaml.safe_load(fenced("yaml")[0])
     name, (container,) = manifest["metadata"]["name"], manifest["spec"]["containers"]
@@ -36,5 +38,6 @@ def test_the_first_pod_says_what_readme_says(program: Program, tmp_path: Path, v
 
         wait_until(ended, lambda: f"{name} to end, which is {api.pod(name)}", 30)
         lines = node.kubelet.logs(name).splitlines()
-    said = [line.split(" ", 3)[3] for line in lines]  # behind the time, the stream, and whether it is a whole line
+    # Before what a container says stand the time, the stream, and whether it is a whole line.
+    said = [line.split(" ", 3)[3] for line in lines]
     assert said == shown.split(f"kubectl logs {name}\n")[1].splitlines()

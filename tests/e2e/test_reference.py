@@ -99,9 +99,7 @@ class RealWorld:
 
     @property
     def cgroups(self) -> Path:
-        """Any one hierarchy: the kubelet makes a pod's cgroup in all of them."""
-        roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
-        return next(root for root in roots if root.is_dir()) / self.machine.cgroup[1:]
+        return self.machine.cgroups
 
     # Pods
 

@@ -1,7 +1,7 @@
-"""What tt-umd, the driver library that every program on these cards uses, makes of what a container is given.
+"""What tt-umd, the library of every program on these cards, makes of what a container is given.
 
-tt-umd is the real one, and so are kubelets and containers. Only the driver is not: the device nodes are somebody
-else's, and what tt-umd asks them is answered by driver.c.
+tt-umd is the real one, and so are kubelets and containers. Only the driver is not: the device nodes
+are somebody else's, and what tt-umd asks them is answered by driver.c.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ N300 = "tenstorrent.com/n300"
 def umd_nodes(program: Program) -> Iterator[dict[str, Node]]:
     """Nodes that have the image with tt-umd."""
     with contextlib.ExitStack() as stack:
-        yield {version: stack.enter_context(Node(version, program, images=[umd.image()])) for version in VERSIONS}
+        yield {
+            version: stack.enter_context(Node(version, program, images=[umd.image()]))
+            for version in VERSIONS
+        }
 
 
 @pytest.fixture(params=VERSIONS)
@@ -37,23 +40,25 @@ def node(request: pytest.FixtureRequest, umd_nodes: dict[str, Node]) -> Iterator
     node.clear()
 
 
-# --- TT_VISIBLE_DEVICES -----------------------------------------------------------------------------------------------
+# --- TT_VISIBLE_DEVICES ---------------------------------------------------------------------------
 
 ENUMERATE = "import tt_umd; print(tt_umd.PCIDevice.enumerate_devices())"
 
 
 def visible(node: Node, name: str, *environment: str) -> list[int] | str:
-    """The numbers of the devices that tt-umd sees in a pod, or the last line of what it says against it."""
+    """Return the numbers of the devices that tt-umd sees in a pod, or why it sees none."""
     cards = " ".join(f"{chip.ordinal}={chip.bdf}" for chip in node.cards.chips)
     done = node.inside(name, "env", *environment, *umd.python(ENUMERATE, cards))
     if done.returncode:
-        return next(line for line in reversed(done.stderr.splitlines()) if "TT_VISIBLE_DEVICES" in line)
+        return next(
+            line for line in reversed(done.stderr.splitlines()) if "TT_VISIBLE_DEVICES" in line
+        )
     return list(ast.literal_eval(done.stdout.strip().splitlines()[-1]))
 
 
 @pytest.mark.parametrize("style", ["bdf", "index", "none"])
 def test_tt_umd_sees_its_devices(node: Node, style: str) -> None:
-    """Whatever TT_VISIBLE_DEVICES is set to hold, tt-umd sees in each container exactly the devices that it has."""
+    """Whatever TT_VISIBLE_DEVICES holds, tt-umd sees in each container exactly its devices."""
     for _ in range(4):
         node.cards.add("n300")
     node.start_daemon(config=f'visible_devices = "{style}"')
@@ -68,7 +73,7 @@ def test_tt_umd_sees_its_devices(node: Node, style: str) -> None:
         assert "Invalid device ID" in visible(node, name, f"TT_VISIBLE_DEVICES={len(held)}")
 
 
-# --- Chips that are shared --------------------------------------------------------------------------------------------
+# --- Chips that are shared ------------------------------------------------------------------------
 
 HOLD = """
 import tt_umd, time
@@ -80,7 +85,7 @@ if owner:
     print("holds")
 time.sleep(3600)
 """
-"""What tt-umd does before it starts a chip; `patience`: seconds after which it says that it waits."""
+"""What tt-umd does before it starts a chip; after `patience` seconds it says that it waits."""
 
 
 class Holder:
@@ -90,7 +95,9 @@ class Holder:
         self.node = node
         (number,) = {chip.ordinal for chip in node.cards.chips}
         text = HOLD.format(number=number, patience=patience)
-        self.name = node.started({resource: 1}, restart="Never", image=umd.IMAGE, command=umd.python(text), **others)
+        self.name = node.started(
+            {resource: 1}, restart="Never", image=umd.IMAGE, command=umd.python(text), **others
+        )
 
     def said(self) -> list[str]:
         """What it has said of the lock; tt-umd adds lines of its own."""
@@ -129,16 +136,21 @@ def start_shared(node: Node, lock_dir: Path | str, config: str = "") -> None:
 
 
 def test_containers_take_turns(node: Node, lock_dir: Path) -> None:
-    """Of the containers that share a chip one holds it and the others wait; when it is killed the next goes on."""
+    """Of those that share a chip one holds it and the others wait; killed, the next goes on."""
     start_shared(node, lock_dir)
     first = Holder(node, N300)
     first.wait_said("holds")
-    others = [Holder(node, N300, user=1001), Holder(node, N300)]  # another user's locks are ours, too
+    others = [
+        Holder(node, N300, user=1001),
+        Holder(node, N300),
+    ]  # another user's locks are ours, too
     for other in others:
         other.wait_said("waits")
     assert first.said() == ["holds"]
     first.kill()
-    (second,) = wait_until(lambda: [other for other in others if other.said() == ["waits", "holds"]], "the next", 20)
+    (second,) = wait_until(
+        lambda: [other for other in others if other.said() == ["waits", "holds"]], "the next", 20
+    )
     (third,) = [other for other in others if other is not second]
     assert third.said() == ["waits"]
     second.kill()
@@ -146,10 +158,11 @@ def test_containers_take_turns(node: Node, lock_dir: Path) -> None:
 
 
 def test_a_killed_waiter_opens_the_lock(node: Node, lock_dir: Path) -> None:
-    """The limit of these locks: a waiter that is killed lets the next in, although the first still holds the chip.
+    """The limit of these locks: a waiter that is killed lets the next in beside the holder.
 
-    Such a lock names its owner by thread ID, and the kernel takes whoever dies with that ID for the owner, even one who
-    only waits. Containers have PID namespaces of their own, in which most owners and waiters are 1.
+    Such a lock names its owner by thread ID, and the kernel takes whoever dies with that ID for the
+    owner, even one who only waits. Containers have PID namespaces of their own, in which most
+    owners and waiters are 1.
     """
     start_shared(node, lock_dir)
     first, second, third = Holder(node, N300), Holder(node, N300), Holder(node, N300)
@@ -162,7 +175,7 @@ def test_a_killed_waiter_opens_the_lock(node: Node, lock_dir: Path) -> None:
 
 
 def test_without_common_locks_both_get_in(node: Node) -> None:
-    """With `lock_dir = ""` two containers start one chip at once: the locks are what keeps them apart."""
+    """With `lock_dir = ""` two containers start one chip at once: locks keep them apart."""
     start_shared(node, "")
     holders = [Holder(node, N300), Holder(node, N300)]
     for holder in holders:
@@ -171,7 +184,7 @@ def test_without_common_locks_both_get_in(node: Node) -> None:
 
 
 def test_a_pod_with_its_own_shm_has_no_common_locks(node: Node, lock_dir: Path) -> None:
-    """A volume that a pod mounts at /dev/shm itself is what it has there; the other containers do not see its locks."""
+    """A pod's own volume at /dev/shm is what it has there; others do not see its locks."""
     start_shared(node, lock_dir)
     first, second = Holder(node, N300), Holder(node, N300, own_shm=True)
     first.wait_said("holds")
@@ -179,7 +192,7 @@ def test_a_pod_with_its_own_shm_has_no_common_locks(node: Node, lock_dir: Path) 
 
 
 def test_locks_belong_to_who_made_them(node: Node, lock_dir: Path) -> None:
-    """A container can neither remove nor replace another's lock, and does not see those of other resources."""
+    """A container can neither remove nor replace another's lock, nor see other resources'."""
     start_shared(node, lock_dir)
     first = Holder(node, N300)
     first.wait_said("holds")
@@ -188,5 +201,8 @@ def test_locks_belong_to_who_made_them(node: Node, lock_dir: Path) -> None:
     assert lock == "TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"
     for command in (["rm", f"/dev/shm/{lock}"], ["mv", f"/dev/shm/{lock}", "/dev/shm/moved"]):
         assert "not permitted" in node.inside(other, "busybox", *command).stderr
-    assert node.inside(other, "sh", "-c", ": > /dev/shm/mine && busybox rm /dev/shm/mine").returncode == 0
+    assert (
+        node.inside(other, "sh", "-c", ": > /dev/shm/mine && busybox rm /dev/shm/mine").returncode
+        == 0
+    )
     assert node.machine.path(f"{lock_dir}/n300").stat().st_mode & 0o7777 == 0o1777

@@ -1,6 +1,7 @@
-"""The whole way: the package's own unit, in its sandbox, and the real kubelet, both started by one systemd.
+"""The whole way: the package's own unit, in its sandbox, and a real kubelet, under one systemd.
 
-A system container in which containerd and the kubelet are units like any other, and the package is installed with apt.
+In a system container containerd and the kubelet are units like any other, and the package is
+installed with apt.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from tests.e2e.node import RUNNING, Node, Program
 N300 = "tenstorrent.com/n300"
 PACKAGES = f"{container.PACKAGES},containerd,runc,busybox-static,mount"
 
-# As in container.BOOT, but with the controllers of cgroup version 1, which containerd and the kubelet need.
+# As in container.BOOT, but with the controllers of cgroup version 1, which the kubelet needs.
 BOOT = """
 set -e
 for group in /sys/fs/cgroup/*/"$NAME"; do echo $$ > "$group/cgroup.procs"; done
 mkdir -p /run/systemd/nspawn
 mount -t tmpfs tmpfs /run/systemd/nspawn
 export SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=0
-exec systemd-nspawn --quiet --register=no --keep-unit --console=pipe --private-network --machine="$NAME" \\
-    --system-call-filter='@keyring bpf' --capability=all "$@"
+exec systemd-nspawn --quiet --register=no --keep-unit --console=pipe --private-network \\
+    --machine="$NAME" --system-call-filter='@keyring bpf' --capability=all "$@"
 """
-# The first process, before it becomes systemd. A node's root may do what a container's may not: write to cgroups and to
-# settings of the kernel, of which this one gets copies. The address is one that a kubelet does not take for its own.
+# The first process, before it becomes systemd. A node's root may do what a container's may not:
+# write to cgroups and to settings of the kernel, of which this one gets copies. The address is one
+# that a kubelet takes for its own.
 INIT = f"""
 set -e
 for controller in $(grep -o '/sys/fs/cgroup/[a-z,_]* cgroup ro' /proc/mounts | cut -d' ' -f1); do
@@ -76,7 +78,9 @@ class System(Machine):
     """A machine whose processes are the units of a systemd. It is switched off orderly."""
 
     def __init__(self, kubelet: Path, deb: Path) -> None:
-        self.container = container.Container("bookworm", {kubelet: str(kubelet), deb.parent: "/srv/packages"}, PACKAGES)
+        self.container = container.Container(
+            "bookworm", {kubelet: str(kubelet), deb.parent: "/srv/packages"}, PACKAGES
+        )
         self.container.script = BOOT
         self.scratch = self.logs = self.container.shared
         # At its own place, too; and what runs in the container.
@@ -124,18 +128,25 @@ class SystemNode(Node):
 
     def __init__(self, version: str, program: Program, deb: Path) -> None:
         self.system = System(build_kubelet(version), deb)
-        super().__init__(version, program, static_pods=False, machine=self.system, kubelet=UnitOfKubelet)
+        super().__init__(
+            version, program, static_pods=False, machine=self.system, kubelet=UnitOfKubelet
+        )
 
     def _power_on(self) -> None:
         assert self.api
         api = self.api
         self.system.begun = lambda: api.serve(self.system)
+        self._begin_boot()
         self.system.power_on()
         self.containerd.prepare()
 
-    def reboot(self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None) -> None:
+    def reboot(
+        self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
+    ) -> None:
         assert daemon_late_by is None, "systemd decides on that"
-        self._dead |= {container for name in self._pods for container in self.containers(name).values()}
+        self._dead |= {
+            container for name in self._pods for container in self.containers(name).values()
+        }
         self.system.power_off()
         while_off()
         self._power_on()
@@ -155,12 +166,16 @@ def node(deb: Path, program: Program) -> Iterator[SystemNode]:
         yield node
 
 
-def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: Path, told: Told) -> None:
-    """In its sandbox the installed daemon gives pods their chips, and they have the same ones after a reboot."""
+def test_the_unit_serves_the_kubelet_and_boots_before_it(
+    node: SystemNode, deb: Path, told: Told
+) -> None:
+    """In its sandbox the daemon gives pods their chips, and the same ones after a reboot."""
     system = node.system.container
     bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
-    system.write(CONFIG, CONFIGURATION.replace("/srv/shared/node", f"/srv/shared/{node.cards.root.name}"))
-    system("apt-get", "install", "--yes", "-o", "Dpkg::Options::=--force-confold", f"/srv/packages/{deb.name}")
+    tree = f"/srv/shared/{node.cards.root.name}"
+    system.write(CONFIG, CONFIGURATION.replace("/srv/shared/node", tree))
+    keep = ("-o", "Dpkg::Options::=--force-confold")
+    system("apt-get", "install", "--yes", *keep, f"/srv/packages/{deb.name}")
     node.kubelet.wait_allocatable(N300, set(bdfs))
     names = [node.run({N300: 1}) for _ in bdfs]
     assert [node.outcome(name) for name in names] == [RUNNING, RUNNING]
@@ -171,7 +186,8 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: 
     pid = system("systemctl", "show", "--value", "--property=MainPID", UNIT).strip()
     status = dict(re.findall(r"(\w+):\t(.*)", system("cat", f"/proc/{pid}/status")))
     assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
-    allowed = system("cat", f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list").splitlines()
+    devices = f"/sys/fs/cgroup/devices/system.slice/{UNIT}.service/devices.list"
+    allowed = system("cat", devices).splitlines()
     assert "a *:* rwm" not in allowed and "c 1:3 rwm" in allowed
 
     node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs))
@@ -181,10 +197,12 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(node: SystemNode, deb: 
         assert node.number_inside(name, paths[name]) == node.host_number(held[name])
         assert node.open_inside(name, paths[name]) == "opened"
     ready, started = (
-        int(system("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit)) / 1e6
+        int(system("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit))
+        / 1e6
         for unit, moment in ((UNIT, "ActiveEnter"), ("kubelet", "ExecMainStart"))
     )
     assert ready <= started
+    early = (started - ready) * 1000
     told(
-        f"kubelet {node.version}: READY {(started - ready) * 1000:.0f} ms before it starts; both pods have their chips"
+        f"kubelet {node.version}: READY {early:.0f} ms before it starts; both pods have their chips"
     )

@@ -1,1 +1,1 @@
-"""The simulated node, the reference kubelet, and what runs programs between them; with tests of their own."""
+"""The simulated node, the reference kubelet, and what runs programs between them."""

@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -875,17 +876,14 @@ COMMANDS = """\
 commands on standard input:
   capacity                              capacity and allocatable, a line per resource
   admit POD RESOURCE=N [...] [CONTAINER]  admit a container (default: main) and print what it gets
-  readmit POD                           admit it again, as after a reboot
-  delete | force-delete | end | complete POD
-                                        what befalls a pod: see the methods of these names
-  crash POD CONTAINER                   a container ends, and is started again
-  remove POD                            delete it, and let its devices be free at once
-  away | back                           the API server
-  restart | kill | start | stop         the kubelet itself (stop removes the socket, kill does not)
-  drop [RESOURCE]                       break the connections to plugins
   violations                            how many so far
   quit                                  (end of input does not quit: signals do)
+and methods of Kubelet by their names:
+  readmit, delete, force-delete, end, complete, remove-pod POD; crash POD CONTAINER
+  restart, kill, start, stop (removes the socket, kill does not); drop-streams [RESOURCE]
+  api-server-away, api-server-back
 """
+METHODS = COMMANDS.partition("names:")[2]
 
 
 class _Console:
@@ -901,70 +899,41 @@ class _Console:
     async def obey(self, line: str) -> bool:
         """Carry out a line; False for `quit`."""
         verb, *words = line.split() or [""]
-        if verb == "quit":
-            return False
-        try:
-            if verb and not await self._act(verb, words):
-                self._tell("error", message=f"no such command: {line.strip()}")
-        except AdmissionError:
-            pass  # told as "rejected"
-        except (OSError, ValueError, RuntimeError, LookupError, Panic) as error:
-            self._tell("error", message=str(error))
-        return True
+        with contextlib.suppress(AdmissionError):  # told as "rejected"
+            try:
+                await self._act(verb, words)
+            except (
+                AttributeError,
+                OSError,
+                TypeError,
+                ValueError,
+                RuntimeError,
+                LookupError,
+                Panic,
+            ) as error:
+                self._tell("error", message=str(error))
+        return verb != "quit"
 
-    async def _act(self, verb: str, words: list[str]) -> bool:
-        """Carry out a command; False if there is none of this name with so many words."""
+    async def _act(self, verb: str, words: list[str]) -> None:
         kubelet = self._kubelet
-        alone: dict[str, Callable[[], object]] = {
-            "restart": kubelet.restart,
-            "kill": kubelet.kill,
-            "start": kubelet.start,
-            "stop": kubelet.stop,
-            "away": kubelet.api_server_away,
-            "back": kubelet.api_server_back,
-            "capacity": self._capacity,
-            "violations": self._violations,
-            "drop": kubelet.drop_streams,
-        }
-        with_one: dict[str, Callable[[str], object]] = {
-            "readmit": kubelet.readmit,
-            "delete": kubelet.delete,
-            "force-delete": kubelet.force_delete,
-            "end": kubelet.end,
-            "complete": kubelet.complete,
-            "remove": kubelet.remove_pod,
-            "drop": kubelet.drop_streams,
-        }
-        done: object
-        if verb == "admit" and words:
-            done = self._admit(words)
-        elif verb == "crash" and len(words) == 2:
-            kubelet.crash(*words)
-            done = None
-        elif not words and verb in alone:
-            done = alone[verb]()
-        elif len(words) == 1 and verb in with_one:
-            done = with_one[verb](words[0])
-        else:
-            return False
-        if isinstance(done, Coroutine):
-            await done
-        return True
-
-    async def _admit(self, words: list[str]) -> None:
-        pairs = [word.partition("=") for word in words[1:] if "=" in word]
-        request = {resource: int(number) for resource, _, number in pairs}
-        container = next((word for word in words[1:] if "=" not in word), "main")
-        await self._kubelet.admit(words[0], container, request)
-
-    def _capacity(self) -> None:
-        status = self._kubelet.manager.status()
-        for resource, (capacity, allocatable) in sorted(status.items()):
-            self._tell("capacity", resource=resource, capacity=capacity, allocatable=allocatable)
-        self._tell("resources", number=len(status))
-
-    def _violations(self) -> None:
-        self._tell("violations", number=len(self._kubelet.violations))
+        if verb == "capacity":
+            status = kubelet.manager.status()
+            for resource, (capacity, healthy) in sorted(status.items()):
+                self._tell("capacity", resource=resource, capacity=capacity, allocatable=healthy)
+            self._tell("resources", number=len(status))
+        elif verb == "violations":
+            self._tell("violations", number=len(kubelet.violations))
+        elif verb == "admit":
+            pairs = [word.partition("=") for word in words[1:] if "=" in word]
+            container = next((word for word in words[1:] if "=" not in word), "main")
+            request = {resource: int(number) for resource, _, number in pairs}
+            await kubelet.admit(words[0], container, request)
+        elif re.search(rf"\b{re.escape(verb)}\b(?!-)", METHODS) and verb.islower():
+            done = getattr(kubelet, verb.replace("-", "_"))(*words)
+            if isinstance(done, Coroutine):
+                await done
+        elif verb not in ("", "quit"):
+            raise ValueError(f"no such command: {verb}")
 
 
 def _read_lines(put: Callable[[str], object]) -> None:

@@ -10,13 +10,11 @@ symlink to /dev/null or one of its siblings ("link"), whose number sysfs's `dev`
 stat() agrees either way.
 
 The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes
-can work on one tree: `SimulatedNode.open(root)`, or by hand `python -m tests.world.node DIR
---help`.
+can work on one tree: `SimulatedNode.open(root)`, or by hand `python -m tests.world.node`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import fcntl
@@ -33,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR, capture, capture_names
+from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR, capture
 from tests.world.tree import link, put, put_errno, remove, remove_empty, replace
 
 ALL_ONES = "4294967295"
@@ -200,7 +198,6 @@ class SimulatedNode:
             "numbers": numbers,
             "udev_rules": udev_rules,
             "links": links,
-            "udev": True,
             "driver_state": "",
             "bound": [],
             "seqnum": 1050,
@@ -509,22 +506,6 @@ class SimulatedNode:
                     remove_empty(self.root / "proc/driver/tenstorrent")
                 self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
             self._state["driver_state"] = ""
-
-    def stop_udev(self) -> None:
-        """udev is dead: what comes has the kernel's mode and no links; links of what goes stay."""
-        with self.changing():
-            self._state["udev"] = False
-
-    def start_udev(self) -> None:
-        """udev runs again, and coldplug has it look at what is there.
-
-        It knows nothing of what went meanwhile.
-        """
-        with self.changing():
-            self._state["udev"] = True
-            for bdf in self._state["bound"]:
-                self._udev_add(self._functions[bdf])
-                self._udev_change(self._functions[bdf])
 
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
         """Renumber two functions, as a reload can: unbound, then bound as the other's number."""
@@ -883,14 +864,12 @@ class SimulatedNode:
         return links
 
     def _udev_add(self, function: Function) -> None:
-        if not self._state["udev"]:
-            return
         if self._state["udev_rules"] and self._state["nodes"] == "mknod":
             (self.root / f"dev/tenstorrent/{function.ordinal}").chmod(0o666)
         self._lead(function, "by-pci")
 
     def _udev_change(self, function: Function) -> None:
-        if self._state["udev"] and function.hwmon is not None:
+        if function.hwmon is not None:
             self._lead(function, "by-id")
 
     def _lead(self, function: Function, kind: str) -> None:
@@ -900,7 +879,7 @@ class SimulatedNode:
 
     def _udev_remove(self, function: Function) -> None:
         """Takes its links, unless they are another's by now."""
-        for path in self._links(function).values() if self._state["udev"] else ():
+        for path in self._links(function).values():
             if path.is_symlink() and path.readlink().name == str(function.ordinal):
                 remove(path)
             remove_empty(path.parent)
@@ -1286,137 +1265,81 @@ class Ticker:
 # By hand
 # --------------------------------------------------------------------------------------------------
 
-OPERATIONS = (
-    Chip.freeze, Chip.thaw, Chip.heat, Chip.trip, Chip.die, Chip.revive, Chip.reset,
-    Chip.post_reset, Chip.silence, Chip.speak, Chip.vanish, Chip.come_back, Chip.unbind,
-    Chip.bind, Chip.rebind, Chip.keep_for, Chip.bind_to, Chip.mislead, Chip.set_pids,
-    Chip.fail, Chip.write, Chip.remove, Chip.block, Chip.unblock, Chip.restore,
-)  # fmt: skip
-NODE_OPERATIONS = (
-    SimulatedNode.load_driver, SimulatedNode.probe, SimulatedNode.unload_driver,
-    SimulatedNode.swap_ordinals, SimulatedNode.set_hugepages, SimulatedNode.set_iommu,
-    SimulatedNode.stop_udev, SimulatedNode.start_udev, SimulatedNode.tick,
-)  # fmt: skip
+USAGE = """\
+usage: python -m tests.world.node DIR create [CARD …] | from-capture NAME | add CARD … | beat | show
+       python -m tests.world.node DIR OPERATION [ARGUMENT …]
+       python -m tests.world.node DIR OPERATION BDF [ARGUMENT …]
 
-HELP = """\
-a node with two boards, and one that overheats:
-  python -m tests.world.node /tmp/node create n150 p300c      (prints the daemon's flags)
+A node with two boards, of which one overheats, and what the daemon's flags are for it:
+  python -m tests.world.node /tmp/node create n150 p300c
   python -m tests.world.node /tmp/node beat &                 (heartbeats)
   python -m tests.world.node /tmp/node heat 01:00.0 95
 
-BDF may be short (01:00.0) or the ordinal. Each operation prints the kernel uevents that the real
-driver would send.
+A BDF may be short or the ordinal. Operations are the methods of the classes SimulatedNode and Chip,
+by their names; each prints the kernel uevents that the real driver would send.
 """
 
 
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.world.node",
-        description="A simulated node with Tenstorrent cards in the directory DIR.",
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("dir", metavar="DIR", type=Path)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    create = commands.add_parser(
-        "create", help="make the tree, with these cards or as it was captured"
-    )
-    create.add_argument("cards", nargs="*", metavar="CARD", help=" ".join(CARDS))
-    create.add_argument(
-        "--capture", metavar="NAME", help=f"as it was captured: {', '.join(capture_names())}"
-    )
-    create.add_argument(
-        "--driver", default="2.10.1-pre", help="release of tt-kmd, 1.34 to 2.10.1-pre (default)"
-    )
-    create.add_argument("--nodes", choices=("auto", "mknod", "link"), default="auto")
-    create.add_argument("--late", action="store_true", help="the firmware of CARDs is not ready")
-    add = commands.add_parser("add", help="plug cards into a node that there is")
-    add.add_argument("cards", nargs="+", metavar="CARD", help=" ".join(CARDS))
-    add.add_argument("--late", action="store_true", help="their firmware is not ready")
-    commands.add_parser(
-        "beat", help="run the heartbeats until Ctrl-C, also of what other processes change"
-    )
-    commands.add_parser("show", help="one line for each chip")
-    types: dict[str, Callable[[str], object]]
-    types = {"int": int, "float": float, "str": str, "str | int": str, "bytes": os.fsencode}
-    for method in (*OPERATIONS, *NODE_OPERATIONS):
-        name, summary = method.__name__.replace("_", "-"), inspect.getdoc(method) or ""
-        command = commands.add_parser(name, help=summary.split("\n")[0], description=summary)
-        command.set_defaults(method=method)
-        if method in OPERATIONS:
-            command.add_argument("chip", metavar="BDF")
-        for parameter in [*inspect.signature(method).parameters.values()][1:]:
-            if parameter.annotation == "bool":
-                command.add_argument(
-                    f"--{parameter.name}",
-                    action=argparse.BooleanOptionalAction,
-                    default=parameter.default,
-                )
-            elif parameter.annotation == "Sequence[int]":
-                command.add_argument(parameter.name, nargs="*", type=int)
-            elif parameter.annotation == "int | None":
-                command.add_argument(f"--{parameter.name}", type=int, metavar="N")
-            elif parameter.default is parameter.empty:
-                command.add_argument(parameter.name, type=types[parameter.annotation])
-            else:
-                default = parameter.default
-                command.add_argument(
-                    parameter.name, type=types[parameter.annotation], nargs="?", default=default
-                )
-    return parser.parse_args(argv)
+def _value(text: str, annotation: str) -> object:
+    """Return an argument as a method wants it; texts need no quotes."""
+    if annotation == "bytes":
+        return os.fsencode(text)
+    try:
+        return text if annotation == "str" else json.loads(text)
+    except ValueError:
+        return text
 
 
-def main(argv: Sequence[str]) -> int:
+def _operate(node: SimulatedNode, operation: str, words: Sequence[str]) -> None:
+    """Call a method of the node, or of the chip that the first word names."""
+    name = operation.replace("-", "_")
+    arguments = list(words)
+    method = getattr(node, name, None) or getattr(node.chip(arguments.pop(0)), name)
+    parameters = inspect.signature(method).parameters.values()
+    method(*(_value(text, each.annotation) for text, each in zip(arguments, parameters)))  # noqa: B905
+
+
+def _show(chip: Chip) -> str:
+    """Return a line about a chip."""
+    facts = chip.facts
+    where = "not bound" if facts.ordinal is None else f"/dev/tenstorrent/{facts.ordinal}"
+    state = facts.condition if facts.present else "vanished"
+    ails = [*["frozen"] * facts.frozen, *["firmware not ready"] * (not facts.firmware)]
+    card = facts.telemetry.get("tt_card_type", facts.arch)
+    return f"{chip.bdf}  {where:19} {card:16} {', '.join([state, *ails])}"
+
+
+def main(arguments: Sequence[str]) -> int:
     """The command line; the exit status."""
-    options = _arguments(argv)
-    if options.command == "create":
-        options.dir.mkdir(parents=True, exist_ok=True)
-        if options.capture:
-            node = SimulatedNode.from_capture(
-                options.dir.absolute(), options.capture, nodes=options.nodes
-            )
-        else:
-            node = SimulatedNode(options.dir.absolute(), driver=options.driver, nodes=options.nodes)
-        for card in options.cards:
-            node.add(card, firmware=not options.late)
+    if len(arguments) < 2:
+        print(USAGE)
+        return 0 if arguments == ["--help"] else 2
+    root, operation, words = Path(arguments[0]).absolute(), arguments[1], arguments[2:]
+    if operation in ("create", "from-capture"):
+        root.mkdir(parents=True, exist_ok=True)
+        is_new = operation == "create"
+        node = SimulatedNode(root) if is_new else SimulatedNode.from_capture(root, words[0])
+        for card in words if is_new else ():
+            node.add(card)
         print(" ".join(node.flags))
+        return 0
+    node = SimulatedNode.open(root)
+    node.on_uevent = lambda message: print(message.split(b"\0", 1)[0].decode())
+    if operation == "beat":
+        with contextlib.suppress(KeyboardInterrupt), Ticker(node):
+            threading.Event().wait()
+    elif operation == "show":
+        print("\n".join(map(_show, node.chips)))
+    elif operation == "add":
+        for card in words:
+            node.add(card)
     else:
-        node = SimulatedNode.open(options.dir.absolute())
-        node.on_uevent = lambda message: print(message.split(b"\0", 1)[0].decode())
-        if options.command == "add":
-            for card in options.cards:
-                node.add(card, firmware=not options.late)
-        elif options.command == "beat":
-            with contextlib.suppress(KeyboardInterrupt), Ticker(node):
-                threading.Event().wait()
-        elif options.command == "show":
-            for chip in node.chips:
-                facts = chip.facts
-                file = chip.attribute("tt_heartbeat") if facts.hwmon is not None else None
-                beat = file.read_text().strip() if file is not None and file.is_file() else "-"
-                where = (
-                    f"/dev/tenstorrent/{facts.ordinal}"
-                    if facts.ordinal is not None
-                    else "not bound"
-                )
-                card = facts.telemetry.get("tt_card_type", facts.arch)
-                serial = facts.telemetry.get("tt_serial", "-")
-                words = [
-                    facts.condition,
-                    *["frozen"] * facts.frozen,
-                    *["firmware not ready"] * (not facts.firmware),
-                ]
-                state = ", ".join(words) if facts.present else "vanished"
-                print(f"{chip.bdf}  {where:19} {card:16} {serial:16} heartbeat {beat:10} {state}")
-        else:
-            names = [*inspect.signature(options.method).parameters][1:]
-            target = node.chip(options.chip) if options.method in OPERATIONS else node
-            options.method(target, *(getattr(options, name) for name in names))
+        _operate(node, operation, words)
     return 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except (LookupError, ValueError, OSError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

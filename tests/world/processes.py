@@ -1,4 +1,4 @@
-"""Programs as processes of their own: to start them, to wait for what they do, and to see what they cost.
+"""Programs as processes: to start them, to wait for what they do, and to see what they cost.
 
 Times are of `time.monotonic()`, which is one clock for all processes.
 """
@@ -35,11 +35,16 @@ class Broken(AssertionError):
     """Something that has to happen did not; its text says what, and what was seen instead."""
 
 
-# ------------------------------------------------------------------------------------------------------------- waiting
+# -- waiting ---------------------------------------------------------------------------------------
 
 
-async def until(condition: Callable[[], T | None], what: str = "what was waited for", seconds: float = PATIENCE) -> T:
-    """The condition's first true value, for what tells nobody that it happened; Broken with `what` if there is none."""
+async def until(
+    condition: Callable[[], T | None], what: str = "what was waited for", seconds: float = PATIENCE
+) -> T:
+    """Return the condition's first true value, for what tells nobody that it happened.
+
+    Raises Broken with `what` if there is none.
+    """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -49,9 +54,11 @@ async def until(condition: Callable[[], T | None], what: str = "what was waited 
 
 
 def wait_until(
-    condition: Callable[[], T | None], what: str | Callable[[], str] = "what was waited for", seconds: float = PATIENCE
+    condition: Callable[[], T | None],
+    what: str | Callable[[], str] = "what was waited for",
+    seconds: float = PATIENCE,
 ) -> T:
-    """The same where there is no loop. `what` can be a function, for what is known only at the end."""
+    """The same where there is no loop; `what` can be a function, for what is known at the end."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -75,7 +82,7 @@ async def within(seconds: float, otherwise: str, doing: Coroutine[Any, Any, T]) 
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """The exit status of `main`; 130 if a signal ended it, which cancels it, so that what it started is cleaned up."""
+    """Return the exit status of `main`; 130 if a signal ended it, by cancelling it."""
 
     async def guarded() -> int:
         task = asyncio.ensure_future(main)
@@ -92,12 +99,12 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     return asyncio.run(guarded())
 
 
-# --------------------------------------------------------------------------------------------- place and environment
+# -- place and environment -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """A directory that is gone afterwards, with a short path: a unix socket's address holds 107 bytes."""
+    """A directory that is gone afterwards, with a path that is short enough for a unix socket."""
     long = len(os.fsencode(tempfile.gettempdir())) > 24
     path = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp" if long else None))
     try:
@@ -107,8 +114,10 @@ def workspace() -> Iterator[Path]:
 
 
 def environment(*python_path: Path, **more: str) -> dict[str, str]:
-    """The present one without what would configure the program, Python or a service, and with what is given."""
-    foreign = re.compile("TTDP_|TT_|PYTHON|SHIV_|NOTIFY_|WATCHDOG_|LISTEN_|JOURNAL_|[A-Z]+_DIRECTORY$")
+    """The present one without what would configure the program, with what is given."""
+    foreign = re.compile(
+        "TTDP_|TT_|PYTHON|SHIV_|NOTIFY_|WATCHDOG_|LISTEN_|JOURNAL_|[A-Z]+_DIRECTORY$"
+    )
     kept = {key: value for key, value in os.environ.items() if not foreign.match(key)}
     if python_path:
         inherited = filter(None, [os.environ.get("PYTHONPATH")])
@@ -117,16 +126,19 @@ def environment(*python_path: Path, **more: str) -> dict[str, str]:
 
 
 def finished(
-    command: Sequence[str | Path], environ: Mapping[str, str] | None = None, *, stderr: int | IO[str] = subprocess.PIPE
+    command: Sequence[str | Path],
+    environ: Mapping[str, str] | None = None,
+    *,
+    stderr: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
-    """A program that has ended by itself, with what it said; `environ` is added to its environment."""
+    """Return a program that has ended by itself, with what it said; `environ` is added to ours."""
     return subprocess.run(
-        [*map(str, command)], env=environment(ROOT) | dict(environ or {}), stdout=subprocess.PIPE, stderr=stderr,
-        text=True, timeout=60,
+        [*map(str, command)], env=environment(ROOT) | dict(environ or {}),
+        stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60,
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------ services
+# -- services --------------------------------------------------------------------------------------
 
 
 class Note(NamedTuple):
@@ -155,7 +167,9 @@ class NotifySocket:
         notes = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                notes.append(Note(time.monotonic(), self._socket.recv(65536).decode(errors="replace")))
+                notes.append(
+                    Note(time.monotonic(), self._socket.recv(65536).decode(errors="replace"))
+                )
         return notes
 
     def close(self) -> None:
@@ -165,10 +179,12 @@ class NotifySocket:
 class Service:
     """A program under a service manager that hears what it notifies of. It ends with the context.
 
-    The lines that it writes on stderr, and its notifications, are kept with their times, the latest thousand of each.
+    Of its lines on stderr and of its notifications the latest thousand are kept, with times.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], notify: str | Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], notify: str | Path
+    ) -> None:
         """notify: the address of its NOTIFY_SOCKET, unless its environment has another."""
         self.lines: deque[tuple[float, str]] = deque(maxlen=1000)
         self.notes: deque[Note] = deque(maxlen=1000)
@@ -186,7 +202,8 @@ class Service:
         self.started = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *self._command, env=self._environment, cwd="/", stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )  # fmt: skip
         self._reader = asyncio.ensure_future(self._read())
         return self
@@ -222,13 +239,16 @@ class Service:
         await self._process.wait()
         self._notified()
 
-    async def wait_for(self, found: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-        """The first true value of `found`, asked whenever the process says something; else Broken with `what`."""
+    async def wait_for(
+        self, found: Callable[[], T | None], what: str, seconds: float = PATIENCE
+    ) -> T:
+        """Return the first true value of `found`, asked whenever the process says something."""
 
         async def wait() -> T:
             while not (value := found()):
                 if self._reader.done():
-                    raise Broken(f"{what}: the process ended with status {self._process.returncode}{self.latest()}")
+                    status = self._process.returncode
+                    raise Broken(f"{what}: the process ended with status {status}{self.latest()}")
                 self._happened.clear()
                 await self._happened.wait()
             return value
@@ -260,7 +280,14 @@ class Service:
         present = max((at for at, _ in self._statuses()), default=0.0)
 
         def found() -> str | None:
-            return next((s for at, s in self._statuses() if at >= present and all(word in s for word in words)), None)
+            return next(
+                (
+                    s
+                    for at, s in self._statuses()
+                    if at >= present and all(word in s for word in words)
+                ),
+                None,
+            )
 
         return await self.wait_for(found, f"no status with {words}")
 
@@ -292,28 +319,34 @@ class Service:
             raise Broken(f"no end within {seconds:g} s{self.latest()}")
         return self._process.returncode
 
-    async def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> tuple[int, float]:
+    async def stop(
+        self, number: int = signal.SIGTERM, seconds: float = PATIENCE
+    ) -> tuple[int, float]:
         """End it by a signal: its exit status, and the seconds until then."""
         begin = time.monotonic()
         self.send(number)
         return await self.ended(seconds), time.monotonic() - begin
 
 
-# ----------------------------------------------------------------------------------------------------------- the daemon
+# -- the daemon ------------------------------------------------------------------------------------
 
 
 def stand_in_for_netlink() -> None:
-    """Lets an unchanged program take its kernel events from the unix socket $TT_UEVENTS; goes into a sitecustomize.
+    """Have a program take its kernel events from the unix socket $TT_UEVENTS.
 
-    For the zipapp, which cannot be run by way of tests.world.simulation.
+    A sitecustomize for the zipapp, which cannot be run by way of tests.world.simulation.
     """
     import os
     import socket
 
     class Socket(socket.socket):
-        def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
+        def __init__(
+            self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None
+        ) -> None:
             self.is_uevents = family == socket.AF_NETLINK
-            super().__init__(*((socket.AF_UNIX, type, 0) if self.is_uevents else (family, type, proto)), fileno)
+            super().__init__(
+                *((socket.AF_UNIX, type, 0) if self.is_uevents else (family, type, proto)), fileno
+            )
 
         def bind(self, address: Any) -> None:
             super().bind(os.environ["TT_UEVENTS"] if self.is_uevents else address)
@@ -327,9 +360,9 @@ def stand_in_for_netlink() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The program as it is to be run: from source, or the zipapp `pyz`. Whatever it writes goes below `home`.
+    """The program as it is to be run: from source, or the zipapp `pyz`; it writes below `home`.
 
-    From source it is imported, not run as a script, so that it comes from bytecode as it does when it is installed.
+    From source it is imported, so that it comes from bytecode as it does when installed.
     """
 
     home: Path
@@ -340,15 +373,18 @@ class Installation:
         own = {"PYTHONPYCACHEPREFIX": f"{self.home}/pyc", "SHIV_ROOT": f"{self.home}/shiv"}
         return environment(*python_path, **own, **more)
 
-    def command(self, *arguments: str, uevents: Path | None = None) -> tuple[list[str], dict[str, str]]:
+    def command(
+        self, *arguments: str, uevents: Path | None = None
+    ) -> tuple[list[str], dict[str, str]]:
         """Command line and environment for the program with these arguments.
 
-        uevents: the unix socket that it makes for kernel events, instead of listening to the real kernel.
+        uevents: the unix socket that it makes for kernel events, instead of netlink's.
         """
         if self.pyz:
             command, environ = [sys.executable, str(self.pyz)], self.environment()
             if uevents:
-                source = f"from typing import Any\n{inspect.getsource(stand_in_for_netlink)}\nstand_in_for_netlink()\n"
+                stand_in = inspect.getsource(stand_in_for_netlink)
+                source = f"from typing import Any\n{stand_in}\nstand_in_for_netlink()\n"
                 customize = self.home / "site" / "sitecustomize.py"
                 customize.parent.mkdir(exist_ok=True)
                 customize.write_text(source)
@@ -361,22 +397,29 @@ class Installation:
         return [*command, *arguments], environ
 
     def daemon(
-        self, node: SimulatedNode, directory: Path, *, interval: float = 5.0, uevents: Path | None = None
+        self,
+        node: SimulatedNode,
+        directory: Path,
+        *,
+        interval: float = 5.0,
+        uevents: Path | None = None,
     ) -> Service:
-        """The daemon on this node, to be started by `async with`; `interval` is that of [health], in seconds."""
+        """Return the daemon on this node, for `async with`; `interval`: seconds between polls."""
         configuration = self.home / "daemon.toml"
         configuration.write_text(f"[health]\ninterval = {interval}\n")
         flags = [f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags]
-        command, environ = self.command("run", *flags, *outlet_flags(directory.parent), uevents=uevents)
+        command, environ = self.command(
+            "run", *flags, *outlet_flags(directory.parent), uevents=uevents
+        )
         if uevents:
             uevents.unlink(missing_ok=True)
         return Service(command, environ, self.home / "daemon.notify")
 
 
 def outlets(home: Path) -> dict[str, str]:
-    """Where a daemon of ours is to write what others read, if those directories are made, and to ask the kubelet.
+    """Where a daemon of ours is to write what others read, and to ask the kubelet, by key.
 
-    By key of the configuration. Whoever tests as root would write into the machine's own directories otherwise.
+    Whoever tests as root would write into the machine's own directories otherwise.
     """
     return {
         "cdi_dir": f"{home}/cdi",
@@ -409,7 +452,7 @@ class Kernel:
         return begin
 
 
-# ------------------------------------------------------------------------------------------- what a process costs
+# -- what a process costs --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,14 +466,16 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    lines = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     rss, anonymous = (int(lines[key].split()[0]) for key in ("VmRSS", "RssAnon"))
     return Footprint(rss, anonymous, descriptors, int(lines["Threads"]))
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads, ended ones too, in seconds to the nanosecond: clock_getcpuclockid(3)."""
+    """Return the CPU time of all threads, ended ones too, in seconds: clock_getcpuclockid(3)."""
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
@@ -438,12 +483,16 @@ GRPC_THREADS = ("event_engine", "grpc_", "lifeguard", "resolver", "timer")  # as
 
 
 def wake_ups(pid: int) -> tuple[int, int]:
-    """How often the threads that there are have waited and were woken: all of them, and those that are not gRPC's."""
+    """How often the present threads have waited and were woken: all, and those not gRPC's."""
     total = own = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             text = (task / "status").read_text()
-            count = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("voluntary_ctxt"))
+            count = next(
+                int(line.split()[1])
+                for line in text.splitlines()
+                if line.startswith("voluntary_ctxt")
+            )
             total += count
             own += 0 if (task / "comm").read_text().startswith(GRPC_THREADS) else count
     return total, own

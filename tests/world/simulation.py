@@ -1,10 +1,11 @@
-"""Runs the daemon on a simulated node: plays the parts of the kernel that a directory tree cannot play.
+"""Runs the daemon on a simulated node: plays the parts of the kernel that a tree cannot play.
 
-An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree); os.open() and os.pread() raise that error
-here. An attribute that is kept open shows what is at its path now, and ENODEV when that is gone. And the kernel's
-uevents, which nobody but the kernel can send over netlink, come in over a unix datagram socket instead.
+An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree); os.open() and
+os.pread() raise that error here. An attribute that is kept open shows what is at its path now, and
+ENODEV when that is gone. And the kernel's uevents, which nobody but the kernel can send over
+netlink, come in over a unix datagram socket instead.
 
-    python -m tests.world.simulation [--uevents SOCKET] [COMMAND] [OPTIONS]     # the rest is tt-device-plugin's own
+    python -m tests.world.simulation [--uevents SOCKET] …     # the rest is tt-device-plugin's own
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Set
 
 
 class RunningDaemon:
-    """The daemon in this process and on this loop, on a simulated node whose events reach it at once."""
+    """The daemon on this loop, on a simulated node whose events reach it at once."""
 
     def __init__(
         self, node: SimulatedNode, settings: ttdp.Settings, environ: Mapping[str, str] | None = None
@@ -141,6 +142,24 @@ class RunningDaemon:
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.daemon.monitor.fleet.chips[bdf]
+
+
+@contextlib.contextmanager
+def hastened(node: SimulatedNode) -> Iterator[None]:
+    """Let a second that `list` and `check` wait be a beat of the cards' firmware, and no time."""
+    genuine = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        if seconds == 1.0:
+            node.tick()
+            seconds = 0
+        await genuine(seconds)
+
+    asyncio.sleep = sleep  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        asyncio.sleep = genuine
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -24,8 +22,7 @@ from tests.world.kubelet import (
     Panic,
     is_extended_resource,
 )
-from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, ROOT, until
+from tests.world.processes import PATIENCE, ROOT
 from tests.world.reference import Bench, ReferenceWorld, lister
 from tests.world.scenarios import SCENARIOS, Scenario, perform
 from tests.world.stage import Plugin, device
@@ -85,29 +82,6 @@ async def test_a_stop_removes_the_socket_and_a_kill_leaves_it(bench: Bench) -> N
     assert list(bench.directory.iterdir()) == []
 
 
-async def test_fifty_kills_leak_no_descriptor(bench: Bench) -> None:
-    """A plugin that always registers again, and a kubelet that is killed and started, leak nothing.
-
-    gRPC closes a connection in its own time, so the count at any moment can be one or two too many.
-    """
-
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    kubelet = await bench.kubelet()
-    plugin = await bench.plugin(A)
-    before = 0
-    for number in range(50):
-        await plugin.register()
-        await kubelet.registered(N150)
-        before = before or descriptors()
-        await kubelet.restart(orderly=number % 2 == 1)
-        await plugin.stop()
-        await plugin.serve()
-    await until(lambda: descriptors() <= before)
-    assert kubelet.violations == []
-
-
 # ----------------------------------------------------------------------------------- registration
 
 
@@ -152,35 +126,6 @@ async def test_a_plugin_that_does_not_serve_is_refused_in_the_end(bench: Bench) 
         await Plugin(bench.directory, [A], N150, "p.sock").register()
     early = f"{N150} registers {bench.directory / 'p.sock'} before it serves there"
     assert kubelet.violations == [early]
-
-
-async def test_faults_hit_the_next_calls(bench: Bench) -> None:
-    """Refused, late, garbled: each for so many calls, in their order; deaf: never answered."""
-    kubelet = await bench.kubelet()
-    plugin = await bench.plugin(A)
-    kubelet.refuse_with(grpc.StatusCode.UNAVAILABLE, "not now")
-    kubelet.hang(60)
-    kubelet.refuse_with(grpc.StatusCode.UNIMPLEMENTED, "unknown method List", method="List")
-    kubelet.hang(60, method="List")
-    kubelet.garble()
-    with pytest.raises(grpc.aio.AioRpcError, match="not now"):
-        await plugin.register()
-    hanging = asyncio.create_task(plugin.register())
-    await kubelet.wait_for(lambda: len(kubelet.find("register", N150)) == 2)
-    await plugin.register()
-    assert not hanging.done()
-    hanging.cancel()
-    async with lister(kubelet) as stub:
-        for text in ("unknown method List", "Deadline Exceeded"):
-            with pytest.raises(grpc.aio.AioRpcError, match=text):
-                await stub.List(pods_pb.ListPodResourcesRequest(), timeout=0.2)
-    async with grpc.aio.insecure_channel(f"unix:{kubelet.pod_resources}") as channel:
-        call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
-        assert await call(b"") == b"\xff\xff\xff"
-    assert kubelet.is_sound
-    await kubelet.restart(deaf=True)
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(plugin.register(), 0.2)
 
 
 @pytest.mark.parametrize("end", ["stop", "end_streams", "drop"])
@@ -254,17 +199,6 @@ async def test_what_the_kubelet_swallows_in_a_list_is_a_violation(
     assert what in kubelet.violations[0]
 
 
-async def test_the_same_list_twice_is_marked(bench: Bench) -> None:
-    """It is none: it makes the kubelet write. In whatever order its devices are."""
-    kubelet = await bench.kubelet()
-    plugin = await bench.registered(kubelet, A, B)
-    plugin.send(B, A)
-    plugin.send(A)
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 3)
-    assert [e.fields["repeated"] for e in kubelet.find("list")] == [False, True, False]
-    assert kubelet.violations == []
-
-
 @pytest.mark.parametrize("preference", [[], ["a"], ["a", "z"], ["a", "a"], ["a", "b", "c"]])
 async def test_a_wrong_preference_is_a_violation_and_made_up_for(
     bench: Bench, preference: list[str]
@@ -278,18 +212,6 @@ async def test_a_wrong_preference_is_a_violation_and_made_up_for(
     assert len(allocation.ids[N150]) == 2
     assert any("prefers" in text for text in kubelet.violations)
     assert f"{N150} gives /dev/null the permissions 'rwx'" in kubelet.violations
-
-
-async def test_who_asks_too_often_is_refused(bench: Bench) -> None:
-    """Ten calls of List at once, and a hundred a second; more are refused, and a violation."""
-    kubelet = await bench.kubelet()
-    async with lister(kubelet) as stub:
-        calls = [stub.List(pods_pb.ListPodResourcesRequest()) for _ in range(100)]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    refused = [o for o in outcomes if isinstance(o, grpc.aio.AioRpcError)]
-    assert {error.details() for error in refused} == {"rejected by rate limit"}
-    assert 0 < len(refused) <= 90
-    assert len(kubelet.violations) == len(refused)
 
 
 # -------------------------------------------------------------------------------------- admission
@@ -354,34 +276,6 @@ async def test_a_device_that_is_dropped_while_it_is_allocated_is_fatal_since_1_3
     await kubelet.start()
 
 
-# ------------------------------------------------------------------------------------------- pods
-
-
-@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
-async def test_a_simulated_node_shows_what_runs(bench: Bench, short_tmp: Path, layout: Any) -> None:
-    """A pod's cgroup is named by its UID; its process has the card's node open while it runs."""
-    node = SimulatedNode(short_tmp / "node")
-    (chip,) = node.add("n150")
-    cgroups = node.root / "sys/fs/cgroup"
-    kubelet = await bench.kubelet(cgroups=cgroups, layout=layout, host=node)
-    plugin = await bench.registered(kubelet, A, pre_start_required=True)
-    plugin.node = str(chip.by_pci)
-    plugin.grants.clear()
-    await kubelet.admit("pod", "main", {N150: 1}, static=layout == "v1", quality="guaranteed")
-    await kubelet.wait_for(lambda: kubelet.find("prestarting"))
-    uid = kubelet.uid("pod").replace("-", "_" if layout == "systemd" else "-")
-    held = node.root / "proc/driver/tenstorrent/0/pids"
-    assert list(cgroups.rglob(f"*pod{uid}*")) and not held.read_text()
-    plugin.grants.set()
-    await kubelet.running("pod", "main")
-    kubelet.force_delete("pod")
-    process = node.root / "proc" / held.read_text().strip()
-    assert f"pod{uid}" in (process / "cgroup").read_text()
-    kubelet.end("pod")
-    assert not held.read_text() and not process.exists()
-    assert not list(cgroups.rglob(f"*pod{uid}*"))
-
-
 # ---------------------------------------------------------------------------------------- by hand
 
 
@@ -421,22 +315,6 @@ async def test_the_command_line_tells_what_happens_and_obeys(bench: Bench) -> No
         await _until(process, "stopped")
         assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
         assert not (bench.directory / "kubelet.sock").exists()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_the_command_line_needs_no_terminal(bench: Bench, number: int) -> None:
-    """It serves on without standard input, prints JSON if asked to, and a signal ends it well."""
-    process = await _run("--json", str(bench.directory), stdin=asyncio.subprocess.DEVNULL)
-    try:
-        assert json.loads(await _until(process, "{"))["event"] == "started"
-        plugin = await bench.plugin(A)
-        await plugin.register()
-        process.send_signal(number)
-        assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
     finally:
         if process.returncode is None:
             process.kill()

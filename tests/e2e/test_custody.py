@@ -1,0 +1,481 @@
+"""A chip that a pod has is nobody else's: real kubelets, real containers that keep its node open.
+
+While a test runs a thread looks, 20 times a second, which pods have which node open: no two the
+same one, unless they share it on purpose, and none another one than it was given. What a pod opens
+and closes between two looks is not seen; these pods keep open what they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Told
+from tests.e2e.machine import JSON, VERSIONS
+from tests.e2e.node import Program
+from tests.e2e.ward import (
+    ASIC,
+    CARDS,
+    CONFIGURATIONS,
+    DOMAIN,
+    IDLE,
+    INDEX,
+    INTERVAL,
+    LONG,
+    P300,
+    SHARED,
+    Pod,
+    Ward,
+    expectation,
+    listing,
+)
+from tests.world.processes import wait_until
+
+STEPS = int(os.environ.get("CUSTODY_STEPS", "25"))
+SEED = int(os.environ.get("CUSTODY_SEED", "1"))
+WAITS = "a container waits for the end of"  # in the daemon's log
+AWAY = float(os.environ.get("CUSTODY_AWAY", "15"))  # seconds without an API server
+
+# --- Nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wards(program: Program) -> Iterator[Mapping[str, Ward]]:
+    with contextlib.ExitStack() as stack:
+        yield {version: stack.enter_context(Ward(version, program)) for version in VERSIONS}
+
+
+@pytest.fixture(params=VERSIONS)
+def ward(request: pytest.FixtureRequest, wards: Mapping[str, Ward]) -> Iterator[Ward]:
+    """A node with a kubelet and two p300c, four chips; at the end, no two pods have met."""
+    found = wards[request.param]
+    found.wait_clear()
+    for _ in range(2):
+        found.cards.add("p300c")
+    yield found
+    try:
+        found.assert_apart()
+    finally:
+        found.clear()
+
+
+@pytest.fixture(params=["best-effort", "single-numa-node"])
+def aligned(request: pytest.FixtureRequest, program: Program) -> Iterator[Ward]:
+    """A node with the last kubelet under a Topology Manager policy, with two p300c."""
+    with Ward(VERSIONS[-1], program, request.param) as found:
+        for _ in range(2):
+            found.cards.add("p300c")
+        yield found
+        found.assert_apart()
+
+
+# --- Reloads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["chips", "boards", "shared"])
+def test_whatever_things_are_called(ward: Ward, first: str) -> None:
+    """A pod's ID stays listed, and its chips are on offer under no other name, until its end."""
+    ward.serve(CONFIGURATIONS[first])
+    (resource,) = listing(ward.cards, CONFIGURATIONS[first])
+    holder = ward.started(resource)
+    (held,) = ward.held(holder)
+    for config in CONFIGURATIONS.values():
+        ward.reconfigure(config)
+        ward.wait_offered(listing(ward.cards, config), [held])
+    assert ward.opened(holder) == held.chips
+    ward.reconfigure(CARDS)
+    ward.delete(holder)
+    ward.wait_offered(listing(ward.cards, CARDS), [])
+    last = ward.started(f"{DOMAIN}/p300c", 4)
+    wait_until(lambda: len(ward.opened(last)) == 4, "all chips to be in use", LONG)
+
+
+def test_pods_that_share_a_chip(ward: Ward) -> None:
+    """Two pods have one chip open; nobody has it for himself before both have ended."""
+    ward.serve(SHARED)
+    holders = [ward.started(P300) for _ in range(5)]  # distinct chips come first
+    shared = [each for each in holders if ward.opened(each) == ward.opened(holders[-1])]
+    assert len(shared) == 2
+    for each in holders:
+        if each not in shared:
+            ward.delete(each)
+    ward.wait_offered(listing(ward.cards, SHARED), ward.held(*shared))
+    ward.reconfigure(CARDS)
+    ward.wait_offered(listing(ward.cards, CARDS), ward.held(*shared))
+    ward.delete(shared[0])
+    ward.wait_ended(shared[0])
+    ward.wait_offered(listing(ward.cards, CARDS), ward.held(shared[1]))
+    ward.delete(shared[1])
+    ward.wait_offered(listing(ward.cards, CARDS), [])
+
+
+# --- Containers -----------------------------------------------------------------------------------
+
+
+def _with_init(resource: str, *, restartable: bool, reused: bool) -> Callable[[JSON], None]:
+    """Return what gives a pod an init container with a device, which the main one may reuse."""
+
+    def change(spec: JSON) -> None:
+        (main,) = spec["containers"]
+        first = json.loads(json.dumps(main)) | {"name": "first"}
+        if restartable:
+            first["restartPolicy"] = "Always"
+        else:
+            first["command"] = ["true"]
+        first["resources"] = {"limits": {resource: "1"}}
+        spec["initContainers"] = [first]
+        if not reused:
+            main |= {"resources": {}, "command": ["sh", "-c", IDLE]}
+
+    return change
+
+
+def test_init_containers(ward: Ward) -> None:
+    """What an init container had is its pod's until that has ended; the API names it nowhere."""
+    ward.serve()
+    kinds = ((False, False), (False, True), (True, False))
+    pods = []
+    for restartable, reused in kinds:
+        change = _with_init(P300, restartable=restartable, reused=reused)
+        pods.append(ward.create(P300, change=change))
+    for each in pods:
+        wait_until(partial(ward.kubelet.running, each.name), partial(ward.why, each), LONG)
+    reusing, beside = pods[1:]
+    ward.wait_holds(reusing, beside)
+    held = ward.held(*pods)
+    assert len({*held}) == 3 and len(held) == 4  # the one that reuses stands there twice
+    ward.reconfigure(CARDS)
+    given = listing(ward.cards, CARDS)
+    ward.wait_offered(given, held)
+    ward.crash(reusing)
+    ward.crash(beside)
+    ward.kubelet.kill()
+    ward.kubelet.start()
+    ward.wait_offered(given, held)
+    assert len(ward.opened(ward.started(f"{DOMAIN}/p300c"))) == 1
+    for each in pods:
+        ward.delete(each)
+    ward.wait_ended(*pods)
+
+
+def test_a_privileged_pod_hinders_nobody(ward: Ward) -> None:
+    """A pod that opens every card by itself is not waited for, and its chips are on offer."""
+
+    def change(spec: JSON) -> None:
+        (main,) = spec["containers"]
+        main["resources"] = {}
+        main["securityContext"] = {"privileged": True}
+        main["volumeMounts"] = [{"name": "cards", "mountPath": "/cards"}]
+        main["command"][-1] = main["command"][-1].replace("/dev/tenstorrent/*", "/cards/[0-9]*")
+        nodes = str(ward.cards.root / "dev/tenstorrent")
+        spec["volumes"] = [{"name": "cards", "hostPath": {"path": nodes}}]
+
+    ward.serve()
+    monitor = ward.started(P300, change=change)
+    wait_until(lambda: len(ward.opened(monitor)) == 4, "the monitor to have all cards", LONG)
+    holder = ward.started(P300, 4)
+    wait_until(lambda: len(ward.opened(holder)) == 4, "the pod to have all cards", LONG)
+    assert len(ward.opened(monitor)) == 4
+    assert WAITS not in ward.daemon.log.read_text()
+    ward.reconfigure(CARDS)
+    ward.delete(holder)
+    ward.wait_offered(listing(ward.cards, CARDS), [])
+
+
+# --- Ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["of an API server", "static"])
+def test_a_pod_that_runs_on(ward: Ward, static: bool) -> None:
+    """The kubelet gives a pod's chips to the next while it runs on; that one waits for its end."""
+    ward.serve()
+    first = ward.started(P300, 4, stubborn=True, static=static)
+    ward.force_delete(first)
+    wait_until(lambda: not ward.kubelet.get_pod(first.name), "the kubelet to forget it", LONG)
+    second = ward.create(P300, 4)
+    waits = f"{P300}: {WAITS}"
+    wait_until(lambda: waits in ward.daemon.log.read_text(), lambda: ward.why(second), LONG)
+    ward.wait_holds(second)
+    (state,) = ward.kubelet.pod_status(second.name)["containerStatuses"]
+    assert state["restartCount"] == 0
+    assert "cannot start yet" not in ward.daemon.log.read_text()
+
+
+def test_a_completed_job(ward: Ward) -> None:
+    """A completed pod's chip is offered again, also where the kubelet's file keeps the pod.
+
+    Kubelets before 1.34 do, until another pod is admitted.
+    """
+    ward.serve()
+    job = ward.started(P300, once=True)
+    ward.reconfigure(CARDS)
+    given = listing(ward.cards, CARDS)
+    ward.wait_offered(given, ward.held(job))
+    ward.signal(job, signal.SIGUSR1)
+    ward.wait_offered(given, [])
+    assert ward.find(job.name) is not None
+
+
+def test_a_daemon_that_was_killed(ward: Ward) -> None:
+    """A pod whose entry went while the daemon was down has its chip until it has ended."""
+    ward.serve()
+    stubborn, other = ward.started(P300, stubborn=True), ward.started(P300)
+    held = ward.held(other)
+    theirs = ward.held(stubborn)
+    ward.daemon.kill()
+    ward.daemon.configure(CARDS)
+    ward.force_delete(stubborn)
+    wait_until(lambda: not ward.kubelet.get_pod(stubborn.name), "the kubelet to forget it", LONG)
+    ward.daemon.start()
+    given = listing(ward.cards, CARDS)
+    free = expectation(given, [*held, *theirs])[f"{DOMAIN}/p300c"]
+    wait_until(lambda: ward.offered().get(f"{DOMAIN}/p300c"), "something to be offered", LONG)
+    while ward.opened(stubborn):
+        ward.assert_apart()  # at the pace of the looks
+        assert ward.offered().get(f"{DOMAIN}/p300c", set()) <= free or not ward.opened(stubborn)
+    ward.wait_offered(given, held)
+
+
+def test_a_kubelet_without_its_api_server(ward: Ward) -> None:
+    """A restarted kubelet names no pod until the API server answers; their chips stay theirs.
+
+    Also that of a pod that is deleted meanwhile. Seconds without the API server: CUSTODY_AWAY.
+    """
+    ward.serve()
+    stays, goes = ward.started(P300), ward.started(P300)
+    held = ward.held(stays, goes)
+    processes = {each.host_pid for each in ward.openers.now}
+    ward.reconfigure(CARDS)
+    given = listing(ward.cards, CARDS)
+    ward.wait_offered(given, held)
+    assert ward.api is not None
+    ward.kubelet.kill()
+    ward.api.close()
+    ward.kubelet.start()
+    expected = expectation(given, held)
+    ward.wait_offered(given, held)
+    back = time.monotonic() + AWAY
+    while time.monotonic() < back:
+        assert ward.offered() == expected and ward.opened(stays) and ward.opened(goes)
+        time.sleep(INTERVAL)  # this is what is tried, nothing is waited for
+    assert processes == {each.host_pid for each in ward.openers.now}
+    ward.force_delete(goes)
+    ward.api.serve(ward.machine)
+    ward.wait_offered(given, ward.held(stays))
+    ward.crash(stays)
+
+
+# --- Reboots and restarts -------------------------------------------------------------------------
+
+
+def test_a_reboot_that_renumbers(ward: Ward) -> None:
+    """Under `index`, each pod has its own chip after a power cut that changes its number."""
+    ward.serve(INDEX)
+    pods = [ward.started(P300) for _ in range(2)]
+    held = ward.held(*pods)
+    before = [ward.opened(each) for each in pods]
+    taken = set().union(*before)
+    free = [chip.bdf for chip in ward.cards.chips if chip.bdf not in taken]
+    (mine,) = before[0]
+    ward.reboot(while_off=lambda: ward.cards.swap_ordinals(mine, free[0]))
+    ward.wait_holds(*pods)
+    assert [ward.opened(each) for each in pods] == before
+    ward.wait_offered(listing(ward.cards, INDEX), held)
+
+
+def test_what_crashes_a_kubelet(aligned: Ward, told: Told) -> None:
+    """Every ID that a pod has is listed at a kubelet's start: it lives, and containers start again.
+
+    Kubelets 1.35 to 1.37 die of one that is not, under a Topology Manager policy: after a change of
+    the IDs' strategy, after sharing was switched on, and when a card is missing after a reboot.
+    """
+    ward = aligned
+    ward.serve()
+    pods = [ward.started(P300) for _ in range(3)]
+    held = ward.held(*pods)
+    for config in (ASIC, SHARED):
+        ward.reconfigure(config)
+        ward.wait_offered(listing(ward.cards, config), held)
+        for _ in range(3):
+            ward.kubelet.kill()
+            ward.kubelet.start()
+            ward.wait_offered(listing(ward.cards, config), held)
+            assert all(map(ward.opened, pods))
+        ward.crash(pods[0])
+        pods.append(pods.pop(0))  # a second crash would be backed off from
+    missing = next(iter(ward.opened(pods[0])))
+    ward.reboot(while_off=ward.cards.chip(missing).vanish)
+    ward.wait_holds(*pods[1:])
+    ward.kubelet.kill()
+    ward.kubelet.start()
+    assert all(map(ward.opened, pods[1:])) and not ward.opened(pods[0])
+    told(f"kubelet {ward.version} came up 8 times")
+
+
+@pytest.mark.slow
+def test_a_container_that_crashes_long_after_a_rename(aligned: Ward) -> None:
+    """A resource stays registered while a pod has its ID: a container can start again.
+
+    A kubelet drops a resource that has been away for five minutes, which is a constant of it
+    (endpointStopGracePeriod in devicemanager/endpoint.go), so this takes six.
+    """
+    aligned.serve()
+    holder = aligned.started(P300)
+    held = aligned.held(holder)
+    aligned.reconfigure(CARDS)
+    aligned.wait_offered(listing(aligned.cards, CARDS), held)
+    time.sleep(360)  # this is what is tried, nothing is waited for
+    aligned.crash(holder)
+    aligned.wait_offered(listing(aligned.cards, CARDS), held)
+
+
+# --- Anything, in any order -----------------------------------------------------------------------
+
+
+WEIGHTS = {
+    "create": 8,
+    "create_with_init": 3,
+    "delete": 4,
+    "force_delete": 3,
+    "crash": 2,
+    "complete": 1,
+    "reconfigure": 4,
+    "restart_kubelet": 1,
+    "restart_kubelet_alone": 1,
+    "kill_daemon": 2,
+    "cut_power": 1,
+}
+"""How often the methods of Steps are taken."""
+
+
+class Steps:
+    """Steps at random, decided by what was done and never by what has come of it."""
+
+    def __init__(self, ward: Ward, seed: int) -> None:
+        self.ward = ward
+        self.done: list[str] = []
+        self._random = random.Random(seed)
+        self._config = ""
+        self._pods: list[Pod] = []
+        self._all: list[Pod] = []
+        self._ran = 0
+
+    def step(self) -> None:
+        (name,) = self._random.choices([*WEIGHTS], [*WEIGHTS.values()])
+        self.done.append(name)
+        getattr(self, name)()
+        self.ward.assert_apart()
+
+    def finish(self) -> None:
+        """Delete everything: all chips are offered again, and a pod gets them."""
+        for each in self._pods:
+            self.ward.delete(each)
+        self.ward.wait_ended(*self._all)
+        self.ward.reconfigure(CARDS)
+        self.ward.wait_offered(listing(self.ward.cards, CARDS), [])
+        last = self.ward.started(f"{DOMAIN}/p300c", 4)
+        wait_until(lambda: len(self.ward.opened(last)) == 4, "all chips to be in use", LONG)
+
+    def summary(self) -> str:
+        waited = self.ward.daemon.log.read_text().count(WAITS)
+        ran = f"of {len(self._all)} pods {self._ran} ran, {waited} of them after another's end"
+        return f"{ran}; {self.ward.openers.looks} looks found no two at one node"
+
+    def _create(self, **others: Any) -> None:
+        """Create a pod, and wait until it runs or is refused; another's end can come first."""
+        ward = self.ward
+        (resource,) = listing(ward.cards, self._config)
+        created = ward.create(resource, **others)
+        self._pods.append(created)
+        self._all.append(created)
+
+        def settled() -> bool:
+            return bool(ward.opened(created) or ward.refused(created))
+
+        wait_until(settled, partial(ward.why, created), LONG)
+        self._ran += bool(ward.opened(created))
+
+    def create(self) -> None:
+        stubborn, once, static = (self._random.random() < each for each in (0.4, 0.2, 0.2))
+        self._create(stubborn=stubborn, once=once, static=static)
+
+    def create_with_init(self) -> None:
+        (resource,) = listing(self.ward.cards, self._config)
+        restartable = self._random.random() < 0.5
+        self._create(change=_with_init(resource, restartable=restartable, reused=True))
+
+    def _any_pod(self) -> Pod | None:
+        return self._random.choice(self._pods) if self._pods else None
+
+    def delete(self) -> None:
+        if chosen := self._any_pod():
+            self._pods.remove(chosen)
+            self.ward.delete(chosen)
+
+    def force_delete(self) -> None:
+        """Delete a pod by force; the next comes at once."""
+        if chosen := self._any_pod():
+            self._pods.remove(chosen)
+            self.ward.force_delete(chosen)
+            self._create()
+
+    def crash(self) -> None:
+        if chosen := self._any_pod():
+            self.ward.signal(chosen, signal.SIGKILL)
+
+    def complete(self) -> None:
+        if chosen := self._any_pod():
+            self.ward.signal(chosen, signal.SIGUSR1)
+
+    def reconfigure(self) -> None:
+        self._config = self._random.choice([*CONFIGURATIONS.values()])
+        self.ward.reconfigure(self._config)
+
+    def restart_kubelet(self) -> None:
+        self.ward.kubelet.kill()
+        self.ward.kubelet.start()
+
+    def restart_kubelet_alone(self) -> None:
+        """Restart it while the API server is away, and delete a pod meanwhile."""
+        assert self.ward.api is not None
+        self.ward.kubelet.kill()
+        self.ward.api.close()
+        self.ward.kubelet.start()
+        if chosen := self._any_pod():
+            self._pods.remove(chosen)
+            self.ward.force_delete(chosen)
+        self.ward.api.serve(self.ward.machine)
+
+    def kill_daemon(self) -> None:
+        """Kill it, and start it with another configuration."""
+        self.ward.daemon.kill()
+        self._config = self._random.choice([*CONFIGURATIONS.values()])
+        self.ward.daemon.configure(self._config)
+        self.ward.daemon.start()
+
+    def cut_power(self) -> None:
+        one, other = self._random.sample([chip.bdf for chip in self.ward.cards.chips], 2)
+        self.ward.reboot(while_off=lambda: self.ward.cards.swap_ordinals(one, other))
+
+
+def test_any_sequence(ward: Ward, told: Told) -> None:
+    """After each of CUSTODY_STEPS random steps (CUSTODY_SEED) no two pods have one node open."""
+    ward.serve()
+    sequence = Steps(ward, SEED)
+    print(f"CUSTODY_SEED={SEED}")
+    try:
+        for _ in range(STEPS):
+            sequence.step()
+        sequence.finish()
+    finally:
+        print(" ".join(sequence.done))
+    told(f"kubelet {ward.version}: {STEPS} steps of seed {SEED}: {sequence.summary()}")
