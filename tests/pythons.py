@@ -29,8 +29,10 @@ else:
 
 WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
-PARTS = ("cli", "config", "daemon", "events", "files", "readers", "scrapes", "session", "start")
-PARTS += ("systemd",)
+PARTS = (
+    *("cli", "config", "daemon", "events", "files"),
+    *("readers", "scrapes", "session", "start", "systemd"),
+)
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
 # What these want on Python 3.10 only; pip does not see that when another Python runs it.
 OLD = {10: ("exceptiongroup", "backports.asyncio.runner", "tomli", "typing_extensions")}
