@@ -29,7 +29,10 @@ else:
 
 WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
-PARTS = ("cli", "config", "daemon", "events", "outlets", "readers", "session", "start", "systemd")
+PARTS = (
+    *("cli", "config", "daemon", "events", "files"),
+    *("readers", "scrapes", "session", "start", "systemd"),
+)
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
 # What these want on Python 3.10 only; pip does not see that when another Python runs it.
 OLD = {10: ("exceptiongroup", "backports.asyncio.runner", "tomli", "typing_extensions")}
@@ -101,17 +104,12 @@ def tools(minor: int, target: Path) -> Path:
 
 def suite(root: Path, temporary: str) -> list[str]:
     """Return the command, without the Python, that runs the suite's part; `root`: the sources."""
-    pytest = [
-        "-m",
-        "pytest",
-        "-v",
-        "-ra",
-        "--numprocesses=2",
-        "--dist=loadfile",
-        "-p",
-        "no:cacheprovider",
-    ]
-    files = [str(root / f"tests/test_{part}.py") for part in PARTS]
+    names = [f"tests/test_{part}.py" for part in PARTS]
+    if missing := [name for name in names if not (ROOT / name).exists()]:
+        raise FileNotFoundError(f"PARTS in tests/pythons.py names what is gone: {missing}")
+    files = [str(root / name) for name in names]
+    pytest = ["-m", "pytest", "-v", "-ra", "--numprocesses=2", "--dist=loadfile"]
+    pytest += ["-p", "no:cacheprovider"]
     return [*pytest, f"--basetemp={temporary}", f"--rootdir={root}", *files]
 
 
