@@ -4072,6 +4072,7 @@ class Daemon:
         log.setLevel(self.settings.log_level.upper())
         self._check_directory()
         if self._status.done():
+            self._lock.release()
             return self._status.result()
         self.monitor.open()
         self._watch.open(loop)
