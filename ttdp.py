@@ -1,7 +1,7 @@
 """tt-device-plugin: Tenstorrent accelerators, schedulable in Kubernetes, by a daemon on the host.
 
 It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel
-events. Read it from top to bottom; a chapter uses only what stands above it.
+events. A chapter uses only what stands above it.
 
     what the world looks like    CONFIGURATION, INVENTORY, CUSTODY
     what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION
@@ -10,13 +10,12 @@ events. Read it from top to bottom; a chapter uses only what stands above it.
     what ties it together        FLEET, WHAT OTHERS READ, PUBLICATION, DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
-drives the rest; only what can block for seconds, a chip's telemetry above all, is read on threads,
-which get plain data and hand back plain data.
+drives the rest; only what can block for seconds is read on threads.
 """
 
 from __future__ import annotations
 
-import _thread  # not threading, whose start() waits for the new thread and whose end joins it
+import _thread  # threading's start() waits for the new thread, and its end joins it
 import argparse
 import asyncio
 import base64
@@ -91,18 +90,18 @@ NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "st
 SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes with its NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, and the longest name of ours
 
-TRUE = ("true", "yes", "on", "1")  # as flags and variables say it
+TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used: source, value and what is valid, on one line."""
+    """What is wrong with the configuration: source, value and what is valid, on one line."""
 
 
 class Rule(NamedTuple):
-    """What a value in the file, or the text of a variable or flag, has to be."""
+    """What a value in the file, a variable or a flag has to be."""
 
-    valid: str  # in words, for who wrote something else
+    valid: str  # in words
     accepts: Callable[[Any], object]
     convert: Callable[[Any], Any] = lambda value: value
     choices: tuple[str, ...] = ()
@@ -126,37 +125,27 @@ def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: Tr
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    """Return the rule for a path of so many bytes, which is made absolute; "" stays ""."""
-
-    def fits(path: str) -> bool:
-        return len(os.fsencode(os.path.abspath(path))) <= most
-
-    return _text(valid, form, fits)._replace(convert=lambda path: path and os.path.abspath(path))
+    """Return the rule for a path, which is made absolute; "" stays ""."""
+    rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
+    return rule._replace(convert=lambda path: path and os.path.abspath(path))
 
 
 def _absolute(valid: str, forbidden: Collection[str] = ()) -> Rule:
     def normal(path: str) -> str:
         return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
 
-    def is_fine(path: str) -> bool:
-        return path.isprintable() and normal(path) not in forbidden
-
-    return _text(valid, "/.*", is_fine)._replace(convert=normal)
+    rule = _text(valid, "/.*", lambda path: path.isprintable() and normal(path) not in forbidden)
+    return rule._replace(convert=normal)
 
 
 def _is_selection(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(isinstance(item, str) or type(item) is int for item in value)
+        return bool(value) and all(type(item) in (str, int) for item in value)
     return value == "all" or (type(value) is int and value >= 1)
-
-
-def _selection(value: Any) -> Any:
-    return tuple(map(str, value)) if isinstance(value, list) else value
 
 
 _IN_WORDS = _one_of(*TRUE, *FALSE)
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_HOST_PATH = _absolute("an absolute path")
 _TARGET = _absolute(
     "an absolute path in the container that is not the runtime's or ours",
     ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
@@ -172,9 +161,8 @@ _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# What the API server takes as an extended resource's prefix: a DNS subdomain, but *.kubernetes.io
-# and "requests.", with which it names quotas; so 253 - 9 characters (IsExtendedResourceName in
-# kubernetes' pkg/apis/core/v1/helper).
+# A DNS subdomain, not *.kubernetes.io; 253 characters with a quota's "requests." before it
+# (IsExtendedResourceName of kubernetes' pkg/apis/core/v1/helper).
 _DOMAIN = _text(
     "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
@@ -183,7 +171,7 @@ _DOMAIN = _text(
 _SELECTION = Rule(
     '"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals',
     _is_selection,
-    _selection,
+    lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
 )
 _DEGREES = _number("", 1, 200)
 _LIMIT = Rule(
@@ -192,43 +180,47 @@ _LIMIT = Rule(
 )
 _NEVER = Rule("left out: users of a chip take turns, nothing divides it", lambda value: False)
 
-# A name that the program gives a resource by itself.
+# Names that the program itself gives resources.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Make a key of the file as a dataclass's field; help is its text in every manual."""
+    """Make a key of the file; help is its text in every manual."""
     return field(default=default, metadata={"rule": rule, "help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A bind mount for every container that gets a device; it counts only while `host` exists."""
+    """A bind mount for every container with a device, while `host` exists."""
 
-    host: str = _key(MISSING, _HOST_PATH, "a path of the host, mounted while it exists")
+    host: str = _key(
+        MISSING, _absolute("an absolute path"), "a path of the host, mounted while it exists"
+    )
     container: str = _key(MISSING, _TARGET, "where; default: the same path")
     read_only: bool = _key(False, _SWITCH, "whether the container may only read")
 
 
-_SECONDS = _number("a number of seconds from 0.1 to 3600", 0.1, 3600)  # a heartbeat takes 0.1 s
-_POLLS = _number("a whole number of polls from 1 on", 1, 1_000_000, int)
-_HOLDOFF = _number("a number of seconds from 0 on", 0, 1e9)
-_REPLICAS = _number("a whole number of containers a device, from 2 to 100", 2, 100, int)
-
-
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Section [health] of the configuration file."""
+    """Section [health]."""
 
-    interval: float = _key(5.0, _SECONDS, "seconds between two polls")
+    interval: float = _key(
+        5.0,
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600),  # a heartbeat takes 0.1 s
+        "seconds between two polls",
+    )
     temperature_limit: float | Literal["card"] | None = _key(
         None, _LIMIT, '°C at which a chip is too hot, or "card": its own limit; default: none is'
     )
     heartbeat_misses: int = _key(
-        2, _POLLS, "polls in a row without a heartbeat after which the firmware has stopped"
+        2,
+        _number("a whole number of polls from 1 on", 1, 1_000_000, int),
+        "polls in a row without a heartbeat after which the firmware has stopped",
     )
     trip_holdoff: float = _key(
-        300.0, _HOLDOFF, "seconds without a thermal trip after which a chip is healthy again"
+        300.0,
+        _number("a number of seconds from 0 on", 0, 1e9),
+        "seconds without a thermal trip after which a chip is healthy again",
     )
 
 
@@ -237,16 +229,24 @@ class SharedResource:
     """An entry [[sharing.resources]]: several containers on each of these devices."""
 
     name: str = _key(MISSING, _RESOURCE_NAME, "the resource, as it is called unshared")
-    replicas: int = _key(MISSING, _REPLICAS, "containers for each device")
+    replicas: int = _key(
+        MISSING,
+        _number("a whole number of containers a device, from 2 to 100", 2, 100, int),
+        "containers for each device",
+    )
     rename: str | None = _key(None, _RESOURCE_NAME, "the name under which it is shared")
     devices: Literal["all"] | int | tuple[str, ...] = _key(
         "all", _SELECTION, "all, so many, or a list of PCI addresses, IDs or ordinals"
     )
 
+    @property
+    def named_devices(self) -> frozenset[str]:
+        return frozenset(self.devices if isinstance(self.devices, tuple) else ())
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Section [sharing] of the configuration file."""
+    """Section [sharing]."""
 
     rename_by_default: bool = _key(False, _SWITCH, "call what is shared n300.shared, say")
     fail_requests_greater_than_one: bool = _key(
@@ -261,13 +261,13 @@ class Sharing:
     resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
-        """Return the name, without the domain, under which an entry's devices are offered."""
+        """Return the name, without the domain, under which devices are shared."""
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the configuration can say. Every path is absolute."""
+    """The configuration. Every path is absolute."""
 
     device_plugin_dir: str = _key(
         "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
@@ -330,7 +330,7 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting that has a flag, an environment variable and a key in the file."""
+    """A setting with a flag, an environment variable and a key in the file."""
 
     key: str
     flag: str
@@ -355,17 +355,21 @@ OPTIONS = [
 
 def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
     """Return the settings by flags, environment and file; raises ConfigError."""
-    source, path = "--config-file", flags.get("config_file")
+    source = "--config-file"
+    path = flags.get("config_file")
     if path is None:
-        source, path = "TTDP_CONFIG_FILE", environ.get("TTDP_CONFIG_FILE") or None
+        source = "TTDP_CONFIG_FILE"
+        path = environ.get(source) or None
     if path == "":
         raise _invalid(source, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
     values = _read_config_file(file, named_by=source if path else "")
     values["state_dir"] = environ.get("STATE_DIRECTORY", "").partition(":")[0] or None
     for option in OPTIONS:
-        texts = {option.variable: environ.get(option.variable) or None}
-        texts[option.flag] = flags.get(option.key)
+        texts = {
+            option.variable: environ.get(option.variable) or None,
+            option.flag: flags.get(option.key),
+        }
         for name, text in texts.items():
             if text is not None and option.is_switch:
                 values[option.key] = _checked(_IN_WORDS, text.lower(), name) in TRUE
@@ -386,7 +390,8 @@ def _invalid(source: str, value: object, valid: str) -> ConfigError:
         shown = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # thousands of digits or brackets
         shown = f"this {type(value).__name__}"
-    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    if len(shown) > 80:
+        shown = f"{shown[:80]}…"
     return ConfigError(f"{source}: {shown} is not valid; it must be {valid}")
 
 
@@ -397,7 +402,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
-    """Return keyword arguments for Settings from a TOML file; named_by: what names it, if any."""
+    """Return arguments for Settings; named_by: what names the file, if anything does."""
     shown = _in_one_line(path)
     try:
         with open(path, "rb") as file:
@@ -410,16 +415,11 @@ def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise ConfigError(f"{shown}: {reason}; it must be a readable TOML file") from None
-    sections = {"health": HealthSettings, "sharing": Sharing, "mounts": Mount}
-    top = {key: value for key, value in document.items() if key not in sections}
-    values = _table(shown, "", top, Settings, *sections)
-    if "health" in document:
-        health = _table(shown, "[health] ", document["health"], HealthSettings)
-        values["health"] = HealthSettings(**health)
-    if "sharing" in document:
-        values["sharing"] = _sharing(shown, document["sharing"])
-    if "mounts" in document:
-        values["mounts"] = _mounts(shown, document["mounts"])
+    sections = {"health": _health, "sharing": _sharing, "mounts": _mounts}
+    values = _table(shown, "", document, Settings, *sections)
+    for name, read in sections.items():
+        if name in values:
+            values[name] = read(shown, values[name])
     return values
 
 
@@ -435,13 +435,13 @@ def _parse_toml(content: bytes, path: str) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known word that is most like this one, or ""."""
+    """Return "; did you mean …?" with the known word most like this one, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
-    """Return a table's values by the rules of a dataclass's keys, and those of other valid keys."""
+    """Return a table's values, by a dataclass's rules; more: keys without a rule."""
     rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
     known = [*rules, *more]
     if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
@@ -458,10 +458,7 @@ def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dic
     }
 
 
-def _tables(
-    path: str, heading: str, tables: object, kind: Any, *needed: str
-) -> list[dict[str, Any]]:
-    """Return the values of all tables of one name."""
+def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str) -> list[Any]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
     for key, table in itertools.product(needed, tables):
@@ -470,28 +467,31 @@ def _tables(
     return [_table(path, heading, table, kind) for table in tables]
 
 
+def _health(path: str, table: object) -> HealthSettings:
+    return HealthSettings(**_table(path, "[health] ", table, HealthSettings))
+
+
 def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
     mounts: dict[str, Mount] = {}
     source = f"{path}: [[mounts]] container"
     for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
-        mount = Mount(**{"container": values["host"], **values})
-        _checked(_TARGET, mount.container, source)
-        if mount.container in mounts:
-            raise _invalid(source, mount.container, "another path in each of them")
-        mounts[mount.container] = mount
+        target = _checked(_TARGET, values.get("container", values["host"]), source)
+        if target in mounts:
+            raise _invalid(source, target, "another path in each of them")
+        mounts[target] = Mount(**values | {"container": target})
     return tuple(mounts.values())
 
 
 def _sharing(path: str, table: object) -> Sharing:
     values = _table(path, "[sharing] ", table, Sharing, "resources")
-    heading, needed = "[[sharing.resources]] ", ("name", "replicas")
-    found = values.pop("resources", [])
-    entries = [SharedResource(**e) for e in _tables(path, heading, found, SharedResource, *needed)]
-    return Sharing(resources=tuple(entries), **values)
+    tables = values.pop("resources", [])
+    heading = "[[sharing.resources]] "
+    entries = _tables(path, heading, tables, SharedResource, "name", "replicas")
+    return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
 
 
 def _checked_sharing(settings: Settings, path: str) -> Sharing:
-    """Return the section with names without domain, if its entries do not clash."""
+    """Return the section with names without domain."""
     where = f"{path}: [[sharing.resources]] "
     sharing = settings.sharing
     entries: list[SharedResource] = []
@@ -512,7 +512,6 @@ def _checked_sharing(settings: Settings, path: str) -> Sharing:
 
 
 def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
-    """Return what is wrong with an entry beside those before it."""
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
@@ -523,8 +522,7 @@ def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResou
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one to rename it"
-        names = [set(e.devices) if isinstance(e.devices, tuple) else set() for e in (entry, other)]
-        twice = names[0] & names[1]
+        twice = entry.named_devices & other.named_devices
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
             return f"{few(sorted(twice)) or 'every device'} is selected twice"
     return None
@@ -538,8 +536,7 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
 DRIVER = "tenstorrent"
 
-# The board's code, which is also the PCI subsystem id (tt-kmd's telemetry.c): the card's type while
-# the firmware is silent.
+# By PCI subsystem id, the board's code (tt-kmd's telemetry.c): for while the firmware is silent.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -555,9 +552,9 @@ CARDS = {
     0x47: "galaxy-blackhole",
 }
 
-ALL_ONES = 0xFFFFFFFF  # what every register of a chip reads that has left the bus
+ALL_ONES = 0xFFFFFFFF  # each register of a chip that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
-DEAD_FIGURE = 4_293_967_296  # the least that hwmon's other conversions make of all ones
+DEAD_FIGURE = 4_293_967_296  # the least of hwmon's other conversions
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
@@ -566,16 +563,16 @@ FileIdentity = tuple[int, int, int]
 
 
 class PciFunction(NamedTuple):
-    """One PCI function with the driver bound to it, as sysfs and stat() show it."""
+    """A PCI function with the driver bound to it."""
 
-    bdf: str  # PCI address "0000:03:00.0": what survives resets and renumbering
+    bdf: str  # PCI address "0000:03:00.0", which survives resets and renumbering
     arch: Arch
-    pci_card: str | None  # card type by the PCI subsystem id
+    pci_card: str | None  # card type by CARDS
     numa_node: int | None  # None where the platform does not say
-    ordinal: int  # N of /dev/tenstorrent/N: good for nothing but the present path
+    ordinal: int  # N of /dev/tenstorrent/N, at present
     path: str  # the host's device node
-    sysfs: str  # the class device's directory, which holds the tt_* attributes
-    number: str | None = None  # sysfs's "major:minor" of the node
+    sysfs: str  # the class device's directory, with the tt_* attributes
+    number: str | None = None  # sysfs's "major:minor"
     node_fault: str | None = None  # why the node cannot be used
 
     @property
@@ -584,16 +581,16 @@ class PciFunction(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What the firmware of a chip says of itself; None: it has not said so."""
+    """What a chip's firmware says of itself, if it does."""
 
     card: str | None = None  # "p150a"
-    serial: str | None = None  # the board's, 16 hex digits; the two chips of a p300 share it
+    serial: str | None = None  # the board's, 16 hex digits; a p300's chips share it
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
 
     @classmethod
     def checked(cls, texts: Mapping[str, object]) -> Identity:
-        """Return the identity by these texts; what is not of the driver's form is None."""
+        """Take over what has the driver's form."""
         return cls(
             _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
             _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
@@ -602,42 +599,43 @@ class Identity(NamedTuple):
         )
 
     def or_else(self, former: Identity) -> Identity:
-        """Return this identity, completed by what was known before."""
+        """Return this identity, completed by a former one."""
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
 
 
-_NO_ID = ("F" * 16, "0" * 16)  # all ones; what a board without an ID reports
+_NO_ID = ("F" * 16, "0" * 16)  # all ones; a board without an ID
 
 
 def _word(text: object, form: str, *nothing: str) -> str | None:
-    is_word = isinstance(text, str) and text not in nothing and re.fullmatch(form, text)
-    return str(text) if is_word else None
+    if isinstance(text, str) and text not in nothing and re.fullmatch(form, text):
+        return text
+    return None
 
 
 class Telemetry(NamedTuple):
-    """What the firmware of one chip said at one moment; None: not offered, or all ones."""
+    """What a chip's firmware said at one moment; None: not offered, or all ones."""
 
     identity: Identity = Identity()
-    heartbeat: int | None = None  # changes while the firmware lives; starts again after a reset
+    heartbeat: int | None = None  # changes while the firmware lives; restarts at a reset
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
     hwmon: str | None = None  # the directory of its sensors
-    all_ones: bool = False  # every register that can show it reads all ones
-    off_bus: bool = False  # and so does its PCI configuration space
-    error: tuple[str, int] | None = None  # the attribute whose read failed, and its errno
+    all_ones: bool = False  # whether every register that can show it reads so
+    off_bus: bool = False  # and its PCI configuration space, too
+    error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
 
     @property
     def is_silent(self) -> bool:
-        """Whether the firmware offers nothing at all."""
+        """Whether the firmware offers nothing."""
         return self == Telemetry()
 
 
 class Scan(NamedTuple):
     """The class directory at one moment."""
 
-    functions: Mapping[str, PciFunction]  # by PCI address, in the order of the addresses
-    oddities: tuple[str, ...]  # class devices that are none of ours, in words
+    functions: Mapping[str, PciFunction]  # by PCI address, in order
+    oddities: tuple[str, ...]  # class devices that are not ours, in words
 
 
 @functools.lru_cache(maxsize=256)  # every poll sorts by it
@@ -647,7 +645,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time of a file: inode numbers are soon used again."""
+    """Return device, inode and time: inode numbers are soon used again."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino, status.st_mtime_ns
@@ -655,7 +653,7 @@ def file_identity(path: str) -> FileIdentity | None:
 
 
 def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Return a sysfs attribute's text, None if it is not there; raises OSError with its path."""
+    """Return an attribute's text, None if it is not there; raises OSError with its path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -675,14 +673,13 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def read_quick(path: str) -> str | None:
-    """Return an attribute that never blocks, None if it cannot be read."""
+    """Return an attribute that never blocks, if it can be read."""
     with contextlib.suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
 def link_name(path: str) -> str | None:
-    """Return the last part of where a link leads."""
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
     return None
@@ -695,7 +692,6 @@ def names_in(directory: str) -> list[str]:
 
 
 def decimal(text: str | None) -> int | None:
-    """Return a number as the kernel writes it."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
@@ -727,7 +723,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def functions_on_bus(settings: Settings) -> list[str]:
-    """Return the addresses of the functions that the driver is for."""
+    """Return the addresses of what the driver is for."""
     found = []
     for bdf in filter(_BDF.fullmatch, names_in(pci_directory(settings))):
         directory = pci_directory(settings, bdf)
@@ -745,12 +741,12 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips, of known ones that are where they were only at the node. Never blocks.
+    """Look for chips; of known ones that have not moved only at the node. Never blocks.
 
-    A class device is read below its PCI function: the same name in the class leads to another chip
-    after a renumbering; below the function it is gone, and a late read fails.
+    A class device is read below its PCI function: after a renumbering its name in the class leads
+    to another chip, while a late read below the function fails.
     """
-    directory = f"{settings.sysfs_root}/class/{DRIVER}"  # which goes with the module
+    directory = f"{settings.sysfs_root}/class/{DRIVER}"
     known_by_path = {function.sysfs: function for function in known}
     functions = []
     oddities = []
@@ -760,8 +756,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
         found = known_by_path.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
-            fault = _node_fault(found.path, found.number)
-            functions.append(found._replace(node_fault=fault))
+            functions.append(found._replace(node_fault=_node_fault(found.path, found.number)))
         elif found:
             oddities.append(found)
     functions.sort(key=lambda function: address(function.bdf))
@@ -769,17 +764,13 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
 
 
 def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """Return the function behind a class device, what is odd of it, or None: it is going away.
-
-    What is the function's is read in its own directory, which outlives the class device.
-    """
-    match = re.search(rf"/([^/]+)/{DRIVER}/{DRIVER}!(\d{{1,5}})$", sysfs)
+    """Return the function behind a class device, what is odd of it, or None: it is going away."""
+    match = re.fullmatch(rf"(.*/([^/]+))/{DRIVER}/{DRIVER}!(\d{{1,5}})", sysfs)
     if not match:
         return f"{sysfs}: not a device of the driver"
-    bdf, number = match.groups()
+    directory, bdf, number = match.groups()
     if not _BDF.fullmatch(bdf):
         return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    directory = os.path.dirname(os.path.dirname(sysfs))
     ids = [_pci_id(f"{directory}/{name}") for name in ("vendor", "device", "subsystem_device")]
     if None in ids:
         return None
@@ -799,7 +790,6 @@ def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
 
 
 def _node_fault(path: str, number: str | None) -> str | None:
-    """Return why a path is not the character device with sysfs's number."""
     if number is None:
         return f"{path} is going away"
     try:
@@ -813,16 +803,14 @@ def _node_fault(path: str, number: str | None) -> str | None:
 
 
 def node_fault_now(function: PciFunction) -> str | None:
-    """Return what is wrong with a chip's node at this moment."""
+    """Return what is wrong with a chip's node."""
     return _node_fault(function.path, read_quick(f"{function.sysfs}/dev"))
 
 
 class Process(NamedTuple):
-    """A process that has a node open."""
-
     pid: int
     command: str
-    cgroup: str  # the text of /proc/<pid>/cgroup
+    cgroup: str  # /proc/<pid>/cgroup
 
     @property
     def is_of_pod(self) -> bool:
@@ -830,7 +818,7 @@ class Process(NamedTuple):
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Return who has a node open; None: a driver before 2.5, or another PID namespace's view."""
+    """Return who has a node open; None: a driver before 2.5, or another PID namespace."""
     proc = settings.proc_root
     text = read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
@@ -838,7 +826,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
         return None
     found = []
     for pid in sorted(pids):
-        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has just ended
+        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has ended
             found.append(Process(pid, command, read_quick(f"{proc}/{pid}/cgroup") or ""))
     return found
 
@@ -846,8 +834,8 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's node, if it leads there now.
 
-    A kubelet calls Allocate once in a pod's life and uses the answer again after a reboot; runtimes
-    resolve a link each time that they make a container (seen with containerd 1.6 and 2.1).
+    A kubelet uses Allocate's answer again after a reboot; runtimes resolve links for each container
+    (seen with containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with contextlib.suppress(OSError):
@@ -858,15 +846,16 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 def expects_links(settings: Settings) -> bool:
     """Whether the package's udev rule is in force."""
-    is_installed = settings.dev_root == "/dev" and os.path.exists(UDEV_RULE)
-    return is_installed or os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
+    if settings.dev_root == "/dev" and os.path.exists(UDEV_RULE):
+        return True
+    return os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
     """What every poll reads of a chip, kept open: that halves a poll's cost.
 
-    It goes to the thread that reads the chip and comes back with what was read. When the device has
-    gone the kernel answers ENODEV, so it never shows another chip's value.
+    It goes to the thread that reads the chip and comes back. When the device has gone the kernel
+    answers ENODEV, never another chip's value.
     """
 
     def __init__(self) -> None:
@@ -890,7 +879,7 @@ _IDENTITY = {  # attributes by Identity's fields
     "firmware": "tt_fw_bundle_ver",
     "asic_id": "tt_asic_id",
 }
-_DEAD = {  # what they read when the chip answers nothing
+_DEAD = {  # what a chip reads that answers nothing
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": "unknown",
     "tt_serial": "F" * 16,
@@ -906,7 +895,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
         return Telemetry(all_ones=True)
     return Telemetry(
         Identity.checked({key: raw.get(attribute) for key, attribute in _IDENTITY.items()}),
-        decimal(raw.get("tt_heartbeat")),  # all ones, too: it must be seen not to change
+        decimal(raw.get("tt_heartbeat")),  # all ones, too: it shows as stalled
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
         _below(ALL_ONES, raw.get("tt_therm_trip_count")),
@@ -918,11 +907,11 @@ def read_telemetry(
 ) -> Telemetry:
     """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
 
-    If the heartbeat has simply gone on since it said `former`, it is the same firmware of the same
-    chip, and only what changes is read anew. A chip that has left the bus reads as all ones.
+    If the heartbeat has gone on since it said `former`, it is the same firmware of the same chip,
+    and only what changes is read.
     """
     files = files or AttributeFiles()
-    with contextlib.suppress(OSError):  # why shows when everything is read
+    with contextlib.suppress(OSError):  # reading everything shows why
         if former and (telemetry := _read_changes(function, former, files)):
             return telemetry
     files.close()
@@ -936,7 +925,7 @@ def read_telemetry(
 def _read_changes(
     function: PciFunction, former: Telemetry, files: AttributeFiles
 ) -> Telemetry | None:
-    """Return what a chip says whose heartbeat has gone on, else None; raises OSError."""
+    """Return what a chip says if its heartbeat has gone on; raises OSError."""
     if former.heartbeat is None or former.temperature is None or not former.hwmon:
         return None
     heartbeat = decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
@@ -958,7 +947,7 @@ def _hwmon(function: PciFunction) -> str | None:
 def _read_everything(function: PciFunction) -> Telemetry:
     """Read all attributes; raises OSError.
 
-    ENODATA of the heartbeat is a reset; another attribute's is a tag that is no longer reported.
+    ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
     """
     hwmon = _hwmon(function)
     names = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
@@ -980,8 +969,8 @@ def _read_everything(function: PciFunction) -> Telemetry:
         return parse_telemetry(raw)._replace(hwmon=hwmon)
     if not os.path.isdir(function.sysfs):
         return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
-    # Firmware that is late offers nothing, and so does a chip that was dead when the driver bound
-    # to it: vendor and device, with which its PCI configuration space begins, read all ones.
+    # Firmware that is late offers nothing, and so does a chip that was dead when the driver was
+    # bound: its PCI configuration space begins with all ones.
     with contextlib.suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
             return Telemetry(all_ones=True, off_bus=True)
@@ -989,16 +978,16 @@ def _read_everything(function: PciFunction) -> Telemetry:
 
 
 class Sensor(NamedTuple):
-    """A figure that a card shows beside its telemetry, and the metric that it becomes."""
+    """A figure beside telemetry, and its metric."""
 
     attribute: str
     metric: str  # without "tt_device_"
     help: str
-    factor: float = 1.0  # from the kernel's unit to the metric's
+    factor: float = 1.0  # to the metric's unit
     labels: Mapping[str, object] = {}
 
 
-# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c); the rest is the PCI function's.
+# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c), the others the PCI function's.
 SENSORS = (
     Sensor("power1_input", "power_watts", "What the card draws.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "What the card may draw.", 1e-6),
@@ -1023,7 +1012,7 @@ NO_FIGURES: Figures = {}
 
 
 def read_sensors(function: PciFunction) -> Figures:
-    """Return what a card offers, but not what a dead one says. Can block."""
+    """Return what a card offers, without what a dead one says. Can block."""
     hwmon = _hwmon(function) or ""
     figures = {}
     for sensor in SENSORS:
@@ -1038,7 +1027,6 @@ def read_sensors(function: PciFunction) -> Figures:
 
 
 def _figure(attribute: str, text: str) -> float | None:
-    """Return an attribute's number, in the kernel's unit."""
     if attribute.endswith("_link_speed"):
         speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
         return float(speed[1]) * 1e9 if speed else None
@@ -1052,9 +1040,9 @@ def _figure(attribute: str, text: str) -> float | None:
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
-SETTLING = 3.0  # seconds by which a kubelet has written an answer, or never will
+SETTLING = 3.0  # seconds after which a kubelet has written an answer, or never will
 LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
-CGROUP_DEPTH = 6  # directories from the hierarchy's root down to a pod's
+CGROUP_DEPTH = 6  # levels from the hierarchy's root to a pod's
 
 ChipAt = Callable[[str], "str | None"]  # the address of the chip with this node
 
@@ -1065,22 +1053,21 @@ class Allocation(NamedTuple):
     resource: str
     ids: frozenset[str]
     chips: frozenset[str]  # PCI addresses
-    pod: str = ""  # its UID; "": a grant, an answer that no checkpoint has contained yet
+    pod: str = ""  # UID; "": a grant, which no checkpoint has contained yet
     container: str = ""
 
 
 class Checkpoint(NamedTuple):
-    """What the kubelet's record of its devices says of ours."""
+    """What the kubelet's record says of our devices."""
 
     allocations: Collection[Allocation]
-    registered: Mapping[str, frozenset[str]]  # IDs that it takes for healthy, by resource
+    registered: Mapping[str, frozenset[str]]  # healthy IDs, by resource
 
 
 def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
-    """Return what a checkpoint says of us; raises ValueError.
+    """Return what a checkpoint (kubernetes' devicemanager/checkpoint) says; raises ValueError.
 
-    ours: resources whose entries count even if another plugin gave the answer, which names nodes
-    but no addresses. The form is that of kubernetes' devicemanager/checkpoint/checkpoint.go.
+    ours: resources that count even where another plugin answered, with nodes but no addresses.
     """
     try:
         data = json.loads(content)["Data"]
@@ -1104,7 +1091,6 @@ def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> 
 
 
 def _texts(value: Any) -> frozenset[str]:
-    """Return the strings in a list; raises TypeError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TypeError("not a list of strings")
     return frozenset(value)
@@ -1120,18 +1106,17 @@ def _chips_in_answer(answer: bytes, chip_at: ChipAt) -> frozenset[str]:
 class Cgroups:
     """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
 
-    Their names have the pod's UID (kubernetes' pod_container_manager_linux.go). They are there from
-    before the first container until after the last; after a reboot, when the pod is started.
+    They are named by the pod's UID (kubernetes' pod_container_manager_linux.go), and are there from
+    before its first container until after its last.
     """
 
     def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
-        """seen: where they were since boot, by UID."""
-        self.seen = dict(seen)
+        self.seen = dict(seen)  # directories since boot, by UID
         self._gone_at: dict[str, float] = {}
         self._root = f"{sysfs_root}/fs/cgroup"
 
     def look(self, pods: Collection[str], now: float) -> None:
-        """Find out which of these pods have one; forget the others."""
+        """Find the cgroups of these pods; forget other pods."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
         missing = {pod.replace("-", "_"): pod for pod in pods if not self.exists(pod)}
         if missing:
@@ -1143,7 +1128,7 @@ class Cgroups:
         return pod in self.seen and os.path.isdir(self.seen[pod])
 
     def seconds_gone(self, pod: str, now: float) -> float | None:
-        """Return for how long it has been gone; None if it was never seen."""
+        """Return for how long a cgroup has been gone; None: never seen."""
         return now - self._gone_at.get(pod, now) if pod in self.seen else None
 
     def _find(self, missing: Mapping[str, str]) -> None:
@@ -1167,25 +1152,24 @@ class Cgroups:
 class Custody:
     """Who has what: the allocations that count, from the checkpoint and our own grants.
 
-    The checkpoint is an intention, and errs: writings overtake each other, an entry goes while its
-    containers run on (a forced deletion), or stays when they have ended. So an allocation ends when
-    its entry and its pod's cgroup are gone; if that was never seen, by a writing that we brought
-    about and that lacks it.
+    The checkpoint errs: writings overtake each other, an entry goes while its containers run on (a
+    forced deletion), or stays when they have ended. So an allocation ends when its entry and its
+    pod's cgroup are gone; where none was seen, with a writing that we caused and that lacks it.
     """
 
     def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
-        """memory: what `memory` said in the same boot."""
+        """memory: of the same boot."""
         self.checkpoint = Checkpoint((), {})
-        self.fault: str | None = None  # why the checkpoint that is there cannot be understood
-        self.names: dict[str, str] = {}  # "namespace/name" by UID, as far as the kubelet tells
+        self.fault: str | None = None  # why the checkpoint cannot be understood
+        self.names: dict[str, str] = {}  # "namespace/name" by UID
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
         self._identity: FileIdentity | None = None  # of the file that was read
-        # Since when an allocation is not in the file; inf: it is. The newest is the last.
+        # Since when an allocation is missing from the file; inf: it is there. The newest is last.
         self._missing_since: dict[Allocation, float] = {}
         self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
-        self._expected: tuple[float, FileIdentity | None] | None = None  # a writing, since when
-        self._written_since = -math.inf  # the file is of a writing that was begun after this
+        self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
+        self._written_since = -math.inf  # the file's writing began after this
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = time.monotonic()
@@ -1193,7 +1177,7 @@ class Custody:
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
 
-        A file that vanishes changes nothing: the next kubelet knows of nobody, while pods run on.
+        A file that vanishes changes nothing: pods run on.
         """
         identity = file_identity(self._path)
         if identity in (None, self._identity):
@@ -1220,7 +1204,7 @@ class Custody:
     def _compare(self, now: float) -> None:
         filed = self.checkpoint.allocations
         for allocation in filed:
-            if allocation not in self._missing_since:  # a new one: the grant is in the file
+            if allocation not in self._missing_since:  # it was a grant
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
             self._filed_since.setdefault(allocation, now)
@@ -1254,11 +1238,11 @@ class Custody:
         return self._missing_since.get(allocation) == math.inf
 
     def has_doubts(self) -> bool:
-        """Whether something counts that the kubelet does not know of."""
+        """Whether something counts of which the kubelet does not know."""
         return any(since < math.inf for since in self._missing_since.values())
 
     def expect_writing(self, now: float) -> None:
-        """Take the next change of the file for a writing that was begun after now."""
+        """Take the file's next change for a writing that begins after now."""
         self._expected = (now, file_identity(self._path))
 
     def _counts(self, allocation: Allocation, now: float) -> bool:
@@ -1275,7 +1259,7 @@ class Custody:
         return seconds_gone is None and not was_settled and not is_written
 
     def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
-        """Take over the names of pods, by resource, ID and container."""
+        """Take over pods' names, by resource, ID and container."""
         for allocation in filter(self.is_filed, self._missing_since):
             for identifier in allocation.ids:
                 key = (allocation.resource, identifier, allocation.container)
@@ -1298,13 +1282,13 @@ class Custody:
 # ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last one =========
 
 BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
-HYSTERESIS = 5.0  # °C below a limit at which a chip that reached it counts as cool again
-READ_DEADLINE = 2.0  # seconds after which a read of telemetry counts as one that does not return
-FIRMWARE_PATIENCE = 10.0  # seconds that firmware which has spoken may be silent when bound anew
+HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
+READ_DEADLINE = 2.0  # seconds after which a read counts as one that does not return
+FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
 
 
 class Fault(enum.Enum):
-    """The kinds of reasons for which a chip is unhealthy; another kind is worth a log line."""
+    """Why a chip is unhealthy; another kind is worth a log line."""
 
     GONE = enum.auto()
     NODE = enum.auto()
@@ -1319,16 +1303,16 @@ class Fault(enum.Enum):
 
 
 class Health(NamedTuple):
-    """A chip's state and, from `heartbeat` on, what the rules remember until the next look."""
+    """A chip's state and, from `heartbeat` on, what the rules remember."""
 
     fault: Fault | None = None
-    reason: str | None = None  # in words, with the remedy where there is one; None while healthy
+    reason: str | None = None  # in words, with a remedy
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
     hot: bool = False  # at the operator's limit
     throttles: bool = False  # at the card's own
-    trips: int | None = None  # the last count seen
-    tripped_at: float | None = None  # when it rose last, in seconds of the caller's clock
+    trips: int | None = None
+    tripped_at: float | None = None  # when trips last rose
     silent_since: float | None = None
 
 
@@ -1337,10 +1321,17 @@ class Look(NamedTuple):
 
     function: PciFunction
     telemetry: Telemetry
-    now: float  # seconds of any clock that only goes forward
-    periodic: bool = True  # a poll, which can prove that a heartbeat has stopped; an event cannot
-    has_spoken: bool = False  # whether its firmware has, since boot
-    mates: Collection[str] = ()  # addresses of the other chips of its board
+    now: float  # seconds of a monotonic clock
+    periodic: bool = True  # a poll, not an event
+    has_spoken: bool = False  # its firmware, since boot
+    mates: Collection[str] = ()  # addresses of its board's other chips
+
+    @property
+    def remedy(self) -> str:
+        """The reset of this chip; without an address tt-smi resets every card."""
+        mates = ", ".join(sorted(self.mates))
+        others = f" (that resets {mates} of its board, too)" if mates else ""
+        return f"reset it: tt-smi -r {self.function.bdf}{others}"
 
 
 def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
@@ -1355,33 +1346,27 @@ def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
     return unhealthy(health, Fault.GONE, "PCI device is gone; it counts again when it comes back")
 
 
-def reset_command(bdf: str, mates: Collection[str]) -> str:
-    """Return the remedy for one chip; without an address tt-smi resets every card."""
-    others = f" (that resets {', '.join(sorted(mates))} of its board, too)" if mates else ""
-    return f"tt-smi -r {bdf}{others}"
-
-
 def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
+    telemetry = look.telemetry
     if look.function.node_fault:
         return unhealthy(health, Fault.NODE, f"device node is wrong: {look.function.node_fault}")
-    if look.telemetry.error:
-        return _judge_error(health, look.function, *look.telemetry.error)
-    if look.telemetry.all_ones:
-        what = (
-            "its PCI configuration space reads" if look.telemetry.off_bus else "all registers read"
-        )
-        remedy = reset_command(look.function.bdf, look.mates)
-        reason = f"chip does not respond ({what} as ones); reset it: {remedy}"
+    if telemetry.error:
+        return _judge_error(health, look.function, *telemetry.error)
+    if telemetry.all_ones:
+        what = "its PCI configuration space reads" if telemetry.off_bus else "all registers read"
+        reason = f"chip does not respond ({what} as ones); {look.remedy}"
         return unhealthy(health, Fault.NO_RESPONSE, reason)
-    if look.telemetry.is_silent and look.has_spoken:
+    if telemetry.is_silent and look.has_spoken:
         return _judge_silence(health, look)
-    health = _remember(health, look, settings)
-    return _judge_figures(health, look, settings)
+    limit = settings.temperature_limit
+    if limit == "card":
+        limit = telemetry.throttles_at
+    return _judge_figures(_remember(health, look, limit), look, settings, limit)
 
 
 def _judge_error(health: Health, function: PciFunction, attribute: str, number: int) -> Health:
     if number == errno.ENODATA:
-        # Seen on Blackhole whose firmware was not ready at POST_RESET: for good, though it runs.
+        # Seen: a Blackhole whose firmware was not ready at POST_RESET stays so, though it runs.
         stays = function.arch == "blackhole"
         advice = "; if it stays so, unbind and bind the driver" if stays else ""
         return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
@@ -1392,63 +1377,58 @@ def _judge_error(health: Health, function: PciFunction, attribute: str, number: 
 
 
 def _judge_silence(health: Health, look: Look) -> Health:
-    """Attributes go with the driver only: it was bound anew, and the firmware has yet to speak."""
+    """Judge a chip without attributes: the driver was bound anew, nothing else takes them."""
     since = look.now if health.silent_since is None else health.silent_since
     health = health._replace(silent_since=since)
     if look.now - since >= FIRMWARE_PATIENCE:
-        remedy = reset_command(look.function.bdf, look.mates)
-        reason = f"firmware is silent since the driver was bound anew; reset it: {remedy}"
+        reason = f"firmware is silent since the driver was bound anew; {look.remedy}"
         return unhealthy(health, Fault.SILENT, reason)
     if health.fault:
         return health._replace(reason="the driver is bound; the firmware has not spoken yet")
     return health
 
 
-def _remember(health: Health, look: Look, settings: HealthSettings) -> Health:
+def _remember(health: Health, look: Look, limit: float | None) -> Health:
     """Return a healthy verdict that remembers the figures.
 
-    Any change of the heartbeat is life: after a reset it starts again from below. What an event
-    finds is life, too, but not what the next poll compares with: that can come before a beat.
+    Any change of the heartbeat is life: a reset starts it again. What an event finds is life, too,
+    but the next poll, which can come before a beat, does not compare with it.
     """
     telemetry = look.telemetry
     beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
     is_first = look.periodic or health.heartbeat is None
     trips = health.trips if telemetry.trips is None else telemetry.trips
     rose = trips is not None and health.trips is not None and trips > health.trips
-    card_limit = telemetry.throttles_at
-    limit = card_limit if settings.temperature_limit == "card" else settings.temperature_limit
     return Health(
         heartbeat=telemetry.heartbeat if is_first else health.heartbeat,
         misses=0 if beats else health.misses + look.periodic,
         hot=_reaches(telemetry.temperature, limit, health.hot),
-        throttles=_reaches(telemetry.temperature, card_limit, health.throttles),
+        throttles=_reaches(telemetry.temperature, telemetry.throttles_at, health.throttles),
         trips=trips,
         tripped_at=look.now if rose else health.tripped_at,
     )
 
 
-def _reaches(degrees: float | None, limit: Any, before: bool) -> bool:
+def _reaches(degrees: float | None, limit: float | None, before: bool) -> bool:
     if degrees is None or limit is None:
         return False
     return degrees >= limit or (before and degrees > limit - HYSTERESIS)
 
 
-def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Health:
+def _judge_figures(
+    health: Health, look: Look, settings: HealthSettings, limit: float | None
+) -> Health:
     telemetry = look.telemetry
     if health.misses >= settings.heartbeat_misses:
-        remedy = reset_command(look.function.bdf, look.mates)
         what = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped"
-        return unhealthy(health, Fault.STALLED, f"{what}, reset it: {remedy}")
+        return unhealthy(health, Fault.STALLED, f"{what}, {look.remedy}")
     if health.hot:
-        limit = settings.temperature_limit
-        limit = telemetry.throttles_at if limit == "card" else limit
         reason = f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C; check its cooling"
         return unhealthy(health, Fault.HOT, reason)
     tripped_at = health.tripped_at
     if tripped_at is not None and look.now - tripped_at < settings.trip_holdoff:
         again = f"it counts again after {settings.trip_holdoff:g} s without one"
-        reason = f"thermal trip ({health.trips} so far); {again}"
-        return unhealthy(health, Fault.TRIPPED, reason)
+        return unhealthy(health, Fault.TRIPPED, f"thermal trip ({health.trips} so far); {again}")
     return health
 
 
@@ -1456,17 +1436,17 @@ def _judge_figures(health: Health, look: Look, settings: HealthSettings) -> Heal
 
 
 class Chip(NamedTuple):
-    """A chip once seen: it stays, and stays known, while it is away."""
+    """A chip once seen, which stays known while it is away."""
 
     function: PciFunction  # as last seen
     present: bool = True
-    identity: Identity = Identity()  # what its firmware has said: not unlearnt for silence
+    identity: Identity = Identity()  # what its firmware has ever said
     has_spoken: bool = False  # since boot
-    left_bus: bool = False  # what comes back to its address may be another card
-    listed: bool = False  # a new one is announced when it has spoken, or has had the time to
+    left_bus: bool = False  # another card may come back to its address
+    listed: bool = False  # once it has spoken, or has had the time to
     health: Health = Health()
-    telemetry: Telemetry | None = None  # the last; None: everything has to be read
-    figures: Figures = NO_FIGURES  # the last, of SENSORS
+    telemetry: Telemetry | None = None  # the last; None: read everything
+    figures: Figures = NO_FIGURES  # the last
 
     @property
     def shown(self) -> tuple[object, ...]:
@@ -1480,7 +1460,7 @@ class Chip(NamedTuple):
 
     @property
     def card_type(self) -> str | None:
-        """The exact card type, "p150a"; by PCI until the firmware tells."""
+        """The exact card type, "p150a"."""
         return self.identity.card or self.function.pci_card
 
     @property
@@ -1490,8 +1470,10 @@ class Chip(NamedTuple):
 
     @property
     def board_chips(self) -> int:
-        """How many chips with a node the board has; of a Galaxy, its tray."""
-        return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
+        """How many chips with a node the board, or a Galaxy's tray, has."""
+        if self._galaxy_tray:
+            return 8
+        return 2 if self.board_type == "p300" else 1
 
     @property
     def board(self) -> tuple[object, ...]:
@@ -1499,24 +1481,24 @@ class Chip(NamedTuple):
 
     @property
     def tray(self) -> tuple[object, ...]:
-        """A Galaxy's tray, by the bus's high nibble; else the board."""
         return self._galaxy_tray or self.board
 
     @property
     def _galaxy_tray(self) -> tuple[object, ...]:
+        """The bus's high nibble tells trays apart."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
     def asic_name(self) -> str | None:
-        """The name that udev's by-id links have."""
+        """The name in udev's by-id links."""
         asic_id = self.identity.asic_id
         return f"{self.function.arch}-{asic_id}" if asic_id else None
 
     @property
     def board_name(self) -> str | None:
-        """ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
+        """Its board's ID: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
         if self.board_chips == 8:
             return self.bdf[: self.bdf.rindex(":") - 1] + "0"
         return self.identity.serial
@@ -1529,14 +1511,14 @@ class Chip(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What the kubelet knows under an ID, or several if it is shared: a chip, or a board."""
+    """A chip or a board, which the kubelet knows under an ID, or several if it is shared."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # how many chips it has when all are there
-    absent: tuple[str, ...] = ()  # addresses of further chips, which are not on this node
-    withheld: str | None = None  # why it is not offered, in words
-    is_former: bool = False  # a pod's ID that the configuration does not give for these chips
+    whole: int = 1  # how many chips it should have
+    absent: tuple[str, ...] = ()  # addresses of chips that are not on this node
+    withheld: str | None = None  # why it is not offered
+    is_former: bool = False  # a pod's, which the configuration does not give
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -1544,7 +1526,6 @@ class Device(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with its chips, in words."""
         for chip in self.chips:
             if chip.health.fault:
                 several = len(self.addresses) > 1
@@ -1557,7 +1538,6 @@ class Device(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why it is not healthy, in words."""
         return self.fault or self.withheld
 
     @property
@@ -1567,13 +1547,13 @@ class Device(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """What the kubelet knows as one extended resource."""
+    """An extended resource."""
 
     name: str  # "tenstorrent.com/n300"
     devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
-    replicas: int = 0  # how many containers a device is for; 0: it is not shared
+    replicas: int = 0  # containers a device; 0: it is not shared
     one_each: bool = False  # a container gets one replica at most
-    unshared: str = ""  # its name without the domain, as it would be if it were not shared
+    unshared: str = ""  # its name unshared, without the domain
 
     @property
     def short_name(self) -> str:
@@ -1581,7 +1561,7 @@ class Resource(NamedTuple):
 
     @property
     def distinct(self) -> list[Device]:
-        """Each of the devices once, preferably as the configuration gives it."""
+        """Each device once."""
         return [self.devices[ids[0]] for ids in self.replicas_of_devices]
 
     @property
@@ -1603,10 +1583,10 @@ class Claims(NamedTuple):
     """Who has what, as custody knows it."""
 
     allocations: Sequence[Allocation] = ()
-    filed: Collection[Allocation] = ()  # those that the kubelet knows of
+    filed: Collection[Allocation] = ()  # of which the kubelet knows
     describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
     fault: str | None = None  # why it cannot be known
-    offered: Collection[Offered] = ()  # what was offered when it was known
+    offered: Collection[Offered] = ()  # while it was known
 
 
 NO_CLAIMS = Claims()
@@ -1633,7 +1613,7 @@ def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, C
 
 
 def short_name(chip: Chip, settings: Settings) -> str:
-    """Return the name, without the domain, of a chip's resource unshared."""
+    """Return the name of a chip's resource, unshared and without the domain."""
     names = {"card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
     several = settings.unit == "board" and chip.board_chips > 1
     return names.get(settings.resource_naming, chip.board_type) + ("-board" if several else "")
@@ -1656,7 +1636,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
         devices[short_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
         whole = members[0].board_chips
-        if len(members) > whole:  # put into another slot, a card has left its chips here, too
+        if len(members) > whole:  # the card was in another slot before
             members = [chip for chip in members if chip.present]
         devices[name].append(Device(board, tuple(members), whole))
     for found in devices.values():
@@ -1665,7 +1645,7 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
 
 def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
-    """Return the resources that the configuration gives, by name."""
+    """Return the configuration's resources, by name."""
     sharing = settings.sharing
     found: dict[str, Resource] = {}
 
@@ -1693,9 +1673,9 @@ def resources(
 ) -> dict[str, Resource]:
     """Return the resources as they are listed, by name. given: by the configuration.
 
-    First every ID that a pod has: it stands for the chips of that pod's answer, whatever the
-    configuration says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
-    topology_hints.go.) Then the other IDs that are given, withheld while a pod has their chips.
+    Each ID that a pod has stands for the chips of that pod's answer, whatever the configuration
+    says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
+    topology_hints.go.) Other IDs are withheld while a pod has their chips.
     """
     listed = dict(given)
     chips_by_address = {chip.bdf: chip for chip in chips}
@@ -1706,22 +1686,20 @@ def resources(
             device = resource.devices.get(identifier)
             if not device or device.addresses != addresses:
                 device = _former_device(identifier, addresses, chips_by_address)
-                if allocation not in claims.filed:  # the kubelet would give it to somebody
+                if allocation not in claims.filed:  # the kubelet takes it for free
                     device = device._replace(withheld=_held_by(allocation, claims))
             claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
     for name, resource in listed.items():
-        theirs = claimed.pop(name, {})
         devices = {}
         for identifier, device in resource.devices.items():
             why = _why_withheld(resource, identifier, claims)
             devices[identifier] = device._replace(withheld=why)
-        listed[name] = resource._replace(devices=devices | theirs)
-    ended = {name: Resource(name, theirs) for name, theirs in claimed.items()}
-    return listed | ended
+        listed[name] = resource._replace(devices=devices | claimed.pop(name, {}))
+    return listed | {name: Resource(name, theirs) for name, theirs in claimed.items()}
 
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
-    """Return the chips that each ID of an allocation stands for; if unclear, all that are left."""
+    """Return the chips of each ID of an allocation; if unclear, all that are left."""
     found: dict[str, frozenset[str]] = {}
     for identifier in allocation.ids:
         given = resource.devices.get(identifier)
@@ -1738,9 +1716,8 @@ def _former_device(
     identifier: str, addresses: Collection[str], known: Mapping[str, Chip]
 ) -> Device:
     chips = tuple(known[bdf] for bdf in sorted(addresses) if bdf in known)
-    absent = tuple(bdf for bdf in sorted(addresses) if bdf not in known)
-    base = identifier.partition("::")[0]
-    return Device(base, chips, len(chips), absent, is_former=True)
+    absent = tuple(sorted(set(addresses).difference(known)))
+    return Device(identifier.partition("::")[0], chips, len(chips), absent, is_former=True)
 
 
 def _held_by(allocation: Allocation, claims: Claims) -> str:
@@ -1749,7 +1726,6 @@ def _held_by(allocation: Allocation, claims: Claims) -> str:
 
 
 def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | None:
-    """Return why an ID that no pod has is not offered."""
     device = resource.devices[identifier]
     replicas = replica_ids(device.identifier, resource.replicas)
     for allocation in claims.allocations:
@@ -1766,7 +1742,7 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
         return devices[: entry.devices]
     if entry.devices == "all":
         return devices
-    return [device for device in devices if not aliases(device).isdisjoint(entry.devices)]
+    return [device for device in devices if aliases(device) & entry.named_devices]
 
 
 def aliases(device: Device) -> set[str]:
@@ -1778,8 +1754,7 @@ def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        wanted = set(entry.devices) if isinstance(entry.devices, tuple) else set()
-        missing = sorted(wanted.difference(*map(aliases, found)))
+        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
             yield f"{entry.name}: no device is called {few(missing)}"
         elif not found:
@@ -1793,7 +1768,7 @@ Status = grpc.StatusCode
 
 
 class Refusal(Exception):
-    """A request of the kubelet's that has no answer."""
+    """A question of the kubelet's that has no answer."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -1803,13 +1778,13 @@ class Refusal(Exception):
 class Cost(NamedTuple):
     """What choices are compared by, the weightiest first. Costs of disjoint sets add up."""
 
-    musts: int = 0  # minus those that have to be chosen
+    musts: int = 0  # minus how many must-includes
     again: int = 0  # how often a shared device was chosen before
     users: int = 0  # that the devices have already
     boards: int = 0
     trays: int = 0
     numa_nodes: int = 0
-    whole_boards: int = 0  # of these, those whose listed devices are all available
+    whole_boards: int = 0  # whose listed devices are all available
     whole_trays: int = 0
     whole_numa_nodes: int = 0
     addresses: int = 0  # minus a bit for each ID, the highest for the lowest address
@@ -1820,8 +1795,7 @@ class Cost(NamedTuple):
 
 NO_COST = Cost()
 
-# The least costs of choosing no device of a group, one, two, and so on.
-BySize = list[Cost]
+BySize = list[Cost]  # the least costs of choosing no device of a group, one, two, and so on
 
 
 class Candidate(NamedTuple):
@@ -1830,16 +1804,13 @@ class Candidate(NamedTuple):
     cost: Cost  # of its own
     board: object
     tray: object
-    numa_nodes: frozenset[int | None]  # {None}: unknown, which is a group of its own
+    numa_nodes: frozenset[int | None]  # {None}: unknown, a group of its own
 
 
 def preferred_allocation(
     resource: Resource, available: Sequence[str], must: Sequence[str], size: int
 ) -> list[str]:
-    """Return the best of the available IDs; raises Refusal.
-
-    Distinct devices first, then the least used, then neighbours; least of all counts the address.
-    """
+    """Return the best of the available IDs; raises Refusal."""
     free = frozenset(available)
     musts = frozenset(must)
     _check_question(resource, free, musts, size)
@@ -1860,7 +1831,7 @@ def preferred_allocation(
         )
         if not left:
             broken |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):  # more replicas of one cannot matter
+        for again, identifier in enumerate(left[:size]):  # more of one cannot matter
             own = Cost(
                 musts=-(identifier in musts),
                 again=again,
@@ -1875,31 +1846,26 @@ def preferred_allocation(
 def _check_question(
     resource: Resource, free: frozenset[str], musts: frozenset[str], size: int
 ) -> None:
-    unknown = sorted((free | musts) - resource.devices.keys())
-    missing = sorted(musts - free)
-    reason = ""
-    if unknown:
+    reason = f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
+    if unknown := sorted((free | musts) - resource.devices.keys()):
         reason = f"{resource.name} has no device {few(unknown)}"
     elif size < 0:
         reason = f"allocation size {size} is negative"
-    elif missing:
+    elif missing := sorted(musts - free):
         reason = f"must-include device {few(missing)} is not available"
-    elif not len(musts) <= size <= len(free):
-        reason = (
-            f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
-        )
-    if reason:
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
+    elif len(musts) <= size <= len(free):
+        return
+    raise Refusal(Status.INVALID_ARGUMENT, reason)
 
 
 class _Search(NamedTuple):
     """The least costs by size, from the board up."""
 
-    broken: Collection[object]  # boards, trays and NUMA nodes of which some device is taken
+    broken: Collection[object]  # boards, trays and NUMA nodes with a device that is taken
     size: int
 
     def host(self, candidates: Sequence[Candidate]) -> BySize:
-        """Search NUMA nodes one by one where no tray or device connects them."""
+        """Search apart the NUMA nodes that no tray or device connects."""
         parts: list[frozenset[int | None]] = []
         for tray in _grouped(candidates, "tray"):
             nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
@@ -1929,13 +1895,13 @@ class _Search(NamedTuple):
         return self._joined(map(self._board, _grouped(candidates, "board")), fee)
 
     def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        """Take the cheapest: here devices differ by what each costs of its own."""
+        """Take the cheapest: on a board only their own costs differ."""
         own = sorted(each.cost for each in candidates)
         fee = Cost(boards=1, whole_boards=candidates[0].board not in self.broken)
         return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], fee)
 
     def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
-        """Return the least costs, spread over the parts; fee: for any device at all."""
+        """Return the least costs over the parts; fee: for any device at all."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
@@ -1960,14 +1926,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names for one line: a request can hold ten thousand."""
+    """Return the first of the names: a request can hold ten thousand."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 # ==== THREADS: what can block for seconds. They get plain data and hand back plain data ===========
 
-READ_PATIENCE = 0.1  # seconds after which the others no longer wait for a job
+READ_PATIENCE = 0.1  # seconds after which nothing waits for a job
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -1984,9 +1950,8 @@ def log_and_continue(what: str) -> Iterator[None]:
 class ThreadPool(Generic[Job, Result]):
     """Does one job after another on a thread; a job that blocks keeps it, and another goes on.
 
-    Loop and threads share two queues, of jobs and of results. Of a key one job is under way, so
-    there is at most one thread more than jobs that block. Threads end with their work, and nobody
-    waits for them at the end.
+    Loop and threads share two queues. Of a key one job is under way, so there is at most one thread
+    more than jobs that block. Threads end with their work, and nobody waits for them.
     """
 
     def __init__(
@@ -1994,18 +1959,18 @@ class ThreadPool(Generic[Job, Result]):
         work: Callable[[Job], Result],
         deliver: Callable[[list[tuple[Job, Result | None]]], None],
     ) -> None:
-        """deliver: gets results, or none, on the loop; a result is None after an exception."""
+        """deliver: gets results on the loop; None after an exception."""
         self._work = work
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[str, Job, Result | None]] = queue.SimpleQueue()
-        self._pending: dict[str, None] = {}  # keys without result, in the order of the queue
-        self._next: dict[str, Job] = {}  # what comes after a key's present job
-        self._since: dict[str, float] = {}  # when a job was first seen to have left the queue
+        self._pending: dict[str, None] = {}  # keys without result, in the queue's order
+        self._next: dict[str, Job] = {}  # after a key's present job
+        self._since: dict[str, float] = {}  # when a job was seen to have left the queue
         self._timer: asyncio.TimerHandle | None = None
         self._is_attending = False  # soon
-        self._lacks_threads = False  # the system gives us none, which was said
+        self._lacks_threads = False  # which was logged
 
     def submit(self, key: str, job: Job) -> None:
         """Have a job done, after the key's present one."""
@@ -2016,7 +1981,7 @@ class ThreadPool(Generic[Job, Result]):
         self._jobs.put((key, job))
         if not self._is_attending:
             self._is_attending = True
-            self._loop.call_soon(self._attend)  # later, when all that comes now is in the queue
+            self._loop.call_soon(self._attend)  # once for all that comes now
 
     def is_pending(self, key: str) -> bool:
         return key in self._pending
@@ -2026,13 +1991,13 @@ class ThreadPool(Generic[Job, Result]):
         return now - self._since.get(key, now)
 
     def is_settled(self) -> bool:
-        """Whether every job is done, or takes longer than READ_PATIENCE."""
+        """Whether no job is worth waiting for."""
         if self._lacks_threads:
             return True
         return all(self.seconds_under_way(key) >= READ_PATIENCE for key in self._pending)
 
     def _attend(self) -> None:
-        """Hand on results; let a thread go on with what waits, unless one is at work."""
+        """Hand on results; start a thread if jobs wait and every other is blocked."""
         self._is_attending = False
         done = []
         while not self._results.empty():
@@ -2073,7 +2038,6 @@ class ThreadPool(Generic[Job, Result]):
             self._lacks_threads = True
 
     def _run(self) -> None:
-        """Work until nothing waits; on a thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 key, job = self._jobs.get_nowait()
@@ -2081,23 +2045,19 @@ class ThreadPool(Generic[Job, Result]):
                 with log_and_continue(f"the work on {key}"):
                     result = self._work(job)
                 self._results.put((key, job, result))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._attend)
 
 
 class ReadJob(NamedTuple):
-    """A chip to be read."""
-
     function: PciFunction
-    former: Telemetry | None = None  # what it said last; None: read everything
-    periodic: bool = False  # for a poll, not for an event
-    wants_figures: bool = False  # of SENSORS, too
+    former: Telemetry | None = None  # None: read everything
+    periodic: bool = False  # for a poll, not an event
+    wants_figures: bool = False
     files: AttributeFiles | None = None
 
 
 class Reading(NamedTuple):
-    """What a chip said."""
-
     function: PciFunction
     telemetry: Telemetry
     periodic: bool
@@ -2112,22 +2072,20 @@ class TelemetryReaders:
         deliver: Callable[[list[Reading]], None],
         read: Callable[..., Telemetry] = read_telemetry,
     ) -> None:
-        """deliver: on the loop; read: in read_telemetry's place."""
         self._deliver = deliver
         self._read = read
-        self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
+        self._files: dict[str, AttributeFiles] = {}  # except of chips that are being read
         self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
 
     def submit(self, jobs: Iterable[ReadJob]) -> None:
         """Read these chips; one that is being read is read again for an event."""
         for job in jobs:
             bdf = job.function.bdf
-            if self.pool.is_pending(bdf) and not job.periodic:
-                # So soon after the other reading its heartbeat proves nothing.
-                self.pool.submit(bdf, job._replace(former=None))
-            elif not self.pool.is_pending(bdf):
+            if not self.pool.is_pending(bdf):
                 files = self._files.pop(bdf, None) or AttributeFiles()
                 self.pool.submit(bdf, job._replace(files=files))
+            elif not job.periodic:  # so soon after another reading its heartbeat proves nothing
+                self.pool.submit(bdf, job._replace(former=None))
 
     def release(self, present: Collection[str]) -> None:
         for bdf in self._files.keys() - present:
@@ -2173,25 +2131,23 @@ class HostPaths:
 
 
 class OutputFile:
-    """A file that is written as a whole, when its text has become another.
+    """A file that is written as a whole when its text changes.
 
-    What could not be written is tried again at each poll, and removed if it has become false: that
-    works on a full disk, too.
+    What cannot be written is removed if it is false, which works on a full disk, too.
     """
 
     def __init__(self, path: str, *, is_state: bool = False) -> None:
-        """is_state: it is for ourselves, and an old one is better than none."""
+        """is_state: for ourselves; an old one is better than none."""
         self.path = path
         self._is_state = is_state
         self._text: str | None = None
         self._written: tuple[str, FileIdentity | None] | None = None
-        self._failure = ""  # which was said
+        self._failure = ""  # which was logged
 
     def want(self, text: str | None) -> None:
         self._text = text
 
     def keep(self) -> None:
-        """Bring the file in line with what is wanted."""
         if self._text is None:
             self.remove()
         elif self._written != (self._text, file_identity(self.path)):
@@ -2205,7 +2161,7 @@ class OutputFile:
             os.replace(new, self.path)
             self._written = (text, file_identity(self.path))
             self._failure = ""
-        except FileNotFoundError:  # where its directory is not there nobody wants it
+        except FileNotFoundError:  # without its directory nobody wants it
             self._written = None
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -2215,9 +2171,9 @@ class OutputFile:
                 self.remove()
 
     def _write_new(self, new: str, text: str) -> None:
-        """Make the file that is renamed then; nobody can make us follow a link."""
+        """Write the file that is then renamed, never through somebody's link."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)  # left by a daemon that was killed
+            os.unlink(new)  # of a daemon that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
@@ -2239,7 +2195,7 @@ class OutputFile:
 
 
 class Memory:
-    """What outlives the daemon, in a file of this boot; what is read is checked value by value."""
+    """What outlives the daemon, in a file of this boot, checked value by value."""
 
     def __init__(self, settings: Settings) -> None:
         boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
@@ -2263,7 +2219,7 @@ class Memory:
         }
 
     def save(self, **parts: Mapping[str, Any]) -> None:
-        """Keep these parts, `chips` or `custody`, and the others as they are."""
+        """Save these parts, `chips` or `custody`, beside the others."""
         self._parts |= {name: json.dumps(content) for name, content in parts.items()}
         if self._file:
             text = ", ".join(f'"{name}": {part}' for name, part in self._parts.items())
@@ -2288,7 +2244,7 @@ def _is_allocation(value: object) -> bool:
 
 
 def make_lock_directory(path: str) -> None:
-    """Make or mend a directory in which everybody may make locks, and nobody remove another's."""
+    """Make or mend a directory where anybody makes locks, and nobody removes another's."""
     if path == "/dev/shm":
         return
     for directory in (os.path.dirname(path), path):
@@ -2310,29 +2266,28 @@ class DirectoryLock:
         self._is_writable = False
 
     def holder(self) -> str | None:
-        """Take the lock of the directory that there is now; return who else has it, in words."""
+        """Lock the directory that there is now; return who else has it, in words."""
         with contextlib.suppress(OSError):
             if self._descriptor >= 0:
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
                     return None
-                os.close(self._descriptor)
-                self._descriptor = -1
+                self.release()
             self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 inode = os.fstat(self._descriptor).st_ino
-                os.close(self._descriptor)
-                self._descriptor = -1
+                self.release()
                 return _owner_of_lock(inode)
         return None
 
     def has_lost_write_access(self) -> bool:
         """Whether it was replaced by one that cannot be written to.
 
-        Removed on the host, a directory of the sandbox loses its mount.
+        A directory that is removed on the host loses its mount in the sandbox.
         """
-        could, self._is_writable = self._is_writable, os.access(self._directory, os.W_OK)
+        could = self._is_writable
+        self._is_writable = os.access(self._directory, os.W_OK)
         return could and not self._is_writable and os.path.isdir(self._directory)
 
     def release(self) -> None:
@@ -2342,7 +2297,6 @@ class DirectoryLock:
 
 
 def _owner_of_lock(inode: int) -> str:
-    """Return who has a flock() on a file."""
     for line in (read_quick("/proc/locks") or "").splitlines():
         match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
         if match:
@@ -2362,26 +2316,23 @@ class ServiceManager:
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not hang us
         self._status = ""
-        self.watchdog_pause = math.inf  # seconds until the next sign of life is due; inf: never
-        pid = environ.get("WATCHDOG_PID") or str(os.getpid())
+        self.watchdog_pause = math.inf  # seconds between two signs of life
+        own = str(os.getpid())
         microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
-        if microseconds > 0 and pid == str(os.getpid()):
+        if microseconds > 0 and (environ.get("WATCHDOG_PID") or own) == own:
             self.watchdog_pause = microseconds / 2e6
 
     def notify(self, *states: str) -> None:
-        # sdnotify encodes in Latin-1, systemd wants UTF-8: so it gets characters that are the
-        # bytes of that.
+        # sdnotify encodes in Latin-1, systemd wants UTF-8.
         self._notifier.notify("\n".join(states).encode().decode("latin-1"))
 
     def sockets(self, name: str) -> list[socket.socket]:
-        """Return the sockets of this name that it has handed in (sd_listen_fds(3))."""
+        """Return the sockets of this name that were handed in (sd_listen_fds(3))."""
         if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
         count = decimal(self._environ.get("LISTEN_FDS")) or 0
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
-        return [
-            socket.socket(fileno=3 + number) for number, each in enumerate(names) if each == name
-        ]
+        return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
 
     def status(self, text: str) -> None:
         if text != self._status:
@@ -2412,7 +2363,7 @@ def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
     form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
     handler.setFormatter(logging.Formatter(form))
     with contextlib.suppress(OSError):
-        status = os.fstat(2)  # the journal's own stream, unless it was redirected (systemd.exec(5))
+        status = os.fstat(2)  # systemd.exec(5): else it was redirected
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2454,8 +2405,8 @@ def parse_uevent(message: bytes) -> Uevent | None:
     action = variables.get("ACTION", "")
     subsystem = variables.get("SUBSYSTEM")
     if subsystem == "tenstorrent":
-        name = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-        return Uevent(action, int(name[1]) if name else None)
+        node = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
+        return Uevent(action, int(node[1]) if node else None)
     return Uevent(action, None) if subsystem == "pci" and OUR_PCI_ID in message else None
 
 
@@ -2483,9 +2434,9 @@ class DirectoryWatch:
     While it is missing, its nearest ancestor is watched. Without inotify it is silent.
     """
 
-    MOVED_FROM, MOVED_TO, CREATE, DELETE = 0x40, 0x80, 0x100, 0x200
-    DELETE_SELF, MOVE_SELF, OVERFLOW, ONLYDIR = 0x400, 0x800, 0x4000, 0x0100_0000
-    MASK = MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | ONLYDIR
+    # Moved from, moved to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
+    MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
+    OVERFLOW = 0x4000
 
     def __init__(self, path: str, changed: Callable[[Collection[str]], None]) -> None:
         """changed: gets the names concerned; "": the directory itself, or unknown ones."""
@@ -2493,8 +2444,7 @@ class DirectoryWatch:
         self._changed = changed
         self._descriptor = -1
         self._watch = -1
-        # The path that is watched, with device and inode of what it was.
-        self._watched: tuple[str, tuple[int, ...]] = ("", ())
+        self._watched: tuple[str, tuple[int, ...]] = ("", ())  # as nearest() said
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -2511,13 +2461,13 @@ class DirectoryWatch:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Find what no event tells of: the path leads elsewhere (a mount, a renamed ancestor)."""
+        """Find what no event tells of: a mount, a renamed ancestor."""
         if self._descriptor >= 0 and self.nearest() != self._watched:
             self._arm()
             self._changed({""})
 
     def nearest(self) -> tuple[str, tuple[int, ...]]:
-        """Return the directory, or its nearest ancestor."""
+        """Return the directory, or its nearest ancestor, with device and inode."""
         path = self._path
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -2542,11 +2492,11 @@ class DirectoryWatch:
         offset = 0
         names: set[str] = set()
         while offset < len(buffer):
-            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)  # inotify(7)
-            name = os.fsdecode(buffer[offset + 16 : offset + 16 + length].rstrip(b"\0"))
-            offset += 16 + length
+            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)
+            start = offset + 16
+            offset = start + length
             if watch == self._watch or mask & self.OVERFLOW:  # else one that was given up
-                names.add(name)
+                names.add(os.fsdecode(buffer[start:offset].rstrip(b"\0")))
         if names and (self._watched[0] != self._path or "" in names):
             self._arm()
             names = {""}
@@ -2556,49 +2506,42 @@ class DirectoryWatch:
 
 # ==== ALLOCATION: a request for devices, from the kubelet's question to the answer ================
 
-MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether the path of a mount is there
+MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether a mount's path is there
 LINK_PATIENCE = 1.0  # seconds that udev has to make a link
 GATE_PATIENCE = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
-PAUSE = 0.02  # seconds between two looks at what tells nobody that it has changed
-
-
-def lock_directory(sharing: Sharing, resource: Resource) -> str | None:
-    """Return what containers on shared devices get as /dev/shm."""
-    if not resource.replicas or not sharing.lock_dir:
-        return None
-    is_host = sharing.lock_dir == "/dev/shm"  # with the host's own processes
-    return sharing.lock_dir if is_host else f"{sharing.lock_dir}/{resource.short_name}"
+PAUSE = 0.02  # seconds between two looks at what sends no event
 
 
 def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
     """Raise Refusal if these IDs, per container, cannot be allocated."""
-    if not containers or not all(containers):
-        reason = "a container without devices" if containers else "no container"
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
-    wanted = collections.Counter(itertools.chain(*containers))
-    unknown = [identifier for identifier in wanted if identifier not in resource.devices]
-    if unknown:
-        raise Refusal(Status.NOT_FOUND, f"{resource.name} has no device {few(unknown)}")
-    twice = [identifier for identifier, count in wanted.items() if count > 1]
-    if twice:
+    counts = collections.Counter(itertools.chain(*containers))
+    unknown = [identifier for identifier in counts if identifier not in resource.devices]
+    twice = [identifier for identifier, count in counts.items() if count > 1]
+    most = max(map(len, containers), default=0)
+    code = Status.INVALID_ARGUMENT
+    reason = ""
+    if not containers:
+        reason = "no container"
+    elif not all(containers):
+        reason = "a container without devices"
+    elif unknown:
+        code = Status.NOT_FOUND
+        reason = f"{resource.name} has no device {few(unknown)}"
+    elif twice:
         reason = f"device {few(twice)} is asked for more than once"
-        raise Refusal(Status.INVALID_ARGUMENT, reason)
-    most = max(map(len, containers))
-    if resource.one_each and most > 1:
-        reason = (
-            f"{most} of {resource.name} for one container: shares of a device are no more of it"
-        )
-        raise Refusal(Status.INVALID_ARGUMENT, f"{reason} (fail_requests_greater_than_one)")
-    for identifier in wanted:
+    elif resource.one_each and most > 1:
+        why = "shares of a device are no more of it (fail_requests_greater_than_one)"
+        reason = f"{most} of {resource.name} for one container: {why}"
+    if reason:
+        raise Refusal(code, reason)
+    for identifier in counts:
         device = resource.devices[identifier]
         fault = device.reason
-        if not fault and device.is_former:
-            fault = (
-                f"the configuration no longer gives it for {', '.join(sorted(device.addresses))}"
-            )
+        if device.is_former and not fault:
+            addresses = ", ".join(sorted(device.addresses))
+            fault = f"the configuration no longer gives it for {addresses}"
         if fault:
-            reason = f"device {identifier} is unhealthy: {fault}"
-            raise Refusal(Status.FAILED_PRECONDITION, reason)
+            raise Refusal(Status.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
 
 
 def container_edits(
@@ -2606,15 +2549,15 @@ def container_edits(
 ) -> pb.ContainerAllocateResponse:
     """Return what a runtime adds to a container. locks: its /dev/shm."""
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
+    addresses = ",".join(chip.bdf for chip in chips)
+    edits = pb.ContainerAllocateResponse(envs={ADDRESSES: addresses})
+    # tt-umd reads it inside the container: a colon makes an address, an integer is an index into
+    # the devices that *the container* sees, so a host's ordinal would be wrong.
+    if settings.visible_devices == "bdf":
+        edits.envs["TT_VISIBLE_DEVICES"] = addresses
+    elif settings.visible_devices == "index":
+        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(map(str, range(len(chips))))
     by_cdi = settings.device_list_strategy == "cdi"
-    addresses = [chip.bdf for chip in chips]
-    edits = pb.ContainerAllocateResponse(envs={ADDRESSES: ",".join(addresses)})
-    if settings.visible_devices != "none":
-        # tt-umd reads it inside the container. An integer there is an index into the devices that
-        # *the container* sees, so a host's ordinal would be wrong; a colon makes it an address.
-        positions = map(str, range(len(chips)))
-        tokens = addresses if settings.visible_devices == "bdf" else positions
-        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(tokens)
     for chip in chips:
         if by_cdi:
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
@@ -2633,7 +2576,7 @@ def container_edits(
 
 
 class Allocator:
-    """Answers the kubelet's requests for devices, and guards each start of a container."""
+    """Answers requests for devices, and guards each start of a container."""
 
     def __init__(
         self, settings: Settings, custody: Custody, refresh: Callable[[], None],
@@ -2653,14 +2596,18 @@ class Allocator:
         """Return what containers with these IDs get; raises Refusal. listed: the resource now."""
         result = "refused"
         try:
-            mounts = await self.existing_mounts()
-            await self._wait_for_links(listed(), containers)
+            mounts = await self.existing_mounts(must_answer=True)
+            # A kubelet keeps the answer for a pod's life: a link is better than the node.
+            await wait_for_links(self.settings, _chips(listed(), itertools.chain(*containers)))
             self._refresh()
             resource = listed()  # nothing is awaited from here on
             check_request(resource, containers)
             chips = [_chips(resource, ids) for ids in containers]
-            self._check_nodes(itertools.chain(*chips))
-            locks = self._make_locks(resource)
+            for chip in itertools.chain(*chips):
+                if fault := node_fault_now(chip.function):  # the event is under way
+                    reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
+                    raise Refusal(Status.FAILED_PRECONDITION, reason)
+            locks = self.make_locks(resource)
             for ids, theirs in zip(containers, chips, strict=True):
                 addresses = frozenset(chip.bdf for chip in theirs)
                 grant = Allocation(resource.name, frozenset(ids), addresses)
@@ -2671,94 +2618,76 @@ class Allocator:
         finally:
             self.counts[listed().name, result] += 1
 
-    async def existing_mounts(self) -> list[Mount]:
-        """Return the mounts whose host paths exist; raises Refusal if one does not answer."""
-        found = await self._look_for_mounts()
-        for mount, exists in found.items():
-            if exists is None:
-                reason = f"the host's {mount.host}, a mount, does not answer"
-                raise Refusal(Status.UNAVAILABLE, reason)
-        return [mount for mount, exists in found.items() if exists]
-
-    async def mounts_that_answer(self) -> list[Mount]:
-        """Return those that exist; one that a runtime would wait for is better not named."""
-        return [mount for mount, exists in (await self._look_for_mounts()).items() if exists]
-
-    async def _look_for_mounts(self) -> dict[Mount, bool | None]:
-        """Return whether each mount's host path exists; None: it does not answer."""
-        mounts = self.settings.mounts
-        if mounts is None:
+    async def existing_mounts(self, *, must_answer: bool) -> list[Mount]:
+        """Return those that exist; one that does not answer is left out, or raises Refusal."""
+        if self.settings.mounts is None:
             dev = self.settings.dev_root
             defaults = [Mount(f"{dev}/{n}", f"/dev/{n}") for n in ("hugepages-1G", "hugepages")]
-            return {mount: os.path.exists(mount.host) for mount in defaults}
-        return {each: await self._host_paths.exists(each.host, MOUNT_PATIENCE) for each in mounts}
+            return [mount for mount in defaults if os.path.exists(mount.host)]
+        existing = []
+        for mount in self.settings.mounts:
+            exists = await self._host_paths.exists(mount.host, MOUNT_PATIENCE)
+            if exists:
+                existing.append(mount)
+            elif exists is None and must_answer:
+                reason = f"the host's {mount.host}, a mount, does not answer"
+                raise Refusal(Status.UNAVAILABLE, reason)
+        return existing
 
-    async def _wait_for_links(
-        self, resource: Resource, containers: Iterable[Iterable[str]]
-    ) -> None:
-        """Let udev make links: a kubelet keeps the bare node for a pod's life."""
-        chips = _chips(resource, itertools.chain(*containers))
-        await wait_for_links(self.settings, [chip.function for chip in chips])
-
-    def _check_nodes(self, chips: Iterable[Chip]) -> None:
-        """Raise Refusal if a node is not what sysfs says now; the event is under way."""
-        for chip in chips:
-            if fault := node_fault_now(chip.function):
-                reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
-                raise Refusal(Status.FAILED_PRECONDITION, reason)
-
-    def _make_locks(self, resource: Resource) -> str | None:
-        locks = lock_directory(self.settings.sharing, resource)
+    def make_locks(self, resource: Resource) -> str | None:
+        """Return what containers on shared devices get as /dev/shm, made; raises Refusal."""
+        locks = self.settings.sharing.lock_dir
+        if not resource.replicas or not locks:
+            return None
+        if locks != "/dev/shm":  # the host's own
+            locks = f"{locks}/{resource.short_name}"
         try:
-            if locks:
-                make_lock_directory(locks)
+            make_lock_directory(locks)
         except OSError as error:
-            reason = f"{error.filename}: {error.strerror}"
-            reason = f"no directory for the locks of {resource.name}: {reason}"
-            raise Refusal(Status.UNAVAILABLE, reason) from None
+            reason = f"no directory for the locks of {resource.name}: {error.filename}"
+            raise Refusal(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
         return locks
 
     async def wait_until_free(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
         """Wait until no pod that was given these chips before has them open; raises Refusal.
 
-        A kubelet gives the device of a pod that was deleted by force to the next while the first
-        runs on. It asks before each start, again after an error (manager.go, PreStartContainer).
+        A kubelet gives the device of a pod deleted by force to the next while the first runs on.
+        It asks before each start, again after an error (manager.go, PreStartContainer).
         """
         deadline = time.monotonic() + GATE_PATIENCE
-        self._refresh()
-        user = self._other_user(listed(), frozenset(ids))
+        user = self._other_user(listed, ids)
         if user:
             log.info("%s: a container waits for the end of %s", listed().name, user)
         while user:
             if time.monotonic() > deadline:
-                raise Refusal(
-                    Status.UNAVAILABLE, f"{user} has the device open and has to end first"
-                )
+                reason = f"{user} has the device open and has to end first"
+                raise Refusal(Status.UNAVAILABLE, reason)
             await asyncio.sleep(5 * PAUSE)
-            self._refresh()
-            user = self._other_user(listed(), frozenset(ids))
+            user = self._other_user(listed, ids)
 
-    def _other_user(self, resource: Resource, ids: frozenset[str]) -> str | None:
-        """Return the pod, in words, that uses these chips by another answer.
+    def _other_user(self, listed: Callable[[], Resource], ids: Collection[str]) -> str | None:
+        """Return the pod, in words, that has these chips open by another answer.
 
         Other processes do not count, nor do fellow users of a shared device.
         """
-        custody = self._custody
-        allocations = custody.allocations(time.monotonic())
-        same = [
-            each.pod for each in allocations if (each.resource, each.ids) == (resource.name, ids)
-        ]
+        self._refresh()
+        resource = listed()
+        allocations = self._custody.allocations(time.monotonic())
+        answer = (resource.name, frozenset(ids))
+        same = [each.pod for each in allocations if (each.resource, each.ids) == answer]
         own = ["", *same[-1:]]  # the newest answer's; that can be a grant
-        for chip in _chips(resource, ids):
-            for each in allocations:
-                is_fellow = resource.replicas > 0 and each.resource == resource.name
-                is_other = each.pod not in own and not is_fellow
-                if is_other and chip.bdf in each.chips and self._has_open(each.pod, chip):
-                    return custody.describe(each)
+        chips = _chips(resource, ids)
+        for each in allocations:
+            is_fellow = resource.replicas > 0 and each.resource == resource.name
+            if is_fellow or each.pod in own:
+                continue
+            for chip in chips:
+                if chip.bdf in each.chips and self._has_open(each.pod, chip):
+                    return self._custody.describe(each)
         return None
 
     def _has_open(self, pod: str, chip: Chip) -> bool:
-        """Whether a pod has a chip's node open; where nobody tells, whether it has a cgroup."""
+        """Whether a pod has a node open; where nobody tells, whether it has a cgroup."""
         if not chip.present:
             return False
         processes = processes_on(self.settings, chip.function.ordinal)
@@ -2770,17 +2699,16 @@ class Allocator:
 
 
 def _chips(resource: Resource, ids: Iterable[str]) -> list[Chip]:
-    """Return the chips behind IDs, each once."""
+    """Return chips, each once."""
     devices = (resource.devices[each] for each in ids if each in resource.devices)
-    found = {chip.bdf: chip for device in devices for chip in device.chips}
-    return list(found.values())
+    return list({chip.bdf: chip for device in devices for chip in device.chips}.values())
 
 
-async def wait_for_links(settings: Settings, functions: Sequence[PciFunction]) -> None:
+async def wait_for_links(settings: Settings, chips: Sequence[Chip]) -> None:
     """Wait until udev has made these links, or has had the time to."""
     deadline = time.monotonic() + LINK_PATIENCE
     while expects_links(settings) and time.monotonic() < deadline:
-        if all(link_path(settings, function) for function in functions):
+        if all(link_path(settings, chip.function) for chip in chips):
             return
         await asyncio.sleep(PAUSE)
 
@@ -2794,10 +2722,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
-    """Return the devices as the kubelet wants them.
-
-    Sorted by ID: chips that swap ordinals leave the list unchanged.
-    """
+    """Return the kubelet's list, by ID: chips that swap ordinals leave it unchanged."""
     response = pb.ListAndWatchResponse()
     for identifier, device in sorted(resource.devices.items()):
         health = "Unhealthy" if device.reason else "Healthy"
@@ -2821,7 +2746,7 @@ class Listing:
         return frozenset(each.ID for each in self.message.devices if each.health == "Healthy")
 
     def publish(self, resource: Resource) -> None:
-        """Take over a new state; open streams get the list if it is another one."""
+        """Send the list to open streams if it is another one now."""
         self.resource = resource
         message = device_list(resource)
         if message != self.message:
@@ -2854,9 +2779,9 @@ STREAM_PAUSE = 0.05  # seconds in which a kubelet notices that a stream has ende
 RIVAL_PATIENCE = 1.0  # seconds in which a kubelet has written what it was told
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
 CHANNEL_OPTIONS = (
-    # Subchannels are shared between channels by default, and so is the back-off from a dead socket.
+    # By default channels share subchannels, and so the back-off from a dead socket.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit for its list of pods
+    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
 )
 _numbers = itertools.count(1)
 
@@ -2872,16 +2797,15 @@ class Disturbance(RegistrationError):
 class Endpoint(rpc.DevicePluginServicer):
     """One server on one socket, registered once.
 
-    Its name is a new one, such as "tt-n300.4711-1.sock": kubelet 1.37 refuses one to which it still
-    has a connection, and loses sight of that (plugin/v1beta1/server.go); and gRPC unlinks the path
-    of a server that stops late.
+    Its name, "tt-n300.4711-1.sock", is new each time: kubelet 1.37 refuses one to which it still
+    has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path when it stops.
     """
 
     def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
         loop = asyncio.get_running_loop()
         self.opened = loop.create_future()  # the kubelet's stream
         self.ended = loop.create_future()  # … and why, in words
-        self.is_announced = False  # the kubelet has been told of it
+        self.is_announced = False  # to the kubelet
         self.kubelet: FileIdentity | None = None  # its socket when the attempt began
         self._listing = listing
         self._allocator = allocator
@@ -2909,19 +2833,11 @@ class Endpoint(rpc.DevicePluginServicer):
         return self._file is not None and file_identity(self._path) != self._file
 
     def is_fresh(self) -> bool:
-        """Whether it serves, and the kubelet has not been told of it."""
+        """Whether it serves and was not announced."""
         return self._file is not None and not self.is_lost() and not self.is_announced
 
-    def can_be_watched(self) -> bool:
-        """Whether the kubelet has its stream open, or is about to open it."""
-        return self.is_announced and not self.ended.done()
-
     async def register(self, kubelet_socket: str) -> None:
-        """Register the resource; raises RegistrationError.
-
-        The kubelet calls back before it answers. The next stream is its own; others', whoever opens
-        them, are not.
-        """
+        """Register; raises RegistrationError. The kubelet opens its stream before it answers."""
         for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
             if listens(kubelet_socket):
                 break
@@ -2942,17 +2858,17 @@ class Endpoint(rpc.DevicePluginServicer):
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
             except grpc.aio.AioRpcError as error:
+                reason = f"refuses: {words_of(error)}"
                 if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"kubelet has not answered within {REGISTER_TIMEOUT:g} s"
-                    raise RegistrationError(reason) from None
-                raise RegistrationError(f"kubelet refuses: {words_of(error)}") from None
+                    reason = f"has not answered within {REGISTER_TIMEOUT:g} s"
+                raise RegistrationError(f"kubelet {reason}") from None
 
     def lose(self, reason: str) -> None:
         if not self.ended.done():
             self.ended.set_result(reason)
 
     async def close(self, grace: float | None = None) -> None:
-        """Stop the server; calls have so many seconds."""
+        """Stop the server. grace: seconds that calls have."""
         self._file = None
         await self._server.stop(grace)
 
@@ -2979,12 +2895,9 @@ class Endpoint(rpc.DevicePluginServicer):
     ) -> pb.PreferredAllocationResponse:
         response = pb.PreferredAllocationResponse()
         for each in request.container_requests:
-            must = each.must_include_deviceIDs
-            resource = self._listing.resource
+            question = (each.available_deviceIDs, each.must_include_deviceIDs, each.allocation_size)
             try:
-                chosen = preferred_allocation(
-                    resource, each.available_deviceIDs, must, each.allocation_size
-                )
+                chosen = preferred_allocation(self._resource(), *question)
             except Refusal as refusal:
                 await context.abort(refusal.code, str(refusal))
             response.container_responses.add(deviceIDs=chosen)
@@ -3017,8 +2930,7 @@ class Endpoint(rpc.DevicePluginServicer):
 class KubeletSession:
     """Keeps one resource registered, attempt after attempt: bind, register, stay until it is lost.
 
-    What happens in the directory ends an attempt and starts the next at once; those that fail come
-    again after a growing pause.
+    What happens in the directory starts the next at once; else there is a pause, which grows.
     """
 
     def __init__(
@@ -3045,7 +2957,7 @@ class KubeletSession:
         return self.listing.resource.name
 
     async def close(self) -> None:
-        """End the session: no task, server or socket is left."""
+        """End the session, and leave no task, server or socket."""
         self.listing.close()
         self._task.cancel()
         await asyncio.wait({self._task, *self._closing})
@@ -3054,10 +2966,7 @@ class KubeletSession:
         self.tried_to_serve.set()
 
     def check_sockets(self, *, is_disturbed: bool) -> None:
-        """Start anew if what may have happened in the directory concerns us.
-
-        is_disturbed: by somebody else's file, which ends a pause.
-        """
+        """Start anew if something is new. is_disturbed: by another's file, which ends a pause."""
         concerns_us = is_disturbed and self._is_pausing
         if self._endpoint:
             kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
@@ -3075,18 +2984,16 @@ class KubeletSession:
     def check_registered(self, healthy: frozenset[str], now: float) -> None:
         """Compare our list with the IDs that the kubelet's file takes for healthy.
 
-        When another plugin registers our name, our stream stays open and counts, but allocations
-        go to the other one (manager.go, addEndpoint): IDs that are none of ours tell of it. Else a
-        writing was overtaken.
+        When another plugin registers our name, our stream stays open, but allocations go there
+        (manager.go, addEndpoint): its IDs tell. Else a writing was overtaken.
         """
-        ours = self.listing.resource.devices.keys()
         if self.state != REGISTERED or healthy == self.listing.healthy:
             self._differs_since = None
         elif self._differs_since is None:
             self._differs_since = now
         elif now - self._differs_since > RIVAL_PATIENCE:
             self._differs_since = None
-            if healthy <= ours:
+            if healthy <= self.listing.resource.devices.keys():
                 self.listing.repeat()
             elif self._endpoint:
                 self._endpoint.lose("another plugin has registered this name; stop it")
@@ -3103,7 +3010,7 @@ class KubeletSession:
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if time.monotonic() - started > 30:  # seconds: a registration that held
+            if time.monotonic() - started > 30:  # seconds: it held
                 self._pause = BACKOFF[0]
             self._is_pausing = True
             await asyncio.wait({self._disturbance}, timeout=self._pause)
@@ -3125,7 +3032,7 @@ class KubeletSession:
         registering.result()
         self.registrations += 1
         count = counted(len(self.listing.resource.distinct), "device")
-        log.info("%s: registered with kubelet, %s", self.name, count)
+        log.info("%s: %s, %s", self.name, REGISTERED, count)
         self._tell(REGISTERED)
         await self._until(endpoint.opened, REGISTER_TIMEOUT)
         if not endpoint.opened.done():
@@ -3134,7 +3041,7 @@ class KubeletSession:
         raise RegistrationError(endpoint.ended.result())
 
     async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
-        """Return an endpoint that the kubelet has not been told of."""
+        """Return an endpoint that was not announced."""
         former = self._endpoint
         if former and former.is_fresh():
             former.kubelet = kubelet
@@ -3143,9 +3050,10 @@ class KubeletSession:
             closing = asyncio.create_task(former.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            if former.can_be_watched() and former.kubelet == kubelet:
-                # Before 1.37 the end of any stream of a resource makes the kubelet forget its
-                # newest registration (manager.go, PluginDisconnected): so the end comes first.
+            is_watched = former.is_announced and not former.ended.done()
+            if is_watched and former.kubelet == kubelet:
+                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
+                # registration (manager.go, PluginDisconnected): so the end comes first.
                 await asyncio.wait({closing})
                 await asyncio.sleep(STREAM_PAUSE)
         if not os.path.isdir(self._directory):
@@ -3156,7 +3064,7 @@ class KubeletSession:
         return self._endpoint
 
     async def _until(self, awaited: asyncio.Future[Any], seconds: float | None = None) -> None:
-        """Wait for something, so long at most; raises Disturbance at once."""
+        """Wait; raises Disturbance at once."""
         first = asyncio.FIRST_COMPLETED
         await asyncio.wait({awaited, self._disturbance}, timeout=seconds, return_when=first)
         if self._disturbance.done():
@@ -3166,14 +3074,14 @@ class KubeletSession:
         if state == self.state:
             return
         self.state = state
-        if state != REGISTERED:  # which has had a line of its own
+        if state != REGISTERED:  # which has its own line
             level = logging.INFO if state.startswith("waiting") else logging.WARNING
             log.log(level, "%s: %s", self.name, state)
         self._changed()
 
 
 def words_of(error: grpc.aio.AioRpcError) -> str:
-    """Return what a call failed with, on one line."""
+    """Return a call's error on one line."""
     return " ".join((error.details() or error.code().name).split())
 
 
@@ -3185,7 +3093,7 @@ def listens(path: str) -> bool:
 
 
 def remove_dead_sockets(directory: str) -> None:
-    """Remove sockets that a killed daemon of ours has left."""
+    """Remove what a killed daemon of ours has left."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             path = f"{directory}/{name}"
@@ -3196,19 +3104,20 @@ def remove_dead_sockets(directory: str) -> None:
 # ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
 
 NAMES_PAUSE = 15.0  # seconds between two questions for the same pods
+PodNames = dict[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
 
 
 class PodResources:
-    """Asks the kubelet which pods have devices (pod resources API v1), one question at a time.
+    """Asks which pods have devices (pod resources API v1), one question at a time.
 
-    Asked, it forgets the devices of pods that have ended (manager.go, GetDevices).
+    Asked, a kubelet forgets the devices of pods that have ended (manager.go, GetDevices).
     """
 
     TIMEOUT = 1.0  # seconds
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._asking: asyncio.Task[dict[tuple[str, str, str], str]] | None = None
+        self._asking: asyncio.Task[PodNames] | None = None
         self._has_complained = False
         self._nameless: Collection[str] = ()
         self._due_at = -math.inf
@@ -3221,13 +3130,12 @@ class PodResources:
         self._nameless = nameless
         return is_due
 
-    async def names(self) -> dict[tuple[str, str, str], str]:
-        """Return "namespace/name" by resource, ID and container, as far as it tells."""
+    async def names(self) -> PodNames:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
-    async def _ask(self) -> dict[tuple[str, str, str], str]:
+    async def _ask(self) -> PodNames:
         try:
             async with grpc.aio.insecure_channel(f"unix:{self.path}", CHANNEL_OPTIONS) as channel:
                 call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
@@ -3270,10 +3178,7 @@ MEMORY = {
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0) with each chip, and `all`; None without any.
-
-    A hostPath is the node itself: runtimes refuse a link.
-    """
+    """Return a CDI file (spec 0.5.0), of nodes, as runtimes refuse links; None without chips."""
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
@@ -3281,23 +3186,29 @@ def cdi_spec(
     if not nodes:
         return None
     nodes["all"] = [*itertools.chain(*nodes.values())]
-    devices = [
-        {"name": name, "containerEdits": {"deviceNodes": theirs}} for name, theirs in nodes.items()
+    spec: dict[str, Any] = {
+        "cdiVersion": "0.5.0",
+        "kind": f"{settings.resource_domain}/device",
+        "devices": [
+            {"name": name, "containerEdits": {"deviceNodes": theirs}}
+            for name, theirs in nodes.items()
+        ],
+    }
+    binds = [
+        {
+            "hostPath": mount.host,
+            "containerPath": mount.container,
+            "options": ["rbind", "ro" if mount.read_only else "rw"],
+        }
+        for mount in mounts
     ]
-    kind = f"{settings.resource_domain}/device"
-    spec: dict[str, Any] = {"cdiVersion": "0.5.0", "kind": kind, "devices": devices}
-    binds = []
-    for mount in mounts:
-        options = ["rbind", "ro" if mount.read_only else "rw"]
-        paths = {"hostPath": mount.host, "containerPath": mount.container}
-        binds.append({**paths, "options": options})
     if binds:
         spec["containerEdits"] = {"mounts": binds}
     return json.dumps(spec, indent=1)
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the host's nodes by device in a CDI file; raises ValueError."""
+    """Return the nodes by device in a CDI file; raises ValueError."""
     try:
         devices = json.loads(spec)["devices"]
         nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
@@ -3313,15 +3224,14 @@ def feature_file(
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in listed:
-        labels.update(_resource_labels(resource))
-    version = re.findall(r"\d+", driver or "")
-    labels.update(zip(("driver.major", "driver.minor"), version, strict=False))
-    labels["driver.version"] = driver or ""
+        for key, value in _resource_labels(resource).items():
+            labels[f"{resource.short_name}.{key}"] = value
+    labels |= _version_labels("driver", driver or "")
     labels["firmware.version"] = _common(chip.identity.firmware for chip in present)
     labels["plugin.version"] = __version__
     lines = []
     for key, value in sorted(labels.items()):
-        # Kubernetes takes 63 characters for name and value, alphanumeric at both ends.
+        # Kubernetes takes 63 characters each, alphanumeric at both ends.
         value = re.sub(r"[^A-Za-z0-9._-]+", "_", value)[:63].strip("._-")
         if value and len(key) <= 63:
             lines.append(f"{settings.resource_domain}/{key}={value}\n")
@@ -3332,31 +3242,35 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     devices = [each for each in resource.distinct if any(chip.present for chip in each.chips)]
     chips = [chip for device in devices for chip in device.chips if chip.present]
     boards = collections.Counter(chip.board for chip in chips)
-    whole = [chip.board for chip in chips if boards[chip.board] == chip.board_chips]
+    whole = {chip.board for chip in chips if boards[chip.board] == chip.board_chips}
     product = _common(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.unshared:
         product += "-SHARED"
     memory = {sum(MEMORY.get(chip.board_type, 0) for chip in each.chips) for each in devices}
-    firmware = _common(chip.identity.firmware for chip in chips)
-    labels = {
+    return {
         "count": str(len(devices)),
         "product": product,
         "replicas": str(resource.replicas or 1),
         "sharing": str(resource.replicas > 0).lower(),
         "memory": str(*memory) if len(memory) == 1 and 0 not in memory else "",
-        "boards": str(len(set(whole))),
+        "boards": str(len(whole)),
         "numa-nodes": str(len({chip.function.numa_node for chip in chips} - {None}) or ""),
-        "firmware.version": firmware,
+        **_version_labels("firmware", _common(chip.identity.firmware for chip in chips)),
     }
-    if re.match(r"\d+\.\d+", firmware):
-        labels["firmware.major"], labels["firmware.minor"] = firmware.split(".")[:2]
-    return {f"{resource.short_name}.{key}": value for key, value in labels.items()}
 
 
 def _common(values: Iterable[str | None]) -> str:
-    """Return what all have that have anything; "mixed" where they differ."""
+    """Return what all have, if anything; "mixed" where they differ."""
     found = {value for value in values if value}
     return "mixed" if len(found) > 1 else "".join(found)
+
+
+def _version_labels(subject: str, version: str) -> dict[str, str]:
+    keys = (f"{subject}.version", f"{subject}.major", f"{subject}.minor")
+    return dict(zip(keys, [version, *re.findall(r"\d+", version)], strict=False))
+
+
+Sample = tuple[Mapping[str, object], float]  # labels and value
 
 
 class Family(NamedTuple):
@@ -3365,7 +3279,17 @@ class Family(NamedTuple):
     name: str
     kind: Literal["gauge", "counter"]
     help: str
-    samples: Iterable[tuple[Mapping[str, object], float]]
+    samples: Iterable[Sample]
+
+
+def _families(
+    prefix: str, helps: Mapping[str, str], samples: Mapping[str, list[Sample]]
+) -> list[Family]:
+    families = []
+    for name, text in helps.items():
+        kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
+        families.append(Family(f"{prefix}{name}", kind, text, samples.get(name, ())))
+    return families
 
 
 def exposition(families: Iterable[Family]) -> str:
@@ -3389,38 +3313,48 @@ def _label(key: str, value: object) -> str:
     return f'{key}="{escaped}"'
 
 
+CHIP_METRICS = {
+    "info": "A chip, and what it is.",
+    "healthy": "Whether nothing is wrong with a chip.",
+    "fault": "What is wrong with a chip, while it is.",
+    "temperature_celsius": "At the last poll.",
+    "temperature_limit_celsius": "Where it throttles.",
+    "thermal_trips_total": "As the firmware counts.",
+    **{sensor.metric: sensor.help for sensor in SENSORS},
+    "allocated": "A container that has it.",
+}
+
+
 def chip_metrics(
     chips: Collection[Chip], resource_of: Mapping[str, Resource], users: Iterable[ChipUser]
 ) -> list[Family]:
-    """Return what is known of each chip."""
-    info, healthy, fault, temperature, limit, trips = [], [], [], [], [], []
+    """Return what is known of chips."""
+    samples = collections.defaultdict[str, list[Sample]](list)
     for chip in chips:
         device = {"device": chip.bdf}
-        info.append(({**device, **_facts(chip, resource_of.get(chip.bdf))}, 1))
-        healthy.append((device, chip.health.fault is None))
+        samples["info"].append(({**device, **_facts(chip, resource_of.get(chip.bdf))}, 1))
+        samples["healthy"].append((device, chip.health.fault is None))
         if chip.health.fault:
-            fault.append(({**device, "kind": chip.health.fault.name.lower()}, 1))
-        telemetry = chip.telemetry if is_readable(chip) and chip.telemetry else Telemetry()
+            samples["fault"].append(({**device, "kind": chip.health.fault.name.lower()}, 1))
+        if not is_readable(chip):
+            continue
+        telemetry = chip.telemetry or Telemetry()
         if telemetry.temperature is not None:
-            temperature.append((device, telemetry.temperature))
+            samples["temperature_celsius"].append((device, telemetry.temperature))
         if telemetry.throttles_at is not None:
-            limit.append((device, telemetry.throttles_at))
+            samples["temperature_limit_celsius"].append((device, telemetry.throttles_at))
         if telemetry.trips is not None:
-            trips.append((device, telemetry.trips))
+            samples["thermal_trips_total"].append((device, telemetry.trips))
+        for sensor in SENSORS:
+            if sensor.attribute in chip.figures:
+                labels = {**device, **sensor.labels}
+                samples[sensor.metric].append((labels, chip.figures[sensor.attribute]))
     known = {chip.bdf for chip in chips}
-    keys = ("device", "namespace", "pod", "container")
-    allocated = [(dict(zip(keys, user, strict=True)), 1) for user in users if user.bdf in known]
-    prefix = "tt_device_"
-    return [
-        Family(f"{prefix}info", "gauge", "A chip, and what it is.", info),
-        Family(f"{prefix}healthy", "gauge", "Whether nothing is wrong with a chip.", healthy),
-        Family(f"{prefix}fault", "gauge", "What is wrong with a chip, while it is.", fault),
-        Family(f"{prefix}temperature_celsius", "gauge", "At the last poll.", temperature),
-        Family(f"{prefix}temperature_limit_celsius", "gauge", "Where it throttles.", limit),
-        Family(f"{prefix}thermal_trips_total", "counter", "As the firmware counts.", trips),
-        *_sensor_metrics(chips),
-        Family(f"{prefix}allocated", "gauge", "A container that has it.", allocated),
-    ]
+    for user in users:
+        if user.bdf in known:
+            labels = dict(zip(("device", "namespace", "pod", "container"), user, strict=True))
+            samples["allocated"].append((labels, 1))
+    return _families("tt_device_", CHIP_METRICS, samples)
 
 
 def is_readable(chip: Chip) -> bool:
@@ -3441,19 +3375,6 @@ def _facts(chip: Chip, resource: Resource | None) -> dict[str, object]:
     }
 
 
-def _sensor_metrics(chips: Iterable[Chip]) -> Iterator[Family]:
-    readable = [chip for chip in chips if is_readable(chip)]
-    for metric, sensors in itertools.groupby(SENSORS, key=lambda sensor: sensor.metric):
-        samples: list[tuple[Mapping[str, object], float]] = []
-        for sensor in sensors:
-            for chip in readable:
-                if sensor.attribute in chip.figures:
-                    labels = {"device": chip.bdf, **dict(sensor.labels)}
-                    samples.append((labels, chip.figures[sensor.attribute]))
-        kind: Any = "counter" if metric.endswith("_total") else "gauge"
-        yield Family(f"tt_device_{metric}", kind, sensor.help, samples)
-
-
 class ChipUser(NamedTuple):
     """A container that was given a chip."""
 
@@ -3464,7 +3385,6 @@ class ChipUser(NamedTuple):
 
 
 def chip_users(custody: Custody, now: float) -> list[ChipUser]:
-    """Return who has which chip."""
     users = []
     for allocation in custody.allocations(now):
         if allocation.pod:
@@ -3483,31 +3403,34 @@ class ListedResource(NamedTuple):
     registrations: int
 
 
+PLUGIN_METRICS = {
+    "resource_devices": "IDs, as the kubelet has them.",
+    "kubelet_registered": "Whether it has a resource.",
+    "kubelet_registrations_total": "That succeeded.",
+    "allocations_total": "Requests for devices.",
+    "plugin_info": "What runs.",
+    "plugin_start_time_seconds": "Unix time.",
+}
+
+
 def plugin_metrics(
     listed: Sequence[ListedResource], counts: Mapping[tuple[str, str], int], started: float
 ) -> list[Family]:
     """Return what is known of resources and daemon. started: Unix time."""
-    devices, registered, registrations, allocations = [], [], [], []
-    for resource, state, count in listed:
-        name = {"resource": resource.name}
-        healthy = sum(device.reason is None for device in resource.devices.values())
-        ill = len(resource.devices) - healthy
-        devices += [
-            ({**name, "health": "healthy"}, healthy),
-            ({**name, "health": "unhealthy"}, ill),
-        ]
-        registered.append((name, state == REGISTERED))
-        registrations.append((name, count))
+    samples = collections.defaultdict[str, list[Sample]](list)
+    for resource, state, registrations in listed:
+        label = {"resource": resource.name}
+        ill = sum(device.reason is not None for device in resource.devices.values())
+        for health, number in {"healthy": len(resource.devices) - ill, "unhealthy": ill}.items():
+            samples["resource_devices"].append(({**label, "health": health}, number))
+        samples["kubelet_registered"].append((label, state == REGISTERED))
+        samples["kubelet_registrations_total"].append((label, registrations))
         for result in ("granted", "refused"):
-            allocations.append(({**name, "result": result}, counts.get((resource.name, result), 0)))
-    return [
-        Family("tt_resource_devices", "gauge", "IDs, as the kubelet has them.", devices),
-        Family("tt_kubelet_registered", "gauge", "Whether it has a resource.", registered),
-        Family("tt_kubelet_registrations_total", "counter", "That succeeded.", registrations),
-        Family("tt_allocations_total", "counter", "Requests for devices.", allocations),
-        Family("tt_plugin_info", "gauge", "What runs.", [({"version": __version__}, 1)]),
-        Family("tt_plugin_start_time_seconds", "gauge", "Unix time.", [({}, started)]),
-    ]
+            count = counts.get((resource.name, result), 0)
+            samples["allocations_total"].append(({**label, "result": result}, count))
+    samples["plugin_info"].append(({"version": __version__}, 1))
+    samples["plugin_start_time_seconds"].append(({}, started))
+    return _families("tt_", PLUGIN_METRICS, samples)
 
 
 # ==== FLEET: the chips of the node, followed over time ============================================
@@ -3520,27 +3443,33 @@ class Fleet:
         """remembered: by `memory`; on_bus: addresses of functions that are there."""
         self.chips: dict[str, Chip] = {}  # by PCI address; none is ever taken out
         self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
-        self.version = 0  # another one after every change, but for what only the rules remember
+        self.version = 0  # changes with what others learn
         self._former: dict[str, Chip] = {}  # of this boot, and not seen by this process
         for bdf, content in remembered.items():
             chip = _recall_chip(bdf, content)
             if chip:
                 self._former[bdf] = chip._replace(left_bus=chip.left_bus or bdf not in on_bus)
 
+    @property
+    def present(self) -> list[Chip]:
+        return [chip for chip in self.chips.values() if chip.present]
+
+    @property
+    def listed(self) -> list[Chip]:
+        return [chip for chip in self.chips.values() if chip.listed]
+
     def observe(self, settings: Settings, *, is_thorough: bool = True) -> list[PciFunction]:
-        """Look at sysfs, unless thorough not at what seldom changes; returns what is to be read."""
-        known = [chip.function for chip in self.chips.values() if chip.present and not is_thorough]
+        """Look at sysfs, thoroughly or only at what often changes; returns what is to be read."""
+        known = [] if is_thorough else [chip.function for chip in self.present]
         found = scan(settings, known)
-        faults = [
-            each.node_fault
-            for each in found.functions.values()
-            if each.node_fault and each.bdf not in self.chips
-        ]
-        before, self.oddities = self.oddities, (*found.oddities, *faults)
-        for oddity in self.oddities:
-            if oddity not in before:
+        functions = found.functions.values()
+        oddities = [*found.oddities]
+        oddities += [f.node_fault for f in functions if f.node_fault and f.bdf not in self.chips]
+        for oddity in oddities:
+            if oddity not in self.oddities:
                 log.warning("not listed: %s", oddity)
-        new = [function for function in found.functions.values() if self._appears(function)]
+        self.oddities = tuple(oddities)
+        new = [function for function in functions if self._appears(function)]
         for bdf in self.chips.keys() - found.functions.keys():
             chip = self.chips[bdf]
             on_bus = os.path.exists(pci_directory(settings, bdf))
@@ -3552,67 +3481,67 @@ class Fleet:
     def _appears(self, function: PciFunction) -> bool:
         """Take over a function; returns whether it is new, back or elsewhere."""
         bdf = function.bdf
-        chip = self.chips.get(bdf) or self._former.get(bdf)
-        kind = (function.arch, function.pci_card)
-        if bdf not in self.chips and function.node_fault:
+        known = self.chips.get(bdf)
+        if known is None and function.node_fault:
             return False
-        if bdf in self.chips and self.chips[bdf].present and self.chips[bdf].function == function:
+        if known and known.present and known.function == function:
             return False
-        if chip is None or (chip.function.arch, chip.function.pci_card) != kind:
+        chip = known or self._former.pop(bdf, Chip(function))
+        if (chip.function.arch, chip.function.pci_card) != (function.arch, function.pci_card):
             chip = Chip(function)  # another card at the same address
         elif chip.left_bus:  # and perhaps this one, too
             chip = chip._replace(identity=Identity(), left_bus=False)
         self.chips.setdefault(bdf, chip)
-        self._former.pop(bdf, None)
         self._update(chip._replace(function=function, present=True, telemetry=None))
         return True
 
     def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
-        """Take over what chips said; `now` by a clock that only goes forward."""
+        """Take over what chips said."""
         for function, telemetry, is_periodic, figures in readings:
             chip = self.chips[function.bdf]
             if not chip.present or chip.function != function:
-                continue  # it was read before it went or was renumbered
+                continue  # it has gone since, or was renumbered
             speaks = not (telemetry.is_silent or telemetry.error or telemetry.all_ones)
-            mates = self.mates(chip)
-            look = Look(function, telemetry, now, is_periodic, chip.has_spoken, mates)
-            self._update(
-                chip._replace(
-                    identity=telemetry.identity.or_else(chip.identity),
-                    has_spoken=chip.has_spoken or speaks,
-                    listed=True,
-                    health=judge(chip.health, look, settings),
-                    telemetry=telemetry,
-                    figures=chip.figures if figures is None else figures,
-                )
+            spoken = chip.has_spoken
+            look = Look(function, telemetry, now, is_periodic, spoken, self.mates(chip))
+            chip = chip._replace(
+                identity=telemetry.identity.or_else(chip.identity),
+                has_spoken=spoken or speaks,
+                listed=True,
+                health=judge(chip.health, look, settings),
+                telemetry=telemetry,
+                figures=chip.figures if figures is None else figures,
             )
+            self._update(chip)
 
     def mates(self, chip: Chip) -> list[str]:
-        """Return the other chips of a p300, which a reset concerns, too."""
+        """Return the p300's other chip, which a reset concerns, too."""
         if chip.board_chips != 2 or not chip.identity.serial:
             return []
-        board = [each.bdf for each in self.chips.values() if each.board == chip.board]
-        return [bdf for bdf in board if bdf != chip.bdf]
+        return [
+            bdf for bdf, mate in self.chips.items() if mate.board == chip.board and mate != chip
+        ]
 
     def give_up_waiting(self, seconds_under_way: Callable[[str], float]) -> None:
-        """Go on without chips that do not answer; at the deadline that is a fault."""
+        """List chips that do not answer; at the deadline that is a fault."""
         for chip in [*self.chips.values()]:
             seconds = seconds_under_way(chip.bdf)
+            health = chip.health
+            if chip.present and seconds > READ_DEADLINE:
+                health = unhealthy(health, Fault.BLOCKED, BLOCKED)
             if seconds > READ_PATIENCE:
-                is_late = chip.present and seconds > READ_DEADLINE
-                late = unhealthy(chip.health, Fault.BLOCKED, BLOCKED)
-                self._update(chip._replace(listed=True, health=late if is_late else chip.health))
+                self._update(chip._replace(listed=True, health=health))
 
     def chip_at(self, path: str) -> str | None:
-        """Return the address of the chip with this node, by its path or a link."""
+        """Return the address of the chip with this node, or link to it."""
         name = os.path.basename(path)
-        for chip in self.chips.values():
-            if chip.present and (path == chip.function.path or name in (chip.bdf, chip.asic_name)):
+        for chip in self.present:
+            if path == chip.function.path or name in (chip.bdf, chip.asic_name):
                 return chip.bdf
         return None
 
     def show_former(self) -> None:
-        """Show chips that the daemon has seen since boot, and that are gone."""
+        """Show chips that were seen since boot."""
         for bdf, chip in self._former.items():
             health = gone(chip.health, bdf, on_bus=not chip.left_bus)
             self.chips[bdf] = chip._replace(present=False, listed=True, health=health)
@@ -3621,10 +3550,11 @@ class Fleet:
         return {bdf: _chip_memory(chip) for bdf, chip in (self._former | self.chips).items()}
 
     def _update(self, chip: Chip) -> None:
-        before, self.chips[chip.bdf] = self.chips[chip.bdf], chip
-        old, new = before.health, chip.health
+        before = self.chips[chip.bdf]
+        self.chips[chip.bdf] = chip
+        new = chip.health
         what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
-        if old.throttles != new.throttles and not new.fault:
+        if before.health.throttles != new.throttles and not new.fault:
             limit = chip.telemetry.throttles_at if chip.telemetry else None
             news = f"has reached {limit:g} °C and throttles" if new.throttles else "is cool again"
             log.info("%s: %s", what, news)
@@ -3633,9 +3563,11 @@ class Fleet:
         self.version += 1
         if chip.listed and not (before.listed and _introduction(before) == _introduction(chip)):
             log.info("%s: %s", what, _introduction(chip))
-        if new.fault and old.fault != new.fault:
+        if before.health.fault == new.fault:
+            return
+        if new.fault:
             log.warning("%s: unhealthy: %s", what, new.reason)
-        elif old.fault != new.fault:
+        else:
             log.info("%s: healthy again", what)
 
 
@@ -3647,42 +3579,45 @@ def _introduction(chip: Chip) -> str:
 
 
 def _chip_memory(chip: Chip) -> dict[str, Any]:
-    function = chip.function._replace(number=None, node_fault=None)
-    stalled = chip.health.fault is Fault.STALLED
     return {
-        "function": function._asdict(),
+        "function": chip.function._replace(number=None, node_fault=None)._asdict(),
         "identity": chip.identity._asdict(),
         "has_spoken": chip.has_spoken,
         "left_bus": chip.left_bus,
-        "stalled_at": chip.health.heartbeat if stalled else None,
+        "stalled_at": chip.health.heartbeat if chip.health.fault is Fault.STALLED else None,
     }
 
 
 def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
-    """Return a chip by what can be any JSON value; None if it is garbage."""
-    stored = content.get("function")
-    identity = content.get("identity")
-    if not _BDF.fullmatch(bdf) or not isinstance(stored, dict) or not isinstance(identity, dict):
-        return None
-    texts = [stored.get(key) for key in ("path", "sysfs")]
-    numa_node = stored.get("numa_node")
+    """Return a chip by what can be any JSON; None if it is garbage."""
+    match content:
+        case {
+            "function": {
+                "arch": arch,
+                "pci_card": card,
+                "numa_node": numa_node,
+                "ordinal": ordinal,
+                "path": str(path),
+                "sysfs": str(sysfs),
+            },
+            "identity": dict(identity),
+        }:
+            pass
+        case _:
+            return None
     if (
-        stored.get("arch") not in ARCHES.values()
-        or stored.get("pci_card") not in (*CARDS.values(), None)
-        or type(stored.get("ordinal")) is not int
+        not _BDF.fullmatch(bdf)
+        or arch not in ARCHES.values()
+        or card not in (*CARDS.values(), None)
+        or type(ordinal) is not int
         or not (numa_node is None or (type(numa_node) is int and 0 <= numa_node < ALL_ONES))
-        or not all(isinstance(text, str) for text in texts)
     ):
         return None
-    function = PciFunction(
-        bdf, stored["arch"], stored["pci_card"], numa_node, stored["ordinal"], *map(str, texts)
-    )
-    heartbeat = content.get("stalled_at")
     health = Health()
-    if type(heartbeat) is int:
-        health = Health(heartbeat=heartbeat, misses=1_000_000)  # more than any setting
+    if type(content.get("stalled_at")) is int:
+        health = Health(heartbeat=content["stalled_at"], misses=1_000_000)  # more than any setting
     return Chip(
-        function,
+        PciFunction(bdf, arch, card, numa_node, ordinal, path, sysfs),
         identity=Identity.checked(identity),
         has_spoken=content.get("has_spoken") is True,
         left_bus=content.get("left_bus") is True,
@@ -3703,7 +3638,7 @@ class Monitor:
         open_events: Callable[[], socket.socket] = open_uevent_socket,
         trusted: Callable[[object], bool] = sent_by_kernel,
     ) -> None:
-        """changed: called when something was seen; trusted: whether a sender is the kernel."""
+        """changed: called for what was seen; trusted: whether a sender is the kernel."""
         self.settings = settings
         self.fleet = Fleet(remembered, functions_on_bus(settings))
         self.readers = TelemetryReaders(self._telemetry_arrived)
@@ -3738,26 +3673,28 @@ class Monitor:
     def poll(self, *, is_thorough: bool, wants_figures: bool = False) -> None:
         """Look at every chip, the only way to see one die."""
         self.fleet.observe(self.settings, is_thorough=is_thorough)
-        present = {chip.bdf: chip for chip in self.fleet.chips.values() if chip.present}
-        self.readers.release(present)
+        present = self.fleet.present
+        self.readers.release([chip.bdf for chip in present])
         self.readers.submit(
             ReadJob(chip.function, None if is_thorough else chip.telemetry, True, wants_figures)
-            for chip in present.values()
+            for chip in present
         )
 
     async def measure(self) -> None:
-        """Read what cards show."""
-        present = [chip for chip in self.fleet.chips.values() if chip.present]
-        self.readers.submit(ReadJob(c.function, c.telemetry, wants_figures=True) for c in present)
+        """Read sensors, too."""
+        self.readers.submit(
+            ReadJob(chip.function, chip.telemetry, wants_figures=True)
+            for chip in self.fleet.present
+        )
         await self.until_settled()
 
     async def until_settled(self) -> None:
-        """Wait until every chip has answered, or has taken too long."""
+        """Wait until each chip has answered, or has taken too long."""
         while not self.readers.pool.is_settled():
             await self.wait(None)
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait until something was seen, so long at most."""
+        """Wait for news, so long at most."""
         self._news.clear()
         await event_within(self._news, seconds)
 
@@ -3765,7 +3702,7 @@ class Monitor:
         self.readers.submit(ReadJob(function) for function in functions)
 
     def _uevents_arrived(self, kernel: socket.socket) -> None:
-        """Act on the first event at once, on those that follow it closely together."""
+        """Act on an event at once, on those that follow closely together."""
         self._events += receive_uevents(kernel, self._trusted)
         if self._events and not self._gathering:
             pause = self._handled_at + self.GATHERING - time.monotonic()
@@ -3776,27 +3713,29 @@ class Monitor:
                 self._gathering = loop.call_later(pause, self._handle_events)
 
     def _handle_events(self) -> None:
-        events, self._events = self._events, []
+        log.debug("kernel events: %s", self._events)
+        ordinals = {event.ordinal for event in self._events if event}
+        self._events = []
         self._gathering = None
-        log.debug("kernel events: %s", events)
-        ordinals = {event.ordinal for event in events if event}
-        new = self.fleet.observe(self.settings)
-        chips = self.fleet.chips.values()
-        named = [c.function for c in chips if c.present and c.function.ordinal in ordinals]
-        self._read({function.bdf: function for function in [*new, *named]}.values())
+        found = {function.bdf: function for function in self.fleet.observe(self.settings)}
+        for chip in self.fleet.present:
+            if chip.function.ordinal in ordinals:
+                found[chip.bdf] = chip.function
+        self._read(found.values())
         self._handled_at = time.monotonic()
-        self._news.set()
-        self._changed()
+        self._seen()
 
     def _telemetry_arrived(self, readings: list[Reading]) -> None:
         self.fleet.learn(readings, self.settings.health, time.monotonic())
         self.fleet.give_up_waiting(self.readers.pool.seconds_under_way)
+        self._seen()
+
+    def _seen(self) -> None:
         self._news.set()
         self._changed()
 
 
 async def event_within(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for an event, so long at most."""
     waiter = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({waiter}, timeout=seconds)
@@ -3806,7 +3745,7 @@ async def event_within(event: asyncio.Event, seconds: float | None) -> None:
 
 # ==== PUBLICATION: files and metrics, brought in line with what there is ==========================
 
-METRICS_PAUSE = 15.0  # seconds for which figures and the metrics' file count as new
+METRICS_PAUSE = 15.0  # seconds for which figures count as new
 
 
 class Publication:
@@ -3817,23 +3756,20 @@ class Publication:
         self._cdi: OutputFile | None = None
         self._labels: OutputFile | None = None
         self._metrics: OutputFile | None = None
-        self._made_of: object = None  # what the first two were made of
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take over which files are wanted; the others are removed."""
+        """Take over which files are wanted; others are removed."""
         self.settings = settings
-        self._made_of = None
-        cdi = settings.cdi_dir and f"{settings.cdi_dir}/{CDI_FILE}"
-        labels = settings.labels_dir and f"{settings.labels_dir}/{LABELS_FILE}"
-        self._cdi = _moved(self._cdi, cdi)
-        self._labels = _moved(self._labels, labels)
-        self._metrics = _moved(self._metrics, settings.metrics_file)
+        self._made_of: object = None  # what CDI and feature file were made of
+        self._cdi = _moved(self._cdi, settings.cdi_dir, CDI_FILE)
+        self._labels = _moved(self._labels, settings.labels_dir, LABELS_FILE)
+        self._metrics = _moved(self._metrics, *os.path.split(settings.metrics_file))
 
     def describe(
         self, chips: Sequence[Chip], listed: Sequence[Resource], mounts: Sequence[Mount]
     ) -> None:
-        """Bring the files for runtimes and NFD in line."""
+        """Bring the CDI and feature files in line."""
         driver = driver_version(self.settings)
         made_of = ([chip.shown for chip in chips], listed, mounts, driver)
         if made_of != self._made_of:
@@ -3854,7 +3790,7 @@ class Publication:
     def write_metrics(self, text: str) -> None:
         if self._metrics:
             self._metrics.want(text)
-            self._metrics.write()  # even the same: its age tells others that we are at work
+            self._metrics.write()  # even the same: its age says that we work
 
     def render_metrics(self, chips: Sequence[Chip], registrar: Registrar, now: float) -> str:
         listed = registrar.listed()
@@ -3862,25 +3798,27 @@ class Publication:
         for each in listed:
             for device in each.resource.distinct:
                 resource_of.update({chip.bdf: each.resource for chip in device.chips})
-        users = chip_users(registrar.custody, now)
-        counts = registrar.allocator.counts
-        families = chip_metrics(chips, resource_of, users)
-        return exposition([*families, *plugin_metrics(listed, counts, self._started)])
+        families = chip_metrics(chips, resource_of, chip_users(registrar.custody, now))
+        families += plugin_metrics(listed, registrar.allocator.counts, self._started)
+        return exposition(families)
 
 
-def _moved(file: OutputFile | None, path: str) -> OutputFile | None:
-    """Return the file at a path; the former one is removed if it is elsewhere."""
+def _moved(file: OutputFile | None, directory: str, name: str) -> OutputFile | None:
+    """Return the file at this path; one elsewhere is removed."""
+    path = os.path.join(directory, name)
     if file and file.path == path:
         return file
     if file:
         file.remove()
-    return OutputFile(path) if path else None
+    return OutputFile(path) if directory else None
 
 
 class MetricsServer:
-    """`GET /metrics` by HTTP. Whatever a client does costs its own connection and nothing else."""
+    """`GET /metrics` by HTTP. What a client does costs its own connection only."""
 
-    MOST, HEAD_MAX, SECONDS = 32, 8192, 5.0  # connections; bytes of a request; for all of it
+    MOST = 32  # connections
+    HEAD_MAX = 8192  # bytes of a request
+    SECONDS = 5.0  # for all of it
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
@@ -3915,11 +3853,14 @@ class MetricsServer:
                 return
         self._idle.pop(writer, None)
         method, path, *_ = [*lines[0].decode("latin-1").split(), "", ""]
-        status, text = "404 Not Found", "there is /metrics\n"
+        status = "404 Not Found"
+        text = "there is /metrics\n"
         if method not in ("GET", "HEAD"):
-            status, text = "405 Method Not Allowed", "GET /metrics\n"
+            status = "405 Method Not Allowed"
+            text = "GET /metrics\n"
         elif path.partition("?")[0] == "/metrics":
-            status, text = "200 OK", await self.text()
+            status = "200 OK"
+            text = await self.text()
         head = [
             f"HTTP/1.1 {status}",
             "Content-Type: text/plain; version=0.0.4; charset=utf-8",
@@ -3934,22 +3875,21 @@ class MetricsServer:
 
 # ==== DAEMON: what ties the parts together ========================================================
 
-BIND_PATIENCE = 10.0  # seconds for which the start waits for the driver to bind
-THOROUGH = 12  # every so many polls everything is read again, a minute by default
+BIND_PATIENCE = 10.0  # seconds
+THOROUGH = 12  # every so many polls everything is read again
 EXIT_LOST = 74  # EX_IOERR: the sandbox has lost the directory; systemd starts us again
 EXIT_SECOND = 75  # EX_TEMPFAIL: another daemon serves the directory
 
 
 class Registrar:
-    """Keeps the kubelet in line: a session for each resource, with who has what in mind."""
+    """Keeps the kubelet in line: a session for each resource, by who has what."""
 
     def __init__(
         self, settings: Settings, fleet: Fleet, memory: Memory, changed: Callable[[], None]
     ) -> None:
-        """changed: called when others should learn of something."""
-        directory = settings.device_plugin_dir
+        """changed: called for what others should learn."""
         self.settings = settings
-        self.custody = Custody(directory, settings.sysfs_root, memory.custody)
+        self.custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
         self.allocator = Allocator(settings, self.custody, self.refresh, self._save)
         self.sessions: dict[str, KubeletSession] = {}  # by the resource's name
         self._fleet = fleet
@@ -3971,26 +3911,24 @@ class Registrar:
         self.publish()
 
     def refresh(self) -> None:
-        """Read the checkpoint if it has changed, and publish what follows."""
-        now = time.monotonic()
-        if self.custody.refresh(self._given, self._fleet.chip_at, now):
+        """Publish what follows if the checkpoint has changed."""
+        if self.custody.refresh(self._given, self._fleet.chip_at, time.monotonic()):
             self.publish()
 
     def publish(self) -> None:
-        """Bring resources and sessions in line with chips, configuration and custody."""
-        now = time.monotonic()
+        """Bring sessions in line with chips, configuration and custody."""
         custody = self.custody
-        allocations = custody.allocations(now)
-        filed = frozenset(each for each in allocations if custody.is_filed(each))
+        allocations = custody.allocations(time.monotonic())
+        filed = frozenset(filter(custody.is_filed, allocations))
         made_of = (self._fleet.version, allocations, filed, custody.fault, dict(custody.names))
         if made_of == self._published:
             return
-        chips = [chip for chip in self._fleet.chips.values() if chip.listed]
+        chips = self._fleet.listed
         given = configured_resources(chips, self.settings)
         if given.keys() != self._given.keys():  # entries under new names count
             self._given = given
             custody.reread()
-            if custody.refresh(given, self._fleet.chip_at, now):
+            if custody.refresh(given, self._fleet.chip_at, time.monotonic()):
                 return self.publish()
         self._published = made_of
         claims = Claims(allocations, filed, custody.describe, custody.fault, self._offered)
@@ -4004,10 +3942,11 @@ class Registrar:
             }
         self._log_withheld(listed)
         self._bring_sessions(listed)
-        self._memory.save(chips=self._fleet.memory(), custody=self.custody.memory())
+        self._memory.save(chips=self._fleet.memory(), custody=custody.memory())
         self._changed()
 
     def _bring_sessions(self, listed: Mapping[str, Resource]) -> None:
+        directory = self.settings.device_plugin_dir
         for name in self.sessions.keys() - listed.keys():
             log.info("%s: no device is of this resource any longer", name)
             self._run(self.sessions.pop(name).close())
@@ -4016,21 +3955,15 @@ class Registrar:
             if name in self.sessions:
                 self.sessions[name].listing.publish(resource)
             else:
-                directory = self.settings.device_plugin_dir
-                session = KubeletSession(
-                    Listing(resource), self.allocator, directory, self._changed
-                )
-                self.sessions[name] = session
+                session = (Listing(resource), self.allocator, directory, self._changed)
+                self.sessions[name] = KubeletSession(*session)
 
     def _make_locks(self, resource: Resource) -> None:
         """Make what containers start with again after a reboot."""
-        locks = lock_directory(self.settings.sharing, resource)
-        with contextlib.suppress(OSError):  # Allocate says so, in words
-            if locks:
-                make_lock_directory(locks)
+        with contextlib.suppress(Refusal):  # which Allocate answers with
+            self.allocator.make_locks(resource)
 
     def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
-        """Log what a pod has under another name, when that begins and ends."""
         before = self._withheld
         self._withheld = {
             f"{name} {device.identifier}": device.withheld
@@ -4054,20 +3987,19 @@ class Registrar:
             healthy = self.custody.checkpoint.registered.get(name, session.listing.healthy)
             session.check_registered(healthy, now)
         pods = {each.pod for each in self.custody.allocations(now)}
-        nameless = pods - self.custody.names.keys() - {""}
-        is_due = self._pod_resources.is_due(nameless, now)
+        is_due = self._pod_resources.is_due(pods - self.custody.names.keys() - {""}, now)
         if self._withheld or self.custody.has_doubts():
             self._run(self._prune())
         elif is_due:
             self._run(self.learn_names())
 
     async def learn_names(self) -> None:
-        """Learn the names of pods; the kubelet forgets those that have ended."""
+        """Learn pods' names; the kubelet forgets those that have ended."""
         self.custody.learn_names(await self._pod_resources.names())
         self.publish()
 
     async def _prune(self) -> None:
-        """Have the kubelet forget pods that have ended, and write its checkpoint."""
+        """Have the kubelet forget ended pods, and write its checkpoint."""
         await self.learn_names()
         for session in self.sessions.values():
             if session.state == REGISTERED:
@@ -4077,9 +4009,9 @@ class Registrar:
 
     def directory_changed(self, names: Collection[str]) -> None:
         """Act on what happened to these names; "": to any."""
-        foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
         if CHECKPOINT in names or "" in names:
             self.refresh()
+        foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
         for session in self.sessions.values():
             session.check_sockets(is_disturbed=foreign not in ([], [CHECKPOINT]))
 
@@ -4113,19 +4045,17 @@ class Daemon:
         open_events: Callable[[], socket.socket] = open_uevent_socket,
         trusted: Callable[[object], bool] = sent_by_kernel,
     ) -> None:
-        """load: reads the configuration again; open_events, trusted: as Monitor has them."""
+        """load: reads the configuration; open_events, trusted: Monitor's."""
         memory = Memory(settings)
-        directory = settings.device_plugin_dir
-        changed = self._chips_changed
         self.settings = settings
-        self.monitor = Monitor(settings, memory.chips, changed, open_events, trusted)
+        self.monitor = Monitor(settings, memory.chips, self._chips_changed, open_events, trusted)
         self.registrar = Registrar(settings, self.monitor.fleet, memory, self._show_status)
         self._publication = Publication(settings)
         self._scrapes = MetricsServer(self._take_metrics)
         self._load = load
         self._manager = manager
-        self._lock = DirectoryLock(directory)
-        self._watch = DirectoryWatch(directory, self.registrar.directory_changed)
+        self._lock = DirectoryLock(settings.device_plugin_dir)
+        self._watch = DirectoryWatch(settings.device_plugin_dir, self.registrar.directory_changed)
         self._refused = ""  # why the configuration on disk is not the one in force
         self._stage: Literal["starting", "serving", "ready"] = "starting"
         self._wake = asyncio.Event()  # from the pause between polls
@@ -4172,17 +4102,17 @@ class Daemon:
             await self._scrapes.start(listening)
         await self._until_bound()
         version = driver_version(self.settings)
-        chips = self.monitor.fleet.chips
+        fleet = self.monitor.fleet
         driver = "no Tenstorrent driver is loaded" if version is None else f"driver {version}"
-        if self.settings.fail_on_init_error and not chips:
+        if self.settings.fail_on_init_error and not fleet.chips:
             log.error("%s", driver if version is None else "there is no Tenstorrent device")
             return 1
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, counted(len(chips), "device"))
+        count = counted(len(fleet.chips), "device")
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
         self._log_sharing()
         for session in [*self.registrar.sessions.values()]:
             await session.tried_to_serve.wait()
-        present = [chip.function for chip in chips.values() if chip.present]
-        await wait_for_links(self.settings, present)
+        await wait_for_links(self.settings, fleet.present)
         await self._describe()
         self._stage = "ready"
         self._show_status()
@@ -4190,22 +4120,22 @@ class Daemon:
         await self._poll_for_ever()
 
     async def _until_bound(self) -> None:
-        """Wait for the driver to bind to what is on the bus: a kubelet refuses pods without it."""
+        """Wait for the driver to bind: without these chips a kubelet refuses pods."""
         deadline = time.monotonic() + BIND_PATIENCE
         on_bus = functions_on_bus(self.settings)
         while driver_version(self.settings) is not None:
-            listed = {chip.bdf for chip in self.monitor.fleet.chips.values() if chip.listed}
-            unlisted = [bdf for bdf in on_bus if bdf not in listed]
-            missing = next((bdf for bdf in unlisted if is_for_driver(self.settings, bdf)), None)
+            listed = [chip.bdf for chip in self.monitor.fleet.listed]
+            unlisted = (bdf for bdf in on_bus if bdf not in listed)
+            missing = [bdf for bdf in unlisted if is_for_driver(self.settings, bdf)]
             left = deadline - time.monotonic()
             if not missing:
                 return
             if left <= 0:
                 what = f"no node of the driver's in {BIND_PATIENCE:g} s; ready without it"
-                log.warning("%s: %s", missing, what)
+                log.warning("%s: %s", missing[0], what)
                 return
-            self._manager.status(f"waiting for the driver to make a node for {missing}")
-            await self.monitor.wait(min(left, 0.5))  # events can be lost, or there are none
+            self._manager.status(f"waiting for the driver to make a node for {missing[0]}")
+            await self.monitor.wait(min(left, 0.5))  # events can be lost
             self.monitor.look()
 
     async def _poll_for_ever(self) -> NoReturn:
@@ -4229,7 +4159,6 @@ class Daemon:
                 self._manager.notify("WATCHDOG=1")  # polls that fail are no life
 
     async def _poll(self, *, is_thorough: bool) -> None:
-        """Do what no event tells of."""
         self._check_directory()
         self._watch.check()
         self.registrar.poll()
@@ -4243,28 +4172,23 @@ class Daemon:
             self._publication.write_metrics(await self._scrapes.text())
 
     async def _describe(self) -> None:
-        """Bring the files for runtimes and for node-feature-discovery in line."""
-        mounts = await self.registrar.allocator.mounts_that_answer()
+        mounts = await self.registrar.allocator.existing_mounts(must_answer=False)
         listed = [each.resource for each in self.registrar.listed()]
-        self._publication.describe(self._listed_chips(), listed, mounts)
+        self._publication.describe(self.monitor.fleet.listed, listed, mounts)
 
     async def _take_metrics(self) -> str:
-        """Return the metrics, with figures that are not old."""
         if time.monotonic() - self._measured_at >= METRICS_PAUSE:
             self._measured_at = time.monotonic()
             await self.monitor.measure()
             await self.registrar.learn_names()
-        chips = self._listed_chips()
+        chips = self.monitor.fleet.listed
         return self._publication.render_metrics(chips, self.registrar, time.monotonic())
 
-    def _listed_chips(self) -> list[Chip]:
-        return [chip for chip in self.monitor.fleet.chips.values() if chip.listed]
-
     def reload(self) -> None:
-        """SIGHUP: take over what a running daemon can, or nothing of a bad configuration."""
+        """Take over what a running daemon can, nothing of a bad configuration."""
         if self._stage == "ready":
-            now = time.monotonic_ns() // 1000
-            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={now}")
+            microseconds = time.monotonic_ns() // 1000
+            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={microseconds}")
         try:
             loaded = self._load()
         except ConfigError as error:
@@ -4288,11 +4212,9 @@ class Daemon:
         by_cdi = "cdi" in (before.device_list_strategy, loaded.device_list_strategy)
         if by_cdi and before.resource_domain != loaded.resource_domain:
             log.warning("resource_domain has changed: containers of before find no CDI device")
-        settings = replace(loaded, **kept)
+        self.settings = self.monitor.settings = settings = replace(loaded, **kept)
         log.setLevel(settings.log_level.upper())
         log.info("configuration reloaded")
-        self.settings = settings
-        self.monitor.settings = settings
         self._publication.configure(settings)
         if self._stage != "starting":
             self.registrar.configure(settings)
@@ -4300,7 +4222,7 @@ class Daemon:
         self._wake.set()
 
     def _log_sharing(self) -> None:
-        for what in unselected(self._listed_chips(), self.settings):
+        for what in unselected(self.monitor.fleet.listed, self.settings):
             log.info("sharing: %s", what)
 
     def _chips_changed(self) -> None:
@@ -4308,7 +4230,6 @@ class Daemon:
             self.registrar.publish()
 
     def _check_directory(self) -> None:
-        """End if another daemon has the directory, or the sandbox has lost it."""
         directory = self.settings.device_plugin_dir
         holder = self._lock.holder()
         if holder:
@@ -4320,27 +4241,29 @@ class Daemon:
 
     def _show_status(self) -> None:
         self._wake.set()  # the files for others follow
-        listed = [(each.resource, each.state) for each in self.registrar.listed()]
-        status = status_line(listed)
-        self._manager.status("; ".join(filter(None, [status, self._refused])))
+        status = status_line(self.registrar.listed())
+        self._manager.status(f"{status}; {self._refused}" if self._refused else status)
 
 
-def status_line(listed: Sequence[tuple[Resource, str]]) -> str:
+def status_line(listed: Sequence[ListedResource]) -> str:
     """Return what `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; …"."""
     if not listed:
         return "no Tenstorrent device on this node; waiting for one"
     parts = []
-    for resource, _ in listed:
+    for resource, _, _ in listed:
         devices = resource.distinct
         ill = [f"{device.identifier}: {device.reason}" for device in devices if device.reason]
-        shared = f", shared by {resource.replicas}" if resource.replicas else ""
-        more = ", …" if len(ill) > 1 else ""
-        reasons = f" ({ill[0]}{more})" if ill else ""
-        healthy = len(devices) - len(ill)
-        parts.append(f"{len(devices)} × {resource.name}{shared}, {healthy} healthy{reasons}")
-    states = {state for _, state in listed}
+        part = f"{len(devices)} × {resource.name}"
+        if resource.replicas:
+            part += f", shared by {resource.replicas}"
+        part += f", {len(devices) - len(ill)} healthy"
+        if ill:
+            part += f" ({ill[0]}, …)" if len(ill) > 1 else f" ({ill[0]})"
+        parts.append(part)
+    states = {each.state for each in listed}
     if len(states) > 1:
-        states = {f"{resource.name} {state}" for resource, state in listed if state != REGISTERED}
+        lagging = (each for each in listed if each.state != REGISTERED)
+        states = {f"{each.resource.name} {each.state}" for each in lagging}
     return "; ".join([*parts, *sorted(states)])
 
 
@@ -4399,7 +4322,8 @@ def argument_parser() -> argparse.ArgumentParser:
         default = str(getattr(defaults, option.key))
         metavar = option.key.rpartition("_")[2].upper()
         if option.is_switch:
-            default, metavar = default.lower(), "[=BOOL]"
+            default = default.lower()
+            metavar = "[=BOOL]"
         text = f"{option.help}; default {default} [{option.variable}]".replace("%", "%%")
         add(option.flag, metavar=metavar, help=text)
     return parser
@@ -4407,7 +4331,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status (see EPILOG)."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     if "run" in words:  # until the daemon handles it, a SIGHUP waits
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     options = _parsed_options(words)
@@ -4437,9 +4361,8 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     """Return the options, or end with usage and status 2."""
     parser = argument_parser()
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    for word in words:
-        name = word.partition("=")[0]
-        if word.startswith("--") and name not in flags:
+    for name in (word.partition("=")[0] for word in words):
+        if name.startswith("--") and name not in flags:
             parser.error(f"there is no option {name}{nearest(name, flags)}")
     # What follows a bare switch is the next word, such as a command.
     switches = {option.flag for option in OPTIONS if option.is_switch}
@@ -4447,15 +4370,15 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    pairs = ("--json", options.json, "list"), ("--config-only", options.config_only, "check")
-    for flag, is_given, command in pairs:
-        if is_given and options.command != command:
-            parser.error(f"{flag} goes with {command}")
+    if options.json and options.command != "list":
+        parser.error("--json goes with list")
+    if options.config_only and options.command != "check":
+        parser.error("--config-only goes with check")
     return options
 
 
 def say(text: str) -> None:
-    """Print a line in which others may have named things; an ASCII terminal gets ASCII."""
+    """Print what may hold others' names; an ASCII terminal gets ASCII."""
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.replace("×", "x").replace("…", "...").replace("°", " ")
@@ -4466,58 +4389,58 @@ def say(text: str) -> None:
 class Survey(NamedTuple):
     """A node, as `list` and `check` see it."""
 
+    settings: Settings
     fleet: Fleet
     custody: Custody
     listed: Mapping[str, Resource]
     knows_pods: bool  # the kubelet's checkpoint can be read
 
     def pods(self, bdf: str) -> list[ChipUser]:
-        users = chip_users(self.custody, time.monotonic())
-        return [user for user in users if user.bdf == bdf]
+        return [user for user in chip_users(self.custody, time.monotonic()) if user.bdf == bdf]
 
 
 async def survey(settings: Settings) -> Survey:
-    """Look twice, one second apart: a stalled heartbeat shows only then."""
+    """Look twice, a second apart: a stalled heartbeat shows only then."""
     memory = Memory(settings)
     rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
     monitor = Monitor(rules, memory.chips, lambda: None)
-    fleet, pool = monitor.fleet, monitor.readers.pool
+    fleet = monitor.fleet
+    under_way = monitor.readers.pool.seconds_under_way
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
         monitor.poll(is_thorough=True, wants_figures=True)
         await monitor.until_settled()
-        while any(0 < pool.seconds_under_way(bdf) <= READ_DEADLINE for bdf in fleet.chips):
+        while any(0 < under_way(bdf) <= READ_DEADLINE for bdf in fleet.chips):
             await monitor.wait(None)
     fleet.show_former()
+    chips = fleet.chips.values()
     now = time.monotonic()
-    given = configured_resources(fleet.chips.values(), settings)
+    given = configured_resources(chips, settings)
     custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
     custody.refresh(given, fleet.chip_at, now)
     custody.look(now)
     custody.learn_names(await PodResources(settings.pod_resources_socket).names())
     allocations = custody.allocations(now)
-    claims = Claims(allocations, allocations, custody.describe)
-    listed = resources(given, fleet.chips.values(), claims)
-    path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
-    return Survey(fleet, custody, listed, os.access(path, os.R_OK) and not custody.fault)
+    listed = resources(given, chips, Claims(allocations, allocations, custody.describe))
+    is_readable = os.access(f"{settings.device_plugin_dir}/{CHECKPOINT}", os.R_OK)
+    return Survey(settings, fleet, custody, listed, is_readable and not custody.fault)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     found = asyncio.run(survey(settings))
     for oddity in found.fleet.oddities:
         print(f"not listed: {oddity}", file=sys.stderr)
-    rows = list(_rows(settings, found))
+    rows = list(_rows(found))
     if as_json:
         print(json.dumps(rows, indent=2))
-    elif not rows:
-        say("no Tenstorrent device on this node")
-    for line in _table_lines(rows) if rows and not as_json else ():
+        return 0
+    for line in _table_lines(rows) if rows else ["no Tenstorrent device on this node"]:
         say(line)
     return 0
 
 
-def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
-    """Yield each chip as `list --json` has it."""
+def _rows(found: Survey) -> Iterator[dict[str, Any]]:
+    """Yield chips as `list --json` has them."""
     owners: dict[str, tuple[Resource, Device | None]] = {}
     for each in found.listed.values():
         for device in each.distinct:
@@ -4527,12 +4450,11 @@ def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
         chip = found.fleet.chips[bdf]
         function = chip.function
         resource, owner = owners.get(bdf, (Resource("", {}), None))
-        reason = owner.reason if owner else "its board is not known yet"
-        processes = processes_on(settings, function.ordinal) if chip.present else []
-        pods = [
-            {"namespace": u.namespace, "pod": u.pod, "container": u.container}
-            for u in found.pods(bdf)
-        ]
+        reason = chip.health.reason or (owner.reason if owner else "its board is not known yet")
+        pods = [user._asdict() for user in found.pods(bdf)]
+        for pod in pods:
+            del pod["bdf"]
+        processes = processes_on(found.settings, function.ordinal) if chip.present else []
         yield {
             "id": owner.identifier if owner else None,
             "index": function.ordinal,
@@ -4547,8 +4469,8 @@ def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
             "firmware": chip.identity.firmware,
             "temperature": chip.telemetry.temperature if chip.telemetry else None,
             "power": chip.figures.get("power1_input"),
-            "healthy": (chip.health.reason or reason) is None,
-            "reason": chip.health.reason or reason,
+            "healthy": reason is None,
+            "reason": reason,
             "resource": resource.name or None,
             "replicas": resource.replicas,
             "pods": pods if found.knows_pods else None,
@@ -4560,19 +4482,23 @@ def _rows(settings: Settings, found: Survey) -> Iterator[dict[str, Any]]:
 
 def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a table of 110 columns, where names are of usual length."""
-    keys = {"ADDRESS": "bdf", "ID": "id", "CARD": "card", "SERIAL": "serial", "NUMA": "numa_node"}
+    keys = {
+        "ADDRESS": "bdf",
+        "ID": "id",
+        "CARD": "card",
+        "SERIAL": "serial",
+        "NUMA": "numa_node",
+        "FIRMWARE": "firmware",
+    }
     if all(row["id"] in (row["bdf"], None) for row in rows):
         del keys["ID"]
-    keys["FIRMWARE"] = "firmware"
     lines = [["N", *keys, "RESOURCE", "°C", "W", "HEALTH", "USED BY"]]
     for row in rows:
         cells = [row["index"] if row["path"] else None, *(row[key] for key in keys.values())]
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
         cells.append(row["resource"] and row["resource"].partition("/")[2] + shared)
-        cells += [
-            figure if figure is None else round(figure)
-            for figure in (row["temperature"], row["power"])
-        ]
+        for figure in (row["temperature"], row["power"]):
+            cells.append(figure if figure is None else round(figure))
         cells.append(f"UNHEALTHY: {row['reason']}" if row["reason"] else "healthy")
         cells.append(_users(row))
         lines.append(["-" if cell is None else str(cell) for cell in cells])
@@ -4584,38 +4510,42 @@ def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _users(row: Mapping[str, Any]) -> str:
     """Return who uses a chip; a process of a pod is the pod."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
-    processes = [each for each in row["processes"] or () if not (pods and each["of_pod"])]
-    users = [*dict.fromkeys(pods), *(f"{each['command']}[{each['pid']}]" for each in processes)]
-    nobody = "?" if None in (row["pods"], row["processes"]) else "-"
-    return ", ".join(users) or nobody
+    users = [*dict.fromkeys(pods)]
+    for process in row["processes"] or ():
+        if not (pods and process["of_pod"]):
+            users.append(f"{process['command']}[{process['pid']}]")
+    return ", ".join(users) or ("?" if None in (row["pods"], row["processes"]) else "-")
 
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
     """Say whether a node is fit; returns 1 if anything FAILs."""
-    findings: list[Finding] = [("ok", "configuration", "valid")]
-    settings = Settings()
+    findings: list[Finding] = []
     try:
         settings = load()
+        findings.append(("ok", "configuration", "valid"))
     except ConfigError as error:
+        settings = Settings()
         more = "" if config_only else "; the rest is checked with the defaults"
-        findings = [("FAIL", "configuration", f"{error}{more}")]
+        findings.append(("FAIL", "configuration", f"{error}{more}"))
     if not config_only:
         found = asyncio.run(survey(settings))
-        findings += _check_driver(settings)
-        findings += _check_chips(settings, found)
-        findings += _check_hugepages(settings, found.fleet)
-        for what in unselected(found.fleet.chips.values(), settings):
-            findings.append(("warn", "sharing", what))
-        findings += _check_cdi(settings, found.fleet)
-        findings += _check_kubelet(settings, found)
+        for part in (
+            _check_driver,
+            _check_chips,
+            _check_hugepages,
+            _check_sharing,
+            _check_cdi,
+            _check_kubelet,
+        ):
+            findings += part(found)
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
         say(f"{level:4}  {subject:{width}}  {text}")
     return int(any(level == "FAIL" for level, _, _ in findings))
 
 
-def _check_driver(settings: Settings) -> Iterator[Finding]:
-    version = driver_version(settings)
+def _check_driver(found: Survey) -> Iterator[Finding]:
+    version = driver_version(found.settings)
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None:
         yield "FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent"
@@ -4626,8 +4556,9 @@ def _check_driver(settings: Settings) -> Iterator[Finding]:
         yield "ok", "driver", version or "loaded; it does not say its version"
 
 
-def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
+def _check_chips(found: Survey) -> Iterator[Finding]:
     fleet = found.fleet
+    settings = found.settings
     on_bus = functions_on_bus(settings)
     if not fleet.chips and not fleet.oddities:
         advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
@@ -4639,18 +4570,19 @@ def _check_chips(settings: Settings, found: Survey) -> Iterator[Finding]:
     for oddity in fleet.oddities:
         advice = "reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
         yield "FAIL", "devices", f"{oddity}; {advice}"
-    reasons = {row["bdf"]: row["reason"] for row in _rows(settings, found)}
+    reasons = {row["bdf"]: row["reason"] for row in _rows(found)}
     for bdf, chip in fleet.chips.items():
         what = f"{chip.card_type or chip.function.arch}, {chip.function.path}"
         if reasons[bdf] and not reasons[bdf].startswith("held by"):
             yield "FAIL", bdf, f"{what}: {reasons[bdf]}"
         else:
             yield "ok", bdf, f"{what}, healthy"
-            yield from _check_chip(settings, chip, found.pods(bdf))
+            yield from _check_chip(found, chip)
 
 
-def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Iterator[Finding]:
-    bdf, function = chip.bdf, chip.function
+def _check_chip(found: Survey, chip: Chip) -> Iterator[Finding]:
+    bdf = chip.bdf
+    path = chip.function.path
     if chip.telemetry and chip.telemetry.is_silent:
         yield "warn", bdf, "its firmware is silent; if it stays so, look into dmesg"
     width = chip.figures.get("current_link_width")
@@ -4658,66 +4590,68 @@ def _check_chip(settings: Settings, chip: Chip, pods: Sequence[ChipUser]) -> Ite
     if width and most and width < most:
         advice = "reseat the card, and look at its slot"
         yield "warn", bdf, f"PCI link of {width:g} lanes where it can have {most:g}; {advice}"
-    strangers = [p for p in processes_on(settings, function.ordinal) or () if not p.is_of_pod]
-    if pods and strangers:
-        who = f"{strangers[0].command} ({strangers[0].pid})"
-        owner = f"{pods[0].namespace}/{pods[0].pod}"
-        yield "warn", bdf, f"{owner} was given it, and {who} of the host has it open; end that"
+    processes = processes_on(found.settings, chip.function.ordinal) or ()
+    strangers = [f"{each.command} ({each.pid})" for each in processes if not each.is_of_pod]
+    for user in found.pods(bdf)[:1] if strangers else ():
+        what = f"was given it, and {strangers[0]} of the host has it open; end that"
+        yield "warn", bdf, f"{user.namespace}/{user.pod} {what}"
     try:
-        mode = stat.S_IMODE(os.stat(function.path).st_mode)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
     except OSError as error:
-        yield "FAIL", bdf, f"{function.path}: {error.strerror}"
+        yield "FAIL", bdf, f"{path}: {error.strerror}"
         return
     if mode & 0o666 != 0o666:
         advice = "who is not root cannot open it; install the driver's udev rules"
-        yield "warn", bdf, f"{function.path} has mode {mode:04o}, not 0666: {advice}"
+        yield "warn", bdf, f"{path} has mode {mode:04o}, not 0666: {advice}"
 
 
-def _check_hugepages(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    """Find pages of 1 GiB: 4 for each chip of a Wormhole without an IOMMU that translates."""
-    wanted = needy = 0
-    for bdf, chip in fleet.chips.items():
-        group = read_quick(f"{pci_directory(settings, bdf)}/iommu_group/type") or ""
-        if chip.present and chip.function.arch == "wormhole" and not group.startswith("DMA"):
-            needy += 1
-            wanted += 8 if chip.board_type == "n300" else 4
-    chips = counted(needy, "Wormhole")
+def _check_hugepages(found: Survey) -> Iterator[Finding]:
+    """Look for 4 pages of 1 GiB for each chip of a Wormhole without an IOMMU that translates."""
+    settings = found.settings
+    needy = []
+    for chip in found.fleet.present:
+        group = read_quick(f"{pci_directory(settings, chip.bdf)}/iommu_group/type") or ""
+        if chip.function.arch == "wormhole" and not group.startswith("DMA"):
+            needy.append(8 if chip.board_type == "n300" else 4)
+    chips = f"{counted(len(needy), 'Wormhole')} without IOMMU"
+    wanted = sum(needy)
     directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
     there = decimal(read_quick(f"{directory}/nr_hugepages")) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
     mounts = ""
-    with (
-        contextlib.suppress(OSError),
-        open(f"{settings.proc_root}/mounts", errors="replace") as file,
-    ):
-        mounts = file.read()
+    with contextlib.suppress(OSError), open(f"{settings.proc_root}/mounts", "rb") as file:
+        mounts = file.read().decode(errors="replace")
     if needy and not os.path.isdir(directory):
         advice = "this kernel has none; use an IOMMU, or a kernel with pages of 4 KiB"
-        yield "warn", "hugepages", f"{chips} without IOMMU cannot have them of 1 GiB: {advice}"
+        yield "warn", "hugepages", f"{chips} cannot have them of 1 GiB: {advice}"
     elif needy and there < wanted:
         advice = f"boot with hugepagesz=1G hugepages={wanted}, or install tt-system-tools"
-        yield "warn", "hugepages", f"{there} of 1 GiB for {chips} without IOMMU; {advice}"
+        yield "warn", "hugepages", f"{there} of 1 GiB for {chips}; {advice}"
     elif needy and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
         yield "warn", "hugepages", f"{there} of 1 GiB, but {mount} is not mounted; mount it there"
     else:
         yield "ok", "hugepages", f"{there} of 1 GiB{'' if needy else '; none are needed'}"
 
 
-def _check_cdi(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
-    path = f"{settings.cdi_dir}/{CDI_FILE}"
-    by_cdi = settings.device_list_strategy == "cdi"
-    nodes = {chip.bdf: chip.function.path for chip in fleet.chips.values() if chip.present}
+def _check_sharing(found: Survey) -> Iterator[Finding]:
+    for what in unselected(found.fleet.chips.values(), found.settings):
+        yield "warn", "sharing", what
+
+
+def _check_cdi(found: Survey) -> Iterator[Finding]:
+    path = f"{found.settings.cdi_dir}/{CDI_FILE}"
+    by_cdi = found.settings.device_list_strategy == "cdi"
+    nodes = {chip.bdf: chip.function.path for chip in found.fleet.present}
     try:
         with open(path, encoding="utf-8") as file:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
-        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
-            reason = (error.strerror if isinstance(error, OSError) else "") or error
+        if by_cdi or (found.settings.cdi_dir and os.path.exists(path)):
+            reason = getattr(error, "strerror", None) or error
             yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
     else:
-        false = sorted(
-            bdf for bdf in described.keys() | nodes if described.get(bdf) != nodes.get(bdf)
-        )
+        known = described.keys() | nodes
+        false = sorted(bdf for bdf in known if described.get(bdf) != nodes.get(bdf))
         if false:
             yield "FAIL", "CDI", f"{path} is false of {few(false)}; is the service running?"
         else:
@@ -4733,8 +4667,8 @@ def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
 
 
-def _check_kubelet(settings: Settings, found: Survey) -> Iterator[Finding]:
-    directory = settings.device_plugin_dir
+def _check_kubelet(found: Survey) -> Iterator[Finding]:
+    directory = found.settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
         os.stat(f"{directory}/.")
@@ -4769,7 +4703,6 @@ def _check_kubelet(settings: Settings, found: Survey) -> Iterator[Finding]:
 
 
 def _check_sandbox(directory: str) -> Iterator[Finding]:
-    """Find whether the installed unit lets the daemon write there."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
         shown = _output(*show, "tt-device-plugin.service").split()
