@@ -406,7 +406,7 @@ def test_reboot_with_a_driver_that_is_loaded_after_the_kubelet(
         node.kubelet.wait_allocatable(N300, ids(chips))
         if node.api:
             assert {node.outcome(name) for name in names} == {REFUSED}
-            # A chip counts as in use for a few seconds after the kubelet has forgotten its pod.
+            # Just started, the kubelet counts what refused pods had as in use for a moment.
             wait_until(lambda: node.outcome(node.run({N300: 4})) == RUNNING, "a pod to run", 60)
         else:
             node.assert_admitted(names)
@@ -530,7 +530,7 @@ def reboots(program: Program, results: Results) -> RebootTable:
     first = side_by_side(VERSIONS, REBOOTS, None)
     late = side_by_side(VERSIONS * 2, REBOOTS // 2, LATE)
     static = {
-        version: rebooted(version, program, REBOOTS, static_pods=True, late=None)
+        version: rebooted(version, program, REBOOTS // 2, static_pods=True, late=None)
         for version in VERSIONS
     }
     title = f"Reboots with {len(DEVICE_PODS)} pods that hold devices"
@@ -566,12 +566,11 @@ def test_reboot_with_static_pods(reboots: RebootTable, version: str) -> None:
     for outcomes, how in zip(done.outcomes, done.races, strict=True):
         assert set(outcomes) <= {RUNNING, REFUSED}
         assert outcomes[0] == RUNNING or how.admission < how.allocatable
-    assert done.survived > 0
 
 
 # --- How fast -------------------------------------------------------------------------------------
 
-RESTARTS = 50
+RESTARTS = int(os.environ.get("RESTARTS", "20"))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
