@@ -15,7 +15,7 @@ REPOSITORY := dist/repository
 RELEASE_CHECKS ?= .ci/run
 
 .PHONY: FORCE deb-tools lock abis reproducible repository release
-.PHONY: e2e-systemd e2e-kubelet e2e-cgroup2 e2e-arm64
+.PHONY: e2e-systemd e2e-kubelet e2e-slow e2e-cgroup2 e2e-arm64
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
@@ -74,6 +74,9 @@ MACHINE_TESTS := cgroup2.py arm64.py
 e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, containerd, podman
 	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_newcomer.py \
 		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(MACHINE_TESTS))
+
+e2e-slow: dist/tt-device-plugin.pyz  ## a container that crashes six minutes after a rename
+	@$(PYTEST) -vv -m slow tests/e2e/test_custody.py
 
 e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: what can a pod open?
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
