@@ -1170,9 +1170,13 @@ class Custody:
         self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
         self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
         self._written_since = -math.inf  # the file's writing began after this
+        self._is_continuous = False  # the kubelet's knowledge, since the file was read
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = time.monotonic()
+        # What went with the file, not one by one: a kubelet that has lost it gives to others what
+        # pods have that go on.
+        self.lost = {*self._missing_since}
 
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
@@ -1180,12 +1184,15 @@ class Custody:
         A file that vanishes changes nothing: pods run on.
         """
         identity = file_identity(self._path)
-        if identity in (None, self._identity):
+        if identity == self._identity:
             return False
+        was_continuous = self._is_continuous
+        self._is_continuous = False
         try:
             with open(self._path, "rb") as file:
                 self.checkpoint = parse_checkpoint(file.read(), ours, chip_at)
         except FileNotFoundError:
+            self._identity = None
             return False
         except (OSError, ValueError) as error:
             if self.fault is None:
@@ -1194,24 +1201,30 @@ class Custody:
             self._identity = identity
             return True
         self._identity = identity
+        self._is_continuous = True
         self.fault = None
         if self._expected and self._expected[1] != identity:
             self._written_since = self._expected[0]
             self._expected = None
-        self._compare(now)
+        gone = self._compare(now)
+        self.lost -= {*self.checkpoint.allocations}
+        if not was_continuous:
+            self.lost |= gone
         return True
 
-    def _compare(self, now: float) -> None:
+    def _compare(self, now: float) -> set[Allocation]:
+        """Take over the file's entries; returns what is no longer there."""
         filed = self.checkpoint.allocations
         for allocation in filed:
             if allocation not in self._missing_since:  # it was a grant
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
             self._missing_since[allocation] = math.inf
             self._filed_since.setdefault(allocation, now)
-        gone = [each for each in self._missing_since if self.is_filed(each) and each not in filed]
+        gone = {each for each in self._missing_since if self.is_filed(each) and each not in filed}
         self._missing_since |= dict.fromkeys(gone, now)
         if gone:  # what is not seen now was never started
             self.cgroups.look({each.pod for each in self._missing_since}, now)
+        return gone
 
     def reread(self) -> None:
         self._identity = None
@@ -1223,6 +1236,7 @@ class Custody:
             if not self._counts(allocation, now) and not self.is_filed(allocation):
                 del self._missing_since[allocation]
                 self._filed_since.pop(allocation, None)
+                self.lost.discard(allocation)
         pods = {allocation.pod for allocation in self._missing_since}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
@@ -1584,6 +1598,7 @@ class Claims(NamedTuple):
 
     allocations: Sequence[Allocation] = ()
     filed: Collection[Allocation] = ()  # of which the kubelet knows
+    lost: Collection[Allocation] = ()  # of which it no longer does, though their pods go on
     describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
     fault: str | None = None  # why it cannot be known
     offered: Collection[Offered] = ()  # while it was known
@@ -1680,14 +1695,16 @@ def resources(
     listed = dict(given)
     chips_by_address = {chip.bdf: chip for chip in chips}
     claimed: dict[str, dict[str, Device]] = {}
-    for allocation in claims.allocations:
+    for allocation in sorted(claims.allocations, key=lambda each: each not in claims.filed):
         resource = listed.get(allocation.resource, Resource(allocation.resource, {}))
         for identifier, addresses in chips_by_id(allocation, resource).items():
             device = resource.devices.get(identifier)
+            is_free = allocation in claims.lost  # for the kubelet
             if not device or device.addresses != addresses:
                 device = _former_device(identifier, addresses, chips_by_address)
-                if allocation not in claims.filed:  # the kubelet takes it for free
-                    device = device._replace(withheld=_held_by(allocation, claims))
+                is_free = allocation not in claims.filed
+            if is_free:
+                device = device._replace(withheld=_held_by(allocation, claims))
             claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
     for name, resource in listed.items():
         devices = {}
@@ -3931,7 +3948,8 @@ class Registrar:
             if custody.refresh(given, self._fleet.chip_at, time.monotonic()):
                 return self.publish()
         self._published = made_of
-        claims = Claims(allocations, filed, custody.describe, custody.fault, self._offered)
+        lost = frozenset(custody.lost)
+        claims = Claims(allocations, filed, lost, custody.describe, custody.fault, self._offered)
         listed = resources(given, chips, claims)
         if not custody.fault:
             self._offered = {
@@ -4422,7 +4440,7 @@ async def survey(settings: Settings) -> Survey:
     custody.look(now)
     custody.learn_names(await PodResources(settings.pod_resources_socket).names())
     allocations = custody.allocations(now)
-    listed = resources(given, chips, Claims(allocations, allocations, custody.describe))
+    listed = resources(given, chips, Claims(allocations, allocations, (), custody.describe))
     is_readable = os.access(f"{settings.device_plugin_dir}/{CHECKPOINT}", os.R_OK)
     return Survey(settings, fleet, custody, listed, is_readable and not custody.fault)
 

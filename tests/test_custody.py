@@ -485,6 +485,40 @@ async def test_a_checkpoint_of_garbage_withholds_what_is_new_and_is_said_once(
     assert len(said) == 1 and not said[0].exc_info
 
 
+@pytest.mark.parametrize("how", ["missing", "garbage", "empty"])
+@pytest.mark.parametrize("daemon_lives", [True, False])
+async def test_a_kubelet_that_has_lost_its_checkpoint_gives_nobody_what_a_pod_has(
+    node: SimulatedNode, directory: Path, short_tmp: Path, how: Any, daemon_lives: bool
+) -> None:
+    """It takes the ID for free, but the pod was not deleted: it can open its chip at any time."""
+    node.add("p150a")
+    kubelet = kubelet_of(node, directory, version=(1, 31))
+    settings = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
+    async with kubelet, RunningDaemon(node, settings) as daemon:
+        await kubelet.registered(P150)
+        await kubelet.admit("train", "main", {P150: 1})
+        await kubelet.running("train", "main")
+        await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
+        if not daemon_lives:
+            await daemon.__aexit__()
+        await kubelet.kill()
+        kubelet.corrupt(how)
+        await asyncio.sleep(2 * FAST)
+        await kubelet.start()
+        if not daemon_lives:
+            daemon = await RunningDaemon(node, settings).__aenter__()
+        await kubelet.registered(P150)
+        await offers(kubelet, P150)
+        assert all("held by" in reason for reason in reasons(daemon, P150).values())
+        with pytest.raises(AdmissionError):
+            await kubelet.admit("other", "main", {P150: 1})
+        kubelet.delete("train")
+        await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 1)
+        await kubelet.admit("next", "main", {P150: 1})
+        if not daemon_lives:
+            await daemon.__aexit__()
+
+
 async def test_a_checkpoint_that_vanishes_changes_nothing(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:

@@ -372,7 +372,7 @@ def has(resource: str, *ids: str, chips: tuple[int, ...], pod: str = "u1") -> Al
 def filed(*allocations: Allocation, **more: Any) -> Claims:
     """Claims of which the kubelet knows."""
     names = {"u1": "default/train", "u2": "default/serve"}
-    return Claims(allocations, allocations, lambda each: names[each.pod], **more)
+    return Claims(allocations, allocations, (), lambda each: names[each.pod], **more)
 
 
 FORMER = has("n150", bdf(1), chips=(1,))
