@@ -4412,10 +4412,11 @@ class Survey(NamedTuple):
     fleet: Fleet
     custody: Custody
     listed: Mapping[str, Resource]
+    users: Sequence[ChipUser]
     knows_pods: bool  # the kubelet's checkpoint can be read
 
     def pods(self, bdf: str) -> list[ChipUser]:
-        return [user for user in chip_users(self.custody, time.monotonic()) if user.bdf == bdf]
+        return [user for user in self.users if user.bdf == bdf]
 
 
 async def survey(settings: Settings) -> Survey:
@@ -4439,10 +4440,12 @@ async def survey(settings: Settings) -> Survey:
     custody.refresh(given, fleet.chip_at, now)
     custody.look(now)
     custody.learn_names(await PodResources(settings.pod_resources_socket).names())
+    now += LINGERING  # a pod whose cgroup has gone has ended
+    users = chip_users(custody, now)
     allocations = custody.allocations(now)
     listed = resources(given, chips, Claims(allocations, allocations, (), custody.describe))
     is_readable = os.access(f"{settings.device_plugin_dir}/{CHECKPOINT}", os.R_OK)
-    return Survey(settings, fleet, custody, listed, is_readable and not custody.fault)
+    return Survey(settings, fleet, custody, listed, users, is_readable and not custody.fault)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:

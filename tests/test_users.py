@@ -12,6 +12,7 @@ from tests.commands import Answer, Host
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
+from tests.world.processes import until
 from ttdp import SharedResource, Sharing
 
 N150 = "tenstorrent.com/n150"
@@ -82,6 +83,25 @@ async def test_list_names_a_pod_by_its_uid_when_only_the_record_has_it(
     uid = kubelet.uid("train")
     assert first["pods"] == [{"namespace": "", "pod": uid, "container": "main"}]
     assert (await used_by(host))[0] == uid
+
+
+async def test_list_names_no_pod_whose_containers_have_ended(
+    host: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The kubelet's record keeps it until somebody asks; its cgroup has gone."""
+    host.node.add("n150")
+    state = host.root / "state"
+    state.mkdir()
+    host.environ["STATE_DIRECTORY"] = str(state)
+    daemon = await start(interval=0.1, state_dir=str(state))
+    await kubelet.registered(N150)
+    await kubelet.admit("train", "main", {N150: 1})
+    await kubelet.running("train", "main")
+    await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
+    assert await used_by(host) == ["default/train"]
+    kubelet.complete("train")
+    assert kubelet.uid("train") in (host.plugins / "kubelet_internal_checkpoint").read_text()
+    assert await used_by(host) == ["-"]
 
 
 async def test_list_names_all_who_share_a_chip(
