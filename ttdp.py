@@ -3258,8 +3258,6 @@ def feature_file(
 def _resource_labels(resource: Resource) -> dict[str, str]:
     devices = [each for each in resource.distinct if any(chip.present for chip in each.chips)]
     chips = [chip for device in devices for chip in device.chips if chip.present]
-    boards = collections.Counter(chip.board for chip in chips)
-    whole = {chip.board for chip in chips if boards[chip.board] == chip.board_chips}
     product = _common(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.unshared:
         product += "-SHARED"
@@ -3270,10 +3268,15 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
         "replicas": str(resource.replicas or 1),
         "sharing": str(resource.replicas > 0).lower(),
         "memory": str(*memory) if len(memory) == 1 and 0 not in memory else "",
-        "boards": str(len(whole)),
+        "boards": str(len(_whole_boards(chips))),
         "numa-nodes": str(len({chip.function.numa_node for chip in chips} - {None}) or ""),
         **_version_labels("firmware", _common(chip.identity.firmware for chip in chips)),
     }
+
+
+def _whole_boards(chips: Sequence[Chip]) -> set[object]:
+    counts = collections.Counter(chip.board for chip in chips)
+    return {chip.board for chip in chips if counts[chip.board] == chip.board_chips}
 
 
 def _common(values: Iterable[str | None]) -> str:
