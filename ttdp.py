@@ -7,7 +7,7 @@ events. A chapter uses only what stands above it.
     what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION
     how we work                  THREADS, FILES, SYSTEMD, KERNEL EVENTS
     how we talk to the kubelet   ALLOCATION, DEVICE PLUGIN SERVICE, KUBELET SESSION, POD RESOURCES
-    what ties it together        FLEET, WHAT OTHERS READ, PUBLICATION, DAEMON, COMMAND LINE
+    what ties it together        WHAT OTHERS READ, FLEET, PUBLICATION, DAEMON, COMMAND LINE
 
 The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
 drives the rest; only what can block for seconds is read on threads.
@@ -72,6 +72,16 @@ else:
 __version__ = "0.2.0"
 
 log = logging.getLogger("tt-device-plugin")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first of the names: a request can hold ten thousand."""
+    shown = ", ".join(repr(name[:63]) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 # ==== CONFIGURATION: flag, then environment variable, then file, then default ====================
@@ -345,7 +355,7 @@ OPTIONS = [
         key=each.name,
         flag="--" + each.name.replace("_", "-"),
         variable="TTDP_" + each.name.upper(),
-        is_switch=each.type == "bool",
+        is_switch=each.type == "bool",  # annotations are texts here
         **each.metadata,
     )
     for each in fields(Settings)
@@ -1118,7 +1128,7 @@ class Cgroups:
     def look(self, pods: Collection[str], now: float) -> None:
         """Find the cgroups of these pods; forget other pods."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
-        missing = {pod.replace("-", "_"): pod for pod in pods if not self.exists(pod)}
+        missing = {pod.replace("-", "_"): pod for pod in pods if pod and not self.exists(pod)}
         if missing:
             self._find(missing)
         gone = (pod for pod in self.seen if not self.exists(pod))
@@ -1174,9 +1184,9 @@ class Custody:
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = time.monotonic()
-        # What went with the file, not one by one: a kubelet that has lost it gives to others what
-        # pods have that go on.
-        self.lost = {*self._missing_since}
+        # Missing since the whole file was lost: to the kubelet the devices of these pods, which go
+        # on, are free.
+        self.lost = {each for each in self._missing_since if each.pod}
 
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
@@ -1302,7 +1312,7 @@ FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
 
 
 class Fault(enum.Enum):
-    """Why a chip is unhealthy; another kind is worth a log line."""
+    """Why a chip is unhealthy. A change of kind is logged, one of words is not."""
 
     GONE = enum.auto()
     NODE = enum.auto()
@@ -1354,6 +1364,7 @@ def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
 
 def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
     """Judge a chip whose class device is no longer there."""
+    health = health._replace(silent_since=None)
     if on_bus:
         bind = f"echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
         return unhealthy(health, Fault.GONE, f"driver is not bound; {bind}")
@@ -1699,11 +1710,11 @@ def resources(
         resource = listed.get(allocation.resource, Resource(allocation.resource, {}))
         for identifier, addresses in chips_by_id(allocation, resource).items():
             device = resource.devices.get(identifier)
-            is_free = allocation in claims.lost  # for the kubelet
+            kubelet_sees_free = allocation in claims.lost
             if not device or device.addresses != addresses:
                 device = _former_device(identifier, addresses, chips_by_address)
-                is_free = allocation not in claims.filed
-            if is_free:
+                kubelet_sees_free = allocation not in claims.filed
+            if kubelet_sees_free:
                 device = device._replace(withheld=_held_by(allocation, claims))
             claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
     for name, resource in listed.items():
@@ -1938,16 +1949,6 @@ def _grouped(
     return list(groups.values())
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first of the names: a request can hold ten thousand."""
-    shown = ", ".join(repr(name[:63]) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
 # ==== THREADS: what can block for seconds. They get plain data and hand back plain data ===========
 
 READ_PATIENCE = 0.1  # seconds after which nothing waits for a job
@@ -2159,7 +2160,7 @@ class OutputFile:
         self._is_state = is_state
         self._text: str | None = None
         self._written: tuple[str, FileIdentity | None] | None = None
-        self._failure = ""  # which was logged
+        self._failures: set[str] = set()  # that were logged
 
     def want(self, text: str | None) -> None:
         self._text = text
@@ -2177,7 +2178,7 @@ class OutputFile:
             self._write_new(new, text)
             os.replace(new, self.path)
             self._written = (text, file_identity(self.path))
-            self._failure = ""
+            self._failures.clear()
         except FileNotFoundError:  # without its directory nobody wants it
             self._written = None
         except OSError as error:
@@ -2206,9 +2207,9 @@ class OutputFile:
             self._say(f"is false and cannot be removed: {error.strerror}")
 
     def _say(self, reason: str) -> None:
-        if reason != self._failure:
+        if reason not in self._failures:
             log.warning("%s %s", self.path, reason)
-        self._failure = reason
+        self._failures.add(reason)
 
 
 class Memory:
@@ -2641,9 +2642,10 @@ class Allocator:
             dev = self.settings.dev_root
             defaults = [Mount(f"{dev}/{n}", f"/dev/{n}") for n in ("hugepages-1G", "hugepages")]
             return [mount for mount in defaults if os.path.exists(mount.host)]
+        mounts = self.settings.mounts
+        answers = (self._host_paths.exists(mount.host, MOUNT_PATIENCE) for mount in mounts)
         existing = []
-        for mount in self.settings.mounts:
-            exists = await self._host_paths.exists(mount.host, MOUNT_PATIENCE)
+        for mount, exists in zip(mounts, await asyncio.gather(*answers), strict=True):
             if exists:
                 existing.append(mount)
             elif exists is None and must_answer:
@@ -2800,7 +2802,7 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
 )
-_numbers = itertools.count(1)
+_endpoint_numbers = itertools.count(1)
 
 
 class RegistrationError(Exception):
@@ -2821,14 +2823,15 @@ class Endpoint(rpc.DevicePluginServicer):
     def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
         loop = asyncio.get_running_loop()
         self.opened = loop.create_future()  # the kubelet's stream
-        self.ended = loop.create_future()  # … and why, in words
+        self.stream_has_ended = False
+        self.ended = loop.create_future()  # its use: why, in words
         self.is_announced = False  # to the kubelet
         self.kubelet: FileIdentity | None = None  # its socket when the attempt began
         self._listing = listing
         self._allocator = allocator
         self._file: FileIdentity | None = None
-        name = listing.resource.short_name[:18]  # SOCKET_NAME_MAX
-        number = next(_numbers) % 100_000
+        name = listing.resource.short_name[:18]  # see PLUGIN_DIR_MAX
+        number = next(_endpoint_numbers) % 100_000
         self._path = f"{directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{number}.sock"
         # A connection that says nothing is closed; the default is two minutes.
         self._server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
@@ -2905,6 +2908,7 @@ class Endpoint(rpc.DevicePluginServicer):
                 yield message
         finally:
             if is_kubelet:
+                self.stream_has_ended = True
                 self.lose("kubelet no longer watches the devices")
 
     async def GetPreferredAllocation(
@@ -2942,6 +2946,12 @@ class Endpoint(rpc.DevicePluginServicer):
 
     def _resource(self) -> Resource:
         return self._listing.resource
+
+
+def _take_note(task: asyncio.Task[None]) -> None:
+    """Look at a task's error, which asyncio logs else when a disturbance comes with it."""
+    if not task.cancelled():
+        task.exception()
 
 
 class KubeletSession:
@@ -3042,6 +3052,7 @@ class KubeletSession:
         if endpoint.kubelet is None:
             raise RegistrationError(f"waiting for kubelet ({kubelet_socket} is not there)")
         registering = asyncio.create_task(endpoint.register(kubelet_socket))
+        registering.add_done_callback(_take_note)
         try:
             await self._until(registering)
         finally:
@@ -3067,7 +3078,7 @@ class KubeletSession:
             closing = asyncio.create_task(former.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            is_watched = former.is_announced and not former.ended.done()
+            is_watched = former.is_announced and not former.stream_has_ended
             if is_watched and former.kubelet == kubelet:
                 # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
                 # registration (manager.go, PluginDisconnected): so the end comes first.
@@ -3175,7 +3186,7 @@ class PodResources:
         return names
 
 
-# ==== WHAT OTHERS READ: CDI for runtimes, labels for NFD, metrics for Prometheus. Pure ============
+# ==== WHAT OTHERS READ: CDI for runtimes, labels for NFD, metrics for Prometheus =================
 
 CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
@@ -3539,7 +3550,7 @@ class Fleet:
         if chip.board_chips != 2 or not chip.identity.serial:
             return []
         return [
-            bdf for bdf, mate in self.chips.items() if mate.board == chip.board and mate != chip
+            mate.bdf for mate in self.present if mate.board == chip.board and mate.bdf != chip.bdf
         ]
 
     def give_up_waiting(self, seconds_under_way: Callable[[str], float]) -> None:
@@ -4119,7 +4130,7 @@ class Daemon:
         self.monitor.look()
         await self.monitor.until_settled()
         self._stage = "serving"
-        self.registrar.publish()
+        self.registrar.configure(self.settings)  # a SIGHUP may have come meanwhile
         for listening in self._manager.sockets("metrics"):
             await self._scrapes.start(listening)
         await self._until_bound()

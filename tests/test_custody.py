@@ -485,6 +485,16 @@ async def test_a_checkpoint_of_garbage_withholds_what_is_new_and_is_said_once(
     assert len(said) == 1 and not said[0].exc_info
 
 
+def test_a_grant_of_before_a_restart_is_not_lost_once_it_is_filed(tmp_path: Path) -> None:
+    """The next grant of the same ID is as good as any."""
+    memory = {"allocations": [[P150, ["a"], ["0000:01:00.0"], "", ""]]}
+    custody = ttdp.Custody(str(tmp_path), str(tmp_path / "sys"), memory)
+    content = {"Data": {"PodDeviceEntries": [ENTRY], "RegisteredDevices": {}}}
+    (tmp_path / CHECKPOINT).write_text(json.dumps(content))
+    custody.refresh((), lambda path: None, 100)
+    assert [each.pod for each in custody.allocations(100)] == ["uid"] and not custody.lost
+
+
 @pytest.mark.parametrize("how", ["missing", "garbage", "empty"])
 @pytest.mark.parametrize("daemon_lives", [True, False])
 async def test_a_kubelet_that_has_lost_its_checkpoint_gives_nobody_what_a_pod_has(

@@ -417,3 +417,16 @@ async def test_a_session_that_is_closed_before_it_could_serve_holds_up_nobody(
     session = ttdp.KubeletSession(listing, allocator, "/nowhere", lambda: None)
     await session.close()
     await asyncio.wait_for(session.tried_to_serve.wait(), PATIENCE)
+
+
+async def test_a_reload_before_the_first_chip_is_known_is_taken_over_as_a_whole(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The configuration can change between its being read and the start's end."""
+    node.add("p150a")
+    daemon = await start()
+    assert not daemon.sessions, "this comes before the first session"
+    daemon.reload(resource_naming="card")
+    await kubelet.registered("tenstorrent.com/p150a")
+    await kubelet.admit("train", "main", {"tenstorrent.com/p150a": 1})
+    assert [*daemon.sessions] == ["tenstorrent.com/p150a"]

@@ -354,3 +354,15 @@ def test_a_file_that_cannot_be_removed_is_said_to_be_false(
     file.keep()
     (line,) = caplog.messages
     assert line.startswith(f"{tmp_path}/x is false and cannot be removed: ")
+
+
+def test_two_failures_at_each_poll_are_two_lines_in_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is in the way can neither be replaced nor removed, as where all is read-only."""
+    (tmp_path / "x").mkdir()
+    file = ttdp.OutputFile(str(tmp_path / "x"))
+    file.want("text")
+    for _ in range(3):
+        file.keep()
+    assert len(caplog.messages) == len({*caplog.messages}) == 2
