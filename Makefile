@@ -22,7 +22,7 @@ test: $(VENV)/ready  ## every test that needs no root
 test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## for each Python, or PYTHONS='3.10 3.12'
 	@$(PY) -m tests.pythons $(PYTHONS)
 
-e2e: e2e-systemd e2e-kubelet e2e-cgroup2  ## these three; root is needed for each e2e-…
+e2e: e2e-systemd e2e-pythons e2e-kubelet e2e-cgroup2  ## these; root is needed for each e2e-…
 
 e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet and busy
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py

@@ -15,7 +15,7 @@ REPOSITORY := dist/repository
 RELEASE_CHECKS ?= .ci/run
 
 .PHONY: FORCE deb-tools lock abis reproducible repository release
-.PHONY: e2e-systemd e2e-kubelet e2e-slow e2e-cgroup2 e2e-arm64
+.PHONY: e2e-systemd e2e-pythons e2e-kubelet e2e-slow e2e-cgroup2 e2e-arm64
 
 pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
 	@sha256sum $<
@@ -63,20 +63,22 @@ reproducible: $(VENV)/ready  ## build twice, at different places and times: the 
 
 # tests/e2e/test_package.py and what else needs a system of its own, but neither kubelets nor
 # containerd.
-SYSTEMD_TESTS := package.py udev.py logind.py repository.py pythons.py
+SYSTEMD_TESTS := package.py udev.py logind.py repository.py
 
 e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd: containers, virtual machines
 	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)
 
-# Whole machines in QEMU's interpreter, which need no more of the host than their package.
-MACHINE_TESTS := cgroup2.py arm64.py
+# Whole systems, which need no more of the host than their package, and have targets of their own.
+OTHER_TESTS := newcomer.py pythons.py cgroup2.py arm64.py
 
 e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, containerd, podman
-	@$(PYTEST) -vv tests/e2e --ignore tests/e2e/test_newcomer.py \
-		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(MACHINE_TESTS))
+	@$(PYTEST) -vv tests/e2e $(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
 e2e-slow: dist/tt-device-plugin.pyz  ## a container that crashes six minutes after a rename
 	@$(PYTEST) -vv -m slow tests/e2e/test_custody.py
+
+e2e-pythons: $(DEB)$(MACHINE).deb  ## the package and the suite with Python 3.13, 3.14 and 3.15
+	@$(PYTEST) -vv tests/e2e/test_pythons.py
 
 e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: what can a pod open?
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py

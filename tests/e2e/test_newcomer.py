@@ -26,6 +26,7 @@ from tests.world.processes import ROOT
 
 SUITES = ("bookworm", "trixie")
 COMMANDS = ("demo", "test")
+LOADS = os.environ.get("LOADS", "quiet busy").split()
 PACKAGES = "git,make,python3,python3-venv"
 USER = "newcomer"
 PATIENCE = 1500.0  # seconds for a command on a busy machine, setting up included
@@ -139,7 +140,7 @@ def test_make_deb_says_what_is_missing(tree: Tree) -> None:
     assert not (tree.clone / ".venv").exists(), done.stdout
 
 
-@pytest.mark.parametrize("load", ["quiet", "busy"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("target", COMMANDS)
 def test_the_two_commands(tree: Tree, target: str, load: str, told: Told) -> None:
     """`make demo` and `make test` pass; the first sets up what it needs, and says so meanwhile."""
