@@ -2757,6 +2757,7 @@ class Listing:
     def __init__(self, resource: Resource) -> None:
         self.resource = resource
         self.message = device_list(resource)
+        self.ever_listed = {*resource.devices}
         self._changed = asyncio.Event()
         self._is_closed = False
 
@@ -2767,6 +2768,7 @@ class Listing:
     def publish(self, resource: Resource) -> None:
         """Send the list to open streams if it is another one now."""
         self.resource = resource
+        self.ever_listed |= resource.devices.keys()
         message = device_list(resource)
         if message != self.message:
             self.message = message
@@ -3020,7 +3022,7 @@ class KubeletSession:
             self._differs_since = now
         elif now - self._differs_since > RIVAL_PATIENCE:
             self._differs_since = None
-            if healthy <= self.listing.resource.devices.keys():
+            if healthy <= self.listing.ever_listed:
                 self.listing.repeat()
             elif self._endpoint:
                 self._endpoint.lose("another plugin has registered this name; stop it")

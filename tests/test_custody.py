@@ -734,6 +734,24 @@ async def test_a_container_that_starts_again_does_not_wait_for_itself(
 # -- one daemon, and a registration that is true ---------------------------------------------------
 
 
+async def test_a_file_that_is_late_is_no_other_plugin(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it has the IDs that we listed before for longer than a moment."""
+    monkeypatch.setattr("ttdp.RIVAL_PATIENCE", 0.2)
+    (chip,) = node.add("n150")
+    daemon = await start(interval=FAST)
+    await offers(kubelet, N150, chip.bdf)
+    before = kubelet.file.path.read_bytes()
+    daemon.reload(device_id_strategy="index")
+    await offers(kubelet, N150, str(chip.ordinal))
+    for _ in range(3):
+        kubelet.file.corrupt(before)
+        written = len(kubelet.find("written"))
+        await kubelet.wait_for(lambda: len(kubelet.find("written")) > written)
+    assert daemon.sessions[N150].registrations == 1
+
+
 class Rival(rpc.DevicePluginServicer):
     """Another plugin, with a device of its own."""
 
