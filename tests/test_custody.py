@@ -747,8 +747,7 @@ async def test_a_file_that_is_late_is_no_other_plugin(
     await offers(kubelet, N150, str(chip.ordinal))
     for _ in range(3):
         kubelet.file.corrupt(before)
-        written = len(kubelet.find("written"))
-        await kubelet.wait_for(lambda: len(kubelet.find("written")) > written)
+        await until(lambda: kubelet.file.path.read_bytes() != before)
     assert daemon.sessions[N150].registrations == 1
 
 
