@@ -1622,6 +1622,10 @@ def replica_ids(identifier: str, replicas: int) -> list[str]:
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
 
+def are_shares(ids: Iterable[str]) -> bool:
+    return all("::" in identifier for identifier in ids)
+
+
 def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
     """Return chips by ID. Present ones win: a freed ordinal is reused at once."""
 
@@ -2697,7 +2701,8 @@ class Allocator:
         own = ["", *same[-1:]]  # the newest answer's; that can be a grant
         chips = _chips(resource, ids)
         for each in allocations:
-            is_fellow = resource.replicas > 0 and each.resource == resource.name
+            # Both were shares of one resource, whatever the configuration says by now.
+            is_fellow = each.resource == resource.name and are_shares({*each.ids, *ids})
             if is_fellow or each.pod in own:
                 continue
             for chip in chips:
@@ -3254,6 +3259,8 @@ def feature_file(
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in listed:
+        if resource.name != f"{settings.resource_domain}/{resource.short_name}":
+            continue  # a pod's, of another domain before
         for key, value in _resource_labels(resource).items():
             labels[f"{resource.short_name}.{key}"] = value
     labels |= _version_labels("driver", driver or "")
@@ -3269,7 +3276,8 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
-    devices = [each for each in resource.distinct if any(chip.present for chip in each.chips)]
+    distinct = {each.addresses: each for each in resource.distinct}  # a pod's former ID is no more
+    devices = [each for each in distinct.values() if any(chip.present for chip in each.chips)]
     chips = [chip for device in devices for chip in device.chips if chip.present]
     product = _common(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.unshared:
@@ -3930,6 +3938,7 @@ class Registrar:
         self._changed = changed
         self._pod_resources = PodResources(settings.pod_resources_socket)
         self._given: Mapping[str, Resource] = {}  # by the configuration
+        self._nodes: Mapping[str, str] = {}  # paths by address, when the checkpoint was read
         self._published: object = None  # what the lists were made of
         self._offered: set[Offered] = set()
         self._withheld: dict[str, str] = {}  # and why, which was logged
@@ -3953,13 +3962,18 @@ class Registrar:
         custody = self.custody
         allocations = custody.allocations(time.monotonic())
         filed = frozenset(filter(custody.is_filed, allocations))
-        made_of = (self._fleet.version, allocations, filed, custody.fault, dict(custody.names))
+        seen = dict(custody.cgroups.seen)  # what is saved below
+        names = dict(custody.names)
+        made_of = (self._fleet.version, allocations, filed, custody.fault, names, seen)
         if made_of == self._published:
             return
         chips = self._fleet.listed
         given = configured_resources(chips, self.settings)
-        if given.keys() != self._given.keys():  # entries under new names count
+        nodes = {chip.bdf: chip.function.path for chip in self._fleet.present}
+        # Entries under new names count, and others' answers name nodes.
+        if (given.keys(), nodes) != (self._given.keys(), self._nodes):
             self._given = given
+            self._nodes = nodes
             custody.reread()
             if custody.refresh(given, self._fleet.chip_at, time.monotonic()):
                 return self.publish()
@@ -3983,7 +3997,9 @@ class Registrar:
         directory = self.settings.device_plugin_dir
         for name in self.sessions.keys() - listed.keys():
             log.info("%s: no device is of this resource any longer", name)
-            self._run(self.sessions.pop(name).close())
+            ending = self.sessions.pop(name)
+            ending.listing.resource = Resource(name, {})  # for a call that is under way
+            self._run(ending.close())
         for name, resource in listed.items():
             self._make_locks(resource)
             if name in self.sessions:
@@ -3994,8 +4010,9 @@ class Registrar:
 
     def _make_locks(self, resource: Resource) -> None:
         """Make what containers start with again after a reboot."""
+        replicas = sum("::" in identifier for identifier in resource.devices)  # pods' former, too
         with contextlib.suppress(Refusal):  # which Allocate answers with
-            self.allocator.make_locks(resource)
+            self.allocator.make_locks(resource._replace(replicas=replicas))
 
     def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
         before = self._withheld
@@ -4089,7 +4106,7 @@ class Daemon:
         self._load = load
         self._manager = manager
         self._lock = DirectoryLock(settings.device_plugin_dir)
-        self._watch = DirectoryWatch(settings.device_plugin_dir, self.registrar.directory_changed)
+        self._watch = DirectoryWatch(settings.device_plugin_dir, self._directory_changed)
         self._refused = ""  # why the configuration on disk is not the one in force
         self._stage: Literal["starting", "serving", "ready"] = "starting"
         self._wake = asyncio.Event()  # from the pause between polls
@@ -4133,6 +4150,7 @@ class Daemon:
         await self.monitor.until_settled()
         self._stage = "serving"
         self.registrar.configure(self.settings)  # a SIGHUP may have come meanwhile
+        self.registrar.refresh()  # pods have chips, though none is here
         for listening in self._manager.sockets("metrics"):
             await self._scrapes.start(listening)
         await self._until_bound()
@@ -4159,6 +4177,7 @@ class Daemon:
         deadline = time.monotonic() + BIND_PATIENCE
         on_bus = functions_on_bus(self.settings)
         while driver_version(self.settings) is not None:
+            await self._describe()  # what is offered already
             listed = [chip.bdf for chip in self.monitor.fleet.listed]
             unlisted = (bdf for bdf in on_bus if bdf not in listed)
             missing = [bdf for bdf in unlisted if is_for_driver(self.settings, bdf)]
@@ -4263,6 +4282,12 @@ class Daemon:
     def _chips_changed(self) -> None:
         if self._stage != "starting":
             self.registrar.publish()
+
+    def _directory_changed(self, names: Collection[str]) -> None:
+        if "" in names:  # it can be there only now, and another's
+            self._check_directory()
+        if not self._status.done():
+            self.registrar.directory_changed(names)
 
     def _check_directory(self) -> None:
         directory = self.settings.device_plugin_dir
