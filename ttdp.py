@@ -1186,7 +1186,8 @@ class Custody:
             self._missing_since[former] = time.monotonic()
         # Missing since the whole file was lost: to the kubelet the devices of these pods, which go
         # on, are free.
-        self.lost = {each for each in self._missing_since if each.pod}
+        self.cgroups.look({each.pod for each in self._missing_since}, time.monotonic())
+        self.lost = self._that_go_on(self._missing_since)
 
     def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
@@ -1219,8 +1220,11 @@ class Custody:
         gone = self._compare(now)
         self.lost -= {*self.checkpoint.allocations}
         if not was_continuous:
-            self.lost |= gone
+            self.lost |= self._that_go_on(gone)
         return True
+
+    def _that_go_on(self, allocations: Iterable[Allocation]) -> set[Allocation]:
+        return {each for each in allocations if self.cgroups.exists(each.pod)}
 
     def _compare(self, now: float) -> set[Allocation]:
         """Take over the file's entries; returns what is no longer there."""

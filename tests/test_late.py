@@ -251,3 +251,22 @@ async def test_a_pods_id_is_listed_from_the_start_though_every_chip_is_missing(
     async with RunningDaemon(node, settings) as daemon:
         await until(lambda: daemon.notified("READY=1"))
         assert chip.bdf in reasons(daemon, P150)
+
+
+async def test_a_pod_that_has_ended_unseen_holds_nothing_after_a_restart(
+    node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path
+) -> None:
+    """It was too short for a poll to see its cgroup; the kubelet's file lacks it by now."""
+    node.add("p150a")
+    settings = settings_of(node, directory, interval=60, state_dir=str(short_tmp))
+    async with RunningDaemon(node, settings):
+        await kubelet.registered(P150)
+        await kubelet.admit("short", "main", {P150: 1})
+        await kubelet.running("short", "main")
+    kubelet.complete("short")
+    kubelet.manager.prune()
+    kubelet.manager.write_checkpoint_now()
+    async with RunningDaemon(node, settings) as daemon:
+        await kubelet.registered(P150)
+        assert not reasons(daemon, P150)
+        await kubelet.admit("next", "main", {P150: 1})
