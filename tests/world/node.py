@@ -589,7 +589,7 @@ class SimulatedNode:
         path = Path(node)
         path.lstat()
         while path.is_symlink() and path.parent.name.startswith("by-"):
-            path = path.parent / path.readlink()
+            path = Path(os.path.normpath(path.parent / path.readlink()))
             path.lstat()
         is_here = path.resolve().parent == (self.root / "dev/tenstorrent").resolve()
         ours = is_here or path.parent.name == "tenstorrent"
