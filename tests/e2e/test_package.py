@@ -515,21 +515,23 @@ def test_a_daemon_that_wants_to_be_started_again(host: Host, status: int, told: 
 
     Who starts it by hand waits for nothing, in whatever state it is.
     """
-    began = int(time.time())
+    began = time.monotonic()
 
     def starts() -> list[float]:
-        which = ("--unit", UNIT, f"--since=@{began}")
-        said = host.container("journalctl", *which, "--output=short-monotonic", "--no-pager")
-        times = [
+        said = host.container(
+            "journalctl", "--unit", UNIT, "--output=short-monotonic", "--no-pager"
+        )
+        every = [
             float(line.split("]")[0][1:]) for line in said.splitlines() if ": Started " in line
         ]
+        times = [at for at in every if at > began]
         return times if len(times) >= 5 else []
 
     host.container.write(DROP_IN, ending(status))
     host.container.shell(f"systemctl daemon-reload; systemctl start {UNIT}", check=False)
     times = wait_until(starts, "five starts", 60)
     pauses = pauses_of(times)
-    assert pauses[0] < AT_ONCE and pauses[2] > 1 and pauses[3] > 2, pauses
+    assert pauses[0] < AT_ONCE and 1 < pauses[1] < pauses[2] < pauses[3], pauses
     host.container.write(DROP_IN, ending(status, "10min"))
     host.systemctl("daemon-reload")
     wait_until(lambda: host.property("SubState") == "auto-restart", "systemd to wait", 60)
