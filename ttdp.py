@@ -2838,6 +2838,7 @@ class Endpoint(rpc.DevicePluginServicer):
         self.ended = loop.create_future()  # its use: why, in words
         self.is_announced = False  # to the kubelet
         self.kubelet: FileIdentity | None = None  # its socket when the attempt began
+        self.registered_with: FileIdentity | None = None  # None: perhaps with its successor
         self._listing = listing
         self._allocator = allocator
         self._file: FileIdentity | None = None
@@ -2888,6 +2889,8 @@ class Endpoint(rpc.DevicePluginServicer):
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
+                if file_identity(kubelet_socket) == self.kubelet:
+                    self.registered_with = self.kubelet
             except grpc.aio.AioRpcError as error:
                 reason = f"refuses: {words_of(error)}"
                 if error.code() == Status.DEADLINE_EXCEEDED:
@@ -3089,12 +3092,12 @@ class KubeletSession:
             closing = asyncio.create_task(former.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            is_watched = former.is_announced and not former.stream_has_ended
-            if is_watched and former.kubelet == kubelet:
+            if former.is_announced and not former.stream_has_ended:
                 # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
                 # registration (manager.go, PluginDisconnected): so the end comes first.
                 await asyncio.wait({closing})
-                await asyncio.sleep(STREAM_PAUSE)
+                if former.registered_with in (None, kubelet):
+                    await asyncio.sleep(STREAM_PAUSE)
         if not os.path.isdir(self._directory):
             raise RegistrationError(f"waiting for {self._directory}")
         self._endpoint = Endpoint(self.listing, self._allocator, self._directory)

@@ -274,6 +274,38 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
     assert len(kubelet.find("registered", NAME)) == 1 and not kubelet.find("ended", NAME)
 
 
+@pytest.mark.parametrize("version", [(1, 33), (1, 37)])
+async def test_a_stream_of_a_kubelet_that_came_during_the_attempt_ends_before_it_registers_anew(
+    start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    """The socket that was there when the attempt began was another's.
+
+    Before 1.37 the kubelet forgets a new registration when an older stream ends: the reference
+    kubelet has that for a violation, as it does when its socket is only touched.
+    """
+    listens = ttdp.listens
+    came = iter([True])
+
+    def comes_now(path: str) -> bool:
+        if path.endswith("/kubelet.sock") and next(came, False):
+            os.utime(path)
+        return listens(path)
+
+    class Endpoint(ttdp.Endpoint):
+        async def close(self, grace: float | None = None) -> None:
+            await asyncio.sleep(0.2)  # as on a busy machine
+            await super().close(grace)
+
+    monkeypatch.setattr(ttdp, "Endpoint", Endpoint)
+    monkeypatch.setattr(ttdp, "listens", comes_now)
+    async with Kubelet(directory, version=version) as kubelet:
+        daemon = await start(interval=3600)
+        await until(lambda: len(kubelet.find("registered")) == 2)
+        await until(lambda: state(daemon) == "registered with kubelet")
+        await until(lambda: kubelet.find("ended"))
+        assert kubelet.violations == []
+
+
 async def test_attempts_that_are_dropped_at_any_moment_leave_the_next_one_a_clean_start(
     node: SimulatedNode, start: StartDaemon, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
