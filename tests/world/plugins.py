@@ -6,10 +6,12 @@ It follows `pkg/kubelet/cm/devicemanager/plugin/v1beta1` and what of `manager.go
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
 import re
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -143,13 +145,9 @@ class Client:
         """The socket's name, which the plugin has registered."""
         return os.path.basename(self.path)
 
-    async def dial(self, on_failure: Callable[[], None]) -> None:
+    async def dial(self) -> None:
         """Wait until the plugin answers; who serves late pays: gRPC tries again after a second."""
-        failed = False
         while (state := self.channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not failed:
-                failed = True
-                on_failure()
             await self.channel.wait_for_state_change(state)
 
     async def close(self) -> None:
@@ -234,6 +232,12 @@ def inspect_list(resource: str, devices: Sequence[pb.Device]) -> Iterator[str]:
         seen.add(device.ID)
 
 
+def accepts(path: str) -> bool:
+    """Tell whether somebody accepts connections on a unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        return probe.connect_ex(path) in (0, errno.EAGAIN)
+
+
 def refuse_impossible(request: pb.RegisterRequest) -> None:
     """Raise Failure for a registration that the kubelet refuses at once."""
     if request.version != "v1beta1":
@@ -302,14 +306,16 @@ class Plugins:
 
     async def _connect(self, client: Client, request: pb.RegisterRequest) -> None:
         """Dial back and ask for the options, all within the plugin's call of Register."""
-
-        def too_early() -> None:
-            self._log.violation(f"{client.resource} registers {client.path} before it serves there")
-
+        early = f"{client.resource} registers {client.path} before it serves there"
+        is_early = not accepts(client.path)
+        if not os.path.exists(client.path):
+            self._log.violation(early)
         try:
-            await asyncio.wait_for(client.dial(too_early), self._config.dial_timeout)
-        except asyncio.TimeoutError:
+            await asyncio.wait_for(client.dial(), self._config.dial_timeout)
+        except asyncio.TimeoutError:  # a socket that only refuses is one of a plugin that has ended
             raise Failure("failed to dial device plugin: context deadline exceeded") from None
+        if is_early:
+            self._log.violation(early)
         try:
             call = client.stub.GetDevicePluginOptions(pb.Empty())
             options: pb.DevicePluginOptions = await client.answer(call)

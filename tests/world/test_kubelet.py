@@ -128,6 +128,16 @@ async def test_a_plugin_that_does_not_serve_is_refused_in_the_end(bench: Bench) 
     assert kubelet.violations == [early]
 
 
+async def test_a_plugin_that_ends_while_it_registers_has_done_nothing_wrong(bench: Bench) -> None:
+    """Its socket refuses, as a killed plugin's does: Register fails, which nobody hears."""
+    kubelet = await bench.kubelet(dial_timeout=0.2)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(bench.directory / "p.sock"))
+    with pytest.raises(grpc.aio.AioRpcError, match="failed to dial device plugin"):
+        await Plugin(bench.directory, [A], N150, "p.sock").register()
+    assert kubelet.violations == []
+
+
 @pytest.mark.parametrize("end", ["stop", "end_streams", "drop"])
 async def test_the_end_of_the_stream_makes_all_devices_unhealthy(bench: Bench, end: str) -> None:
     """Whether the plugin stops, ends the stream politely, or the connection breaks."""
