@@ -19,18 +19,14 @@ import _thread  # threading's start() waits for the new thread, and its end join
 import argparse
 import asyncio
 import base64
-import collections
-import contextlib
 import ctypes
 import difflib
-import enum
 import errno
 import fcntl
 import functools
 import itertools
 import json
 import logging
-import math
 import operator
 import os
 import queue
@@ -43,6 +39,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter, defaultdict
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -53,7 +50,13 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum, auto
+from itertools import chain
+from math import inf
+from os.path import basename, dirname, isdir
+from time import monotonic
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import grpc
@@ -122,12 +125,21 @@ def _one_of(*choices: str) -> Rule:
     return Rule(valid, lambda value: value in choices, choices=choices)
 
 
-def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
+def _number(
+    valid: str,
+    least: float,
+    most: float,
+    *kinds: type,
+) -> Rule:
     kinds = kinds or (int, float)  # a boolean is an int to isinstance()
     return Rule(valid, lambda value: type(value) in kinds and least <= value <= most)
 
 
-def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: True) -> Rule:
+def _text(
+    valid: str,
+    form: str,
+    also: Callable[[str], object] = lambda text: True,
+) -> Rule:
     def accepts(value: Any) -> object:
         return isinstance(value, str) and re.fullmatch(form, value) and also(value)
 
@@ -450,7 +462,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dict[str, Any]:
+def _table(
+    path: str,
+    heading: str,
+    table: object,
+    kind: Any,
+    *more: str,
+) -> dict[str, Any]:
     """Return a table's values, by a dataclass's rules; more: keys without a rule."""
     rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
     known = [*rules, *more]
@@ -468,7 +486,13 @@ def _table(path: str, heading: str, table: object, kind: Any, *more: str) -> dic
     }
 
 
-def _tables(path: str, heading: str, tables: object, kind: Any, *needed: str) -> list[Any]:
+def _tables(
+    path: str,
+    heading: str,
+    tables: object,
+    kind: Any,
+    *needed: str,
+) -> list[Any]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
     for key, table in itertools.product(needed, tables):
@@ -521,7 +545,11 @@ def _checked_sharing(settings: Settings, path: str) -> Sharing:
     return replace(sharing, resources=tuple(entries))
 
 
-def _clash(sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]) -> str | None:
+def _clash(
+    sharing: Sharing,
+    entry: SharedResource,
+    others: Sequence[SharedResource],
+) -> str | None:
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
@@ -587,7 +615,7 @@ class PciFunction(NamedTuple):
 
     @property
     def directory(self) -> str:
-        return os.path.dirname(os.path.dirname(self.sysfs))
+        return dirname(dirname(self.sysfs))
 
 
 class Identity(NamedTuple):
@@ -656,7 +684,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 def file_identity(path: str) -> FileIdentity | None:
     """Return device, inode and time: inode numbers are soon used again."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino, status.st_mtime_ns
     return None
@@ -684,19 +712,19 @@ def _read_open(descriptor: int, path: str) -> str:
 
 def read_quick(path: str) -> str | None:
     """Return an attribute that never blocks, if it can be read."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return read_attribute(path, os.O_NONBLOCK)
     return None
 
 
 def link_name(path: str) -> str | None:
-    with contextlib.suppress(OSError):
-        return os.path.basename(os.readlink(path))
+    with suppress(OSError):
+        return basename(os.readlink(path))
     return None
 
 
 def names_in(directory: str) -> list[str]:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return os.listdir(directory)
     return []
 
@@ -723,7 +751,7 @@ def _pci_id(path: str) -> int | None:
 def driver_version(settings: Settings) -> str | None:
     """Return the loaded driver's version, such as "2.10.0"; "": unknown; None: not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
-    if os.path.isdir(module) or os.path.isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
+    if isdir(module) or isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
         return read_quick(f"{module}/version") or ""
     return None
 
@@ -747,7 +775,7 @@ def is_for_driver(settings: Settings, bdf: str) -> bool:
     directory = pci_directory(settings, bdf)
     override = read_quick(f"{directory}/driver_override")
     wanted = link_name(f"{directory}/driver") or override or DRIVER
-    return os.path.isdir(directory) and wanted in (DRIVER, "(null)")
+    return isdir(directory) and wanted in (DRIVER, "(null)")
 
 
 def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
@@ -762,7 +790,7 @@ def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
     oddities = []
     for name in names_in(directory):
         sysfs = f"{directory}/{name}"
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
         found = known_by_path.get(sysfs) or read_function(settings, sysfs)
         if isinstance(found, PciFunction):
@@ -848,7 +876,7 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
     (seen with containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if os.readlink(link) in (f"../{function.ordinal}", function.path):
             return link
     return None
@@ -858,7 +886,7 @@ def expects_links(settings: Settings) -> bool:
     """Whether the package's udev rule is in force."""
     if settings.dev_root == "/dev" and os.path.exists(UDEV_RULE):
         return True
-    return os.path.isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
+    return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
@@ -921,14 +949,14 @@ def read_telemetry(
     and only what changes is read.
     """
     files = files or AttributeFiles()
-    with contextlib.suppress(OSError):  # reading everything shows why
+    with suppress(OSError):  # reading everything shows why
         if former and (telemetry := _read_changes(function, former, files)):
             return telemetry
     files.close()
     try:
         return _read_everything(function)
     except OSError as error:
-        name = os.path.basename(error.filename or function.sysfs)
+        name = basename(error.filename or function.sysfs)
         return Telemetry(error=(name, error.errno or 0))
 
 
@@ -966,7 +994,7 @@ def _read_everything(function: PciFunction) -> Telemetry:
         paths += [f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"]
     raw = {}
     for path in paths:
-        name = os.path.basename(path)
+        name = basename(path)
         try:
             text = read_attribute(path)
         except OSError as error:
@@ -977,11 +1005,11 @@ def _read_everything(function: PciFunction) -> Telemetry:
             raw[name] = text
     if raw:
         return parse_telemetry(raw)._replace(hwmon=hwmon)
-    if not os.path.isdir(function.sysfs):
-        return Telemetry(error=(os.path.basename(function.sysfs), errno.ENODEV))
+    if not isdir(function.sysfs):
+        return Telemetry(error=(basename(function.sysfs), errno.ENODEV))
     # Firmware that is late offers nothing, and so does a chip that was dead when the driver was
     # bound: its PCI configuration space begins with all ones.
-    with contextlib.suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
+    with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
             return Telemetry(all_ones=True, off_bus=True)
     return Telemetry()
@@ -1128,14 +1156,14 @@ class Cgroups:
     def look(self, pods: Collection[str], now: float) -> None:
         """Find the cgroups of these pods; forget other pods."""
         self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
-        missing = {pod.replace("-", "_"): pod for pod in pods if pod and not self.exists(pod)}
+        missing = [pod for pod in pods if pod and not self.exists(pod)]
         if missing:
-            self._find(missing)
+            self._find({pod.replace("-", "_"): pod for pod in missing})
         gone = (pod for pod in self.seen if not self.exists(pod))
         self._gone_at = {pod: self._gone_at.get(pod, now) for pod in gone}
 
     def exists(self, pod: str) -> bool:
-        return pod in self.seen and os.path.isdir(self.seen[pod])
+        return pod in self.seen and isdir(self.seen[pod])
 
     def seconds_gone(self, pod: str, now: float) -> float | None:
         """Return for how long a cgroup has been gone; None: never seen."""
@@ -1149,7 +1177,7 @@ class Cgroups:
             level = [path for directory in level for path in self._descend(directory, missing)]
 
     def _descend(self, directory: str, missing: Mapping[str, str]) -> Iterator[str]:
-        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        with suppress(OSError), os.scandir(directory) as entries:
             for entry in entries:
                 match = re.search(r"pod([0-9a-f_-]{32,36})(\.slice)?$", entry.name)
                 pod = match and missing.get(match[1].replace("-", "_"))
@@ -1167,7 +1195,12 @@ class Custody:
     pod's cgroup are gone; where none was seen, with a writing that we caused and that lacks it.
     """
 
-    def __init__(self, directory: str, sysfs_root: str, memory: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: str,
+        sysfs_root: str,
+        memory: Mapping[str, Any],
+    ) -> None:
         """memory: of the same boot."""
         self.checkpoint = Checkpoint((), {})
         self.fault: str | None = None  # why the checkpoint cannot be understood
@@ -1179,17 +1212,22 @@ class Custody:
         self._missing_since: dict[Allocation, float] = {}
         self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
         self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
-        self._written_since = -math.inf  # the file's writing began after this
+        self._written_since = -inf  # the file's writing began after this
         self._is_continuous = False  # the kubelet's knowledge, since the file was read
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
-            self._missing_since[former] = time.monotonic()
+            self._missing_since[former] = monotonic()
         # Missing since the whole file was lost: to the kubelet the devices of these pods, which go
         # on, are free.
-        self.cgroups.look({each.pod for each in self._missing_since}, time.monotonic())
+        self.cgroups.look({each.pod for each in self._missing_since}, monotonic())
         self.lost = self._that_go_on(self._missing_since)
 
-    def refresh(self, ours: Collection[str], chip_at: ChipAt, now: float) -> bool:
+    def refresh(
+        self,
+        ours: Collection[str],
+        chip_at: ChipAt,
+        now: float,
+    ) -> bool:
         """Read the checkpoint if it has changed; returns whether it has.
 
         A file that vanishes changes nothing: pods run on.
@@ -1232,7 +1270,7 @@ class Custody:
         for allocation in filed:
             if allocation not in self._missing_since:  # it was a grant
                 self._missing_since.pop(allocation._replace(pod="", container=""), None)
-            self._missing_since[allocation] = math.inf
+            self._missing_since[allocation] = inf
             self._filed_since.setdefault(allocation, now)
         gone = {each for each in self._missing_since if self.is_filed(each) and each not in filed}
         self._missing_since |= dict.fromkeys(gone, now)
@@ -1263,11 +1301,11 @@ class Custody:
 
     def is_filed(self, allocation: Allocation) -> bool:
         """Whether the kubelet knows of an allocation."""
-        return self._missing_since.get(allocation) == math.inf
+        return self._missing_since.get(allocation) == inf
 
     def has_doubts(self) -> bool:
         """Whether something counts of which the kubelet does not know."""
-        return any(since < math.inf for since in self._missing_since.values())
+        return any(since < inf for since in self._missing_since.values())
 
     def expect_writing(self, now: float) -> None:
         """Take the file's next change for a writing that begins after now."""
@@ -1278,11 +1316,11 @@ class Custody:
             return True
         since = self._missing_since[allocation]
         seconds_gone = self.cgroups.seconds_gone(allocation.pod, now)
-        if since == math.inf:  # before 1.34 the entry of the pod admitted last stays
+        if since == inf:  # before 1.34 the entry of the pod admitted last stays
             return seconds_gone is None or seconds_gone < LINGERING
         # An entry that was there for long is in every writing until its pod has ended: one without
         # a cgroup was refused after a reboot.
-        was_settled = since - self._filed_since.get(allocation, math.inf) >= SETTLING
+        was_settled = since - self._filed_since.get(allocation, inf) >= SETTLING
         is_written = self._written_since >= since + SETTLING
         return seconds_gone is None and not was_settled and not is_written
 
@@ -1300,10 +1338,9 @@ class Custody:
         return self.names.get(allocation.pod, f"pod {allocation.pod}")
 
     def memory(self) -> dict[str, Any]:
-        allocations = [
-            [each.resource, sorted(each.ids), sorted(each.chips), each.pod, each.container]
-            for each in self._missing_since
-        ]
+        allocations = []
+        for resource, ids, chips, *pod in self._missing_since:
+            allocations.append([resource, sorted(ids), sorted(chips), *pod])
         return {"allocations": allocations, "cgroups": self.cgroups.seen}
 
 
@@ -1315,19 +1352,19 @@ READ_DEADLINE = 2.0  # seconds after which a read counts as one that does not re
 FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
 
 
-class Fault(enum.Enum):
+class Fault(Enum):
     """Why a chip is unhealthy. A change of kind is logged, one of words is not."""
 
-    GONE = enum.auto()
-    NODE = enum.auto()
-    BLOCKED = enum.auto()
-    RESETTING = enum.auto()
-    READ_ERROR = enum.auto()
-    NO_RESPONSE = enum.auto()
-    STALLED = enum.auto()
-    SILENT = enum.auto()
-    HOT = enum.auto()
-    TRIPPED = enum.auto()
+    GONE = auto()
+    NODE = auto()
+    BLOCKED = auto()
+    RESETTING = auto()
+    READ_ERROR = auto()
+    NO_RESPONSE = auto()
+    STALLED = auto()
+    SILENT = auto()
+    HOT = auto()
+    TRIPPED = auto()
 
 
 class Health(NamedTuple):
@@ -1596,7 +1633,7 @@ class Resource(NamedTuple):
     @property
     def replicas_of_devices(self) -> list[list[str]]:
         """The IDs of each device."""
-        found = collections.defaultdict[tuple[str, frozenset[str]], list[str]](list)
+        found = defaultdict[tuple[str, frozenset[str]], list[str]](list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
         return list(found.values())
@@ -1626,8 +1663,8 @@ def replica_ids(identifier: str, replicas: int) -> list[str]:
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
 
-def are_shares(ids: Iterable[str]) -> bool:
-    return all("::" in identifier for identifier in ids)
+def is_share(identifier: str) -> bool:
+    return "::" in identifier
 
 
 def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
@@ -1638,7 +1675,7 @@ def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, C
         return names.get(strategy, chip.bdf)
 
     chips = sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf)))
-    present = collections.Counter(wanted(chip) for chip in chips if chip.present)
+    present = Counter(wanted(chip) for chip in chips if chip.present)
     ids: dict[str, Chip] = {}
     for chip in chips:
         contested = chip.present and present[wanted(chip)] > 1  # two of one ASIC ID
@@ -1659,13 +1696,13 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
     A p300's chip without a serial belongs to no board yet, and waits.
     """
     alone: list[Chip] = []
-    boards = collections.defaultdict[tuple[str, str], list[Chip]](list)
+    boards = defaultdict[tuple[str, str], list[Chip]](list)
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
         if settings.unit == "chip" or chip.board_chips == 1:
             alone.append(chip)
         elif chip.board_name:
             boards[short_name(chip, settings), chip.board_name].append(chip)
-    devices = collections.defaultdict[str, list[Device]](list)
+    devices = defaultdict[str, list[Device]](list)
     for identifier, chip in device_ids(alone, settings.device_id_strategy).items():
         devices[short_name(chip, settings)].append(Device(identifier, (chip,)))
     for (name, board), members in boards.items():
@@ -1683,7 +1720,12 @@ def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str,
     sharing = settings.sharing
     found: dict[str, Resource] = {}
 
-    def add(short: str, unshared: str, devices: Iterable[Device], replicas: int) -> None:
+    def add(
+        short: str,
+        unshared: str,
+        devices: Iterable[Device],
+        replicas: int,
+    ) -> None:
         listed = {}
         for device in devices:
             listed.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
@@ -1918,7 +1960,7 @@ class _Search(NamedTuple):
         """Try every choice of nodes: leaving one out is the only way not to touch it."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
-        for chosen in itertools.chain(*(itertools.combinations(touched, n) for n in counts)):
+        for chosen in chain(*(itertools.combinations(touched, n) for n in counts)):
             inside = [each for each in candidates if each.numa_nodes.issubset(chosen)]
             whole = sum(node not in self.broken for node in chosen)
             fee = Cost(numa_nodes=len(chosen), whole_numa_nodes=whole)
@@ -1941,8 +1983,10 @@ class _Search(NamedTuple):
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
-            for size in range(min(len(total) + len(part) - 1, self.size + 1)):
-                counts = range(max(0, size - len(total) + 1), min(size + 1, len(part)))
+            most = len(total) - 1
+            for size in range(min(most + len(part), self.size + 1)):
+                least = max(0, size - most)
+                counts = range(least, min(size + 1, len(part)))
                 joined.append(min(part[n] + total[size - n] for n in counts))
             total = joined
         return total[:1] + [each + fee for each in total[1 : self.size + 1]]
@@ -1951,7 +1995,7 @@ class _Search(NamedTuple):
 def _grouped(
     candidates: Iterable[Candidate], key: Literal["board", "tray"]
 ) -> list[list[Candidate]]:
-    groups = collections.defaultdict[object, list[Candidate]](list)
+    groups = defaultdict[object, list[Candidate]](list)
     for candidate in candidates:
         groups[candidate.board if key == "board" else candidate.tray].append(candidate)
     return list(groups.values())
@@ -1964,7 +2008,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-@contextlib.contextmanager
+@contextmanager
 def log_and_continue(what: str) -> Iterator[None]:
     """The boundary at which the daemon outlives an error of its own."""
     try:
@@ -2013,7 +2057,7 @@ class ThreadPool(Generic[Job, Result]):
         return key in self._pending
 
     def seconds_under_way(self, key: str) -> float:
-        now = time.monotonic()
+        now = monotonic()
         return now - self._since.get(key, now)
 
     def is_settled(self) -> bool:
@@ -2033,7 +2077,7 @@ class ThreadPool(Generic[Job, Result]):
             self._since.pop(key, None)
             if key in self._next:
                 self.submit(key, self._next.pop(key))
-        now = time.monotonic()
+        now = monotonic()
         waiting = self._jobs.qsize()
         begun = itertools.islice(self._pending, len(self._pending) - waiting)
         ages = [now - self._since.setdefault(key, now) for key in begun]
@@ -2064,14 +2108,14 @@ class ThreadPool(Generic[Job, Result]):
             self._lacks_threads = True
 
     def _run(self) -> None:
-        with contextlib.suppress(queue.Empty):
+        with suppress(queue.Empty):
             while True:
                 key, job = self._jobs.get_nowait()
                 result = None
                 with log_and_continue(f"the work on {key}"):
                     result = self._work(job)
                 self._results.put((key, job, result))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._attend)
 
 
@@ -2081,6 +2125,9 @@ class ReadJob(NamedTuple):
     periodic: bool = False  # for a poll, not an event
     wants_figures: bool = False
     files: AttributeFiles | None = None
+
+
+ReadResult = tuple[Telemetry, "Figures | None"]
 
 
 class Reading(NamedTuple):
@@ -2101,7 +2148,7 @@ class TelemetryReaders:
         self._deliver = deliver
         self._read = read
         self._files: dict[str, AttributeFiles] = {}  # except of chips that are being read
-        self.pool = ThreadPool[ReadJob, tuple[Telemetry, Figures | None]](self._work, self._done)
+        self.pool = ThreadPool[ReadJob, ReadResult](self._work, self._done)
 
     def submit(self, jobs: Iterable[ReadJob]) -> None:
         """Read these chips; one that is being read is read again for an event."""
@@ -2117,12 +2164,14 @@ class TelemetryReaders:
         for bdf in self._files.keys() - present:
             self._files.pop(bdf).close()
 
-    def _work(self, job: ReadJob) -> tuple[Telemetry, Figures | None]:
+    def _work(self, job: ReadJob) -> ReadResult:
         telemetry = self._read(job.function, job.former, job.files)
-        is_dead = telemetry.all_ones or telemetry.error
-        return telemetry, read_sensors(job.function) if job.wants_figures and not is_dead else None
+        figures = None
+        if job.wants_figures and not (telemetry.all_ones or telemetry.error):
+            figures = read_sensors(job.function)
+        return telemetry, figures
 
-    def _done(self, done: list[tuple[ReadJob, tuple[Telemetry, Figures | None] | None]]) -> None:
+    def _done(self, done: list[tuple[ReadJob, ReadResult | None]]) -> None:
         readings = []
         for job, result in done:
             telemetry, figures = result or (Telemetry(error=("telemetry", errno.EIO)), None)
@@ -2181,7 +2230,7 @@ class OutputFile:
 
     def write(self) -> None:
         text = self._text or ""
-        new = f"{os.path.dirname(self.path)}/.{os.path.basename(self.path)}.new"
+        new = f"{dirname(self.path)}/.{basename(self.path)}.new"
         try:
             self._write_new(new, text)
             os.replace(new, self.path)
@@ -2190,7 +2239,7 @@ class OutputFile:
         except FileNotFoundError:  # without its directory nobody wants it
             self._written = None
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(new)
             self._say(f"cannot be written: {error.strerror}")
             if not self._is_state:
@@ -2198,7 +2247,7 @@ class OutputFile:
 
     def _write_new(self, new: str, text: str) -> None:
         """Write the file that is then renamed, never through somebody's link."""
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.unlink(new)  # of a daemon that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
@@ -2232,7 +2281,7 @@ class Memory:
             path = f"{settings.state_dir}/state.json"
             self._file = OutputFile(path, is_state=True)
             errors = (OSError, ValueError, RecursionError)  # none, or garbage
-            with contextlib.suppress(*errors), open(path, encoding="utf-8") as file:
+            with suppress(*errors), open(path, encoding="utf-8") as file:
                 content = json.load(file)
         if not isinstance(content, dict) or content.get("boot") != boot:
             content = {}
@@ -2273,8 +2322,8 @@ def make_lock_directory(path: str) -> None:
     """Make or mend a directory where anybody makes locks, and nobody removes another's."""
     if path == "/dev/shm":
         return
-    for directory in (os.path.dirname(path), path):
-        with contextlib.suppress(FileExistsError):
+    for directory in (dirname(path), path):
+        with suppress(FileExistsError):
             os.mkdir(directory, 0o755)
         status = os.lstat(directory)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -2293,7 +2342,7 @@ class DirectoryLock:
 
     def holder(self) -> str | None:
         """Lock the directory that there is now; return who else has it, in words."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if self._descriptor >= 0:
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
                     return None
@@ -2314,7 +2363,7 @@ class DirectoryLock:
         """
         could = self._is_writable
         self._is_writable = os.access(self._directory, os.W_OK)
-        return could and not self._is_writable and os.path.isdir(self._directory)
+        return could and not self._is_writable and isdir(self._directory)
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -2342,7 +2391,7 @@ class ServiceManager:
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not hang us
         self._status = ""
-        self.watchdog_pause = math.inf  # seconds between two signs of life
+        self.watchdog_pause = inf  # seconds between two signs of life
         own = str(os.getpid())
         microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
         if microseconds > 0 and (environ.get("WATCHDOG_PID") or own) == own:
@@ -2388,7 +2437,7 @@ def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
     handler.addFilter(_without_traceback_of_garbage)
     form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
     handler.setFormatter(logging.Formatter(form))
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         status = os.fstat(2)  # systemd.exec(5): else it was redirected
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
@@ -2495,8 +2544,8 @@ class DirectoryWatch:
     def nearest(self) -> tuple[str, tuple[int, ...]]:
         """Return the directory, or its nearest ancestor, with device and inode."""
         path = self._path
-        while not os.path.isdir(path) and path != os.path.dirname(path):
-            path = os.path.dirname(path)
+        while not isdir(path) and path != dirname(path):
+            path = dirname(path)
         return path, (file_identity(path) or ())[:2]
 
     def _arm(self) -> None:
@@ -2540,7 +2589,7 @@ PAUSE = 0.02  # seconds between two looks at what sends no event
 
 def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
     """Raise Refusal if these IDs, per container, cannot be allocated."""
-    counts = collections.Counter(itertools.chain(*containers))
+    counts = Counter(chain(*containers))
     unknown = [identifier for identifier in counts if identifier not in resource.devices]
     twice = [identifier for identifier, count in counts.items() if count > 1]
     most = max(map(len, containers), default=0)
@@ -2610,7 +2659,7 @@ class Allocator:
     ) -> None:  # fmt: skip
         """refresh: brings lists in line with the checkpoint; save: keeps custody's memory."""
         self.settings = settings
-        self.counts = collections.Counter[tuple[str, str]]()  # by resource and result
+        self.counts = Counter[tuple[str, str]]()  # by resource and result
         self._custody = custody
         self._refresh = refresh
         self._save = save
@@ -2624,20 +2673,20 @@ class Allocator:
         try:
             mounts = await self.existing_mounts(must_answer=True)
             # A kubelet keeps the answer for a pod's life: a link is better than the node.
-            await wait_for_links(self.settings, _chips(listed(), itertools.chain(*containers)))
+            await wait_for_links(self.settings, _chips(listed(), chain(*containers)))
             self._refresh()
             resource = listed()  # nothing is awaited from here on
             check_request(resource, containers)
             chips = [_chips(resource, ids) for ids in containers]
-            for chip in itertools.chain(*chips):
+            for chip in chain(*chips):
                 if fault := node_fault_now(chip.function):  # the event is under way
                     reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
                     raise Refusal(Status.FAILED_PRECONDITION, reason)
-            locks = self.make_locks(resource)
+            locks = self.make_locks(resource, chain(*containers))
             for ids, theirs in zip(containers, chips, strict=True):
                 addresses = frozenset(chip.bdf for chip in theirs)
                 grant = Allocation(resource.name, frozenset(ids), addresses)
-                self._custody.grant(grant, time.monotonic())
+                self._custody.grant(grant, monotonic())
             self._save()
             result = "granted"
             return [container_edits(theirs, self.settings, mounts, locks) for theirs in chips]
@@ -2661,10 +2710,10 @@ class Allocator:
                 raise Refusal(Status.UNAVAILABLE, reason)
         return existing
 
-    def make_locks(self, resource: Resource) -> str | None:
-        """Return what containers on shared devices get as /dev/shm, made; raises Refusal."""
+    def make_locks(self, resource: Resource, ids: Iterable[str]) -> str | None:
+        """Return what containers with shares get as /dev/shm, made; raises Refusal."""
         locks = self.settings.sharing.lock_dir
-        if not resource.replicas or not locks:
+        if not locks or not any(map(is_share, ids)):
             return None
         if locks != "/dev/shm":  # the host's own
             locks = f"{locks}/{resource.short_name}"
@@ -2681,12 +2730,12 @@ class Allocator:
         A kubelet gives the device of a pod deleted by force to the next while the first runs on.
         It asks before each start, again after an error (manager.go, PreStartContainer).
         """
-        deadline = time.monotonic() + GATE_PATIENCE
+        deadline = monotonic() + GATE_PATIENCE
         user = self._other_user(listed, ids)
         if user:
             log.info("%s: a container waits for the end of %s", listed().name, user)
         while user:
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 reason = f"{user} has the device open and has to end first"
                 raise Refusal(Status.UNAVAILABLE, reason)
             await asyncio.sleep(5 * PAUSE)
@@ -2699,14 +2748,14 @@ class Allocator:
         """
         self._refresh()
         resource = listed()
-        allocations = self._custody.allocations(time.monotonic())
+        allocations = self._custody.allocations(monotonic())
         answer = (resource.name, frozenset(ids))
         same = [each.pod for each in allocations if (each.resource, each.ids) == answer]
         own = ["", *same[-1:]]  # the newest answer's; that can be a grant
         chips = _chips(resource, ids)
         for each in allocations:
             # Both were shares of one resource, whatever the configuration says by now.
-            is_fellow = each.resource == resource.name and are_shares({*each.ids, *ids})
+            is_fellow = each.resource == resource.name and all(map(is_share, {*each.ids, *ids}))
             if is_fellow or each.pod in own:
                 continue
             for chip in chips:
@@ -2720,7 +2769,7 @@ class Allocator:
             return False
         processes = processes_on(self.settings, chip.function.ordinal)
         if processes is None:
-            self._custody.look(time.monotonic())
+            self._custody.look(monotonic())
             return self._custody.cgroups.exists(pod)
         names = (pod, pod.replace("-", "_"))
         return any(name in process.cgroup for process in processes for name in names)
@@ -2734,8 +2783,8 @@ def _chips(resource: Resource, ids: Iterable[str]) -> list[Chip]:
 
 async def wait_for_links(settings: Settings, chips: Sequence[Chip]) -> None:
     """Wait until udev has made these links, or has had the time to."""
-    deadline = time.monotonic() + LINK_PATIENCE
-    while expects_links(settings) and time.monotonic() < deadline:
+    deadline = monotonic() + LINK_PATIENCE
+    while expects_links(settings) and monotonic() < deadline:
         if all(link_path(settings, chip.function) for chip in chips):
             return
         await asyncio.sleep(PAUSE)
@@ -2854,7 +2903,7 @@ class Endpoint(rpc.DevicePluginServicer):
         try:
             self._server.add_insecure_port(f"unix:{self._path}")
         except RuntimeError:  # gRPC does not pass on what bind() said
-            raise RegistrationError(f"cannot serve in {os.path.dirname(self._path)}") from None
+            raise RegistrationError(f"cannot serve in {dirname(self._path)}") from None
         self._file = file_identity(self._path)
         await self._server.start()
         if self._file is None:
@@ -2880,7 +2929,7 @@ class Endpoint(rpc.DevicePluginServicer):
             raise RegistrationError(f"{self._path} has gone")
         request = pb.RegisterRequest(
             version="v1beta1",
-            endpoint=os.path.basename(self._path),
+            endpoint=basename(self._path),
             resource_name=self._listing.resource.name,
             options=PLUGIN_OPTIONS,
         )
@@ -3042,7 +3091,7 @@ class KubeletSession:
     async def _run(self) -> None:
         while True:
             self._disturbance = asyncio.get_running_loop().create_future()
-            started = time.monotonic()
+            started = monotonic()
             with log_and_continue(f"the session of {self.name}"):
                 try:
                     await self._attempt()
@@ -3051,7 +3100,7 @@ class KubeletSession:
                 except RegistrationError as error:
                     self._tell(str(error))
             self.tried_to_serve.set()
-            if time.monotonic() - started > 30:  # seconds: it held
+            if monotonic() - started > 30:  # seconds: it held
                 self._pause = BACKOFF[0]
             self._is_pausing = True
             await asyncio.wait({self._disturbance}, timeout=self._pause)
@@ -3098,7 +3147,7 @@ class KubeletSession:
                 await asyncio.wait({closing})
                 if former.registered_with in (None, kubelet):
                     await asyncio.sleep(STREAM_PAUSE)
-        if not os.path.isdir(self._directory):
+        if not isdir(self._directory):
             raise RegistrationError(f"waiting for {self._directory}")
         self._endpoint = Endpoint(self.listing, self._allocator, self._directory)
         self._endpoint.kubelet = kubelet
@@ -3136,7 +3185,7 @@ def listens(path: str) -> bool:
 
 def remove_dead_sockets(directory: str) -> None:
     """Remove what a killed daemon of ours has left."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for name in os.listdir(directory):
             path = f"{directory}/{name}"
             if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name) and not listens(path):
@@ -3162,7 +3211,7 @@ class PodResources:
         self._asking: asyncio.Task[PodNames] | None = None
         self._has_complained = False
         self._nameless: Collection[str] = ()
-        self._due_at = -math.inf
+        self._due_at = -inf
 
     def is_due(self, nameless: Collection[str], now: float) -> bool:
         """Whether to ask for these pods: new ones at once, the same ones after a pause."""
@@ -3227,7 +3276,7 @@ def cdi_spec(
         nodes[function.bdf] = [{"path": path, "hostPath": function.path, "permissions": "rw"}]
     if not nodes:
         return None
-    nodes["all"] = [*itertools.chain(*nodes.values())]
+    nodes["all"] = [*chain(*nodes.values())]
     spec: dict[str, Any] = {
         "cdiVersion": "0.5.0",
         "kind": f"{settings.resource_domain}/device",
@@ -3253,8 +3302,12 @@ def cdi_nodes(spec: str) -> dict[str, str]:
     """Return the nodes by device in a CDI file; raises ValueError."""
     try:
         devices = json.loads(spec)["devices"]
-        nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
-        return {name: theirs[0]["hostPath"] for name, theirs in nodes.items() if name != "all"}
+        nodes = {}
+        for device in devices:
+            first = device["containerEdits"]["deviceNodes"][0]
+            nodes[device["name"]] = first["hostPath"]
+        nodes.pop("all", None)
+        return nodes
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
@@ -3303,7 +3356,7 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
 
 
 def _whole_boards(chips: Sequence[Chip]) -> set[object]:
-    counts = collections.Counter(chip.board for chip in chips)
+    counts = Counter(chip.board for chip in chips)
     return {chip.board for chip in chips if counts[chip.board] == chip.board_chips}
 
 
@@ -3377,13 +3430,15 @@ def chip_metrics(
     chips: Collection[Chip], resource_of: Mapping[str, Resource], users: Iterable[ChipUser]
 ) -> list[Family]:
     """Return what is known of chips."""
-    samples = collections.defaultdict[str, list[Sample]](list)
+    samples = defaultdict[str, list[Sample]](list)
     for chip in chips:
-        device = {"device": chip.bdf}
-        samples["info"].append(({**device, **_facts(chip, resource_of.get(chip.bdf))}, 1))
+        device: dict[str, object] = {"device": chip.bdf}
+        facts = _facts(chip, resource_of.get(chip.bdf))
+        samples["info"].append((device | facts, 1))
         samples["healthy"].append((device, chip.health.fault is None))
         if chip.health.fault:
-            samples["fault"].append(({**device, "kind": chip.health.fault.name.lower()}, 1))
+            kind = chip.health.fault.name.lower()
+            samples["fault"].append((device | {"kind": kind}, 1))
         if not is_readable(chip):
             continue
         telemetry = chip.telemetry or Telemetry()
@@ -3465,17 +3520,18 @@ def plugin_metrics(
     listed: Sequence[ListedResource], counts: Mapping[tuple[str, str], int], started: float
 ) -> list[Family]:
     """Return what is known of resources and daemon. started: Unix time."""
-    samples = collections.defaultdict[str, list[Sample]](list)
+    samples = defaultdict[str, list[Sample]](list)
     for resource, state, registrations in listed:
         label = {"resource": resource.name}
         ill = sum(device.reason is not None for device in resource.devices.values())
-        for health, number in {"healthy": len(resource.devices) - ill, "unhealthy": ill}.items():
-            samples["resource_devices"].append(({**label, "health": health}, number))
+        well = len(resource.devices) - ill
+        for health, number in (("healthy", well), ("unhealthy", ill)):
+            samples["resource_devices"].append((label | {"health": health}, number))
         samples["kubelet_registered"].append((label, state == REGISTERED))
         samples["kubelet_registrations_total"].append((label, registrations))
         for result in ("granted", "refused"):
             count = counts.get((resource.name, result), 0)
-            samples["allocations_total"].append(({**label, "result": result}, count))
+            samples["allocations_total"].append((label | {"result": result}, count))
     samples["plugin_info"].append(({"version": __version__}, 1))
     samples["plugin_start_time_seconds"].append(({}, started))
     return _families("tt_", PLUGIN_METRICS, samples)
@@ -3543,7 +3599,12 @@ class Fleet:
         self._update(chip._replace(function=function, present=True, telemetry=None))
         return True
 
-    def learn(self, readings: Iterable[Reading], settings: HealthSettings, now: float) -> None:
+    def learn(
+        self,
+        readings: Iterable[Reading],
+        settings: HealthSettings,
+        now: float,
+    ) -> None:
         """Take over what chips said."""
         for function, telemetry, is_periodic, figures in readings:
             chip = self.chips[function.bdf]
@@ -3582,7 +3643,7 @@ class Fleet:
 
     def chip_at(self, path: str) -> str | None:
         """Return the address of the chip with this node, or link to it."""
-        name = os.path.basename(path)
+        name = basename(path)
         for chip in self.present:
             if path == chip.function.path or name in (chip.bdf, chip.asic_name):
                 return chip.bdf
@@ -3595,7 +3656,8 @@ class Fleet:
             self.chips[bdf] = chip._replace(present=False, listed=True, health=health)
 
     def memory(self) -> dict[str, Any]:
-        return {bdf: _chip_memory(chip) for bdf, chip in (self._former | self.chips).items()}
+        chips = self._former | self.chips
+        return {bdf: _chip_memory(chip) for bdf, chip in chips.items()}
 
     def _update(self, chip: Chip) -> None:
         before = self.chips[chip.bdf]
@@ -3695,7 +3757,7 @@ class Monitor:
         self._trusted = trusted
         self._news = asyncio.Event()
         self._kernel: socket.socket | None = None
-        self._handled_at = -math.inf
+        self._handled_at = -inf
         self._gathering: asyncio.TimerHandle | None = None
         self._events: list[Uevent | None] = []
 
@@ -3753,7 +3815,7 @@ class Monitor:
         """Act on an event at once, on those that follow closely together."""
         self._events += receive_uevents(kernel, self._trusted)
         if self._events and not self._gathering:
-            pause = self._handled_at + self.GATHERING - time.monotonic()
+            pause = self._handled_at + self.GATHERING - monotonic()
             if pause <= 0:
                 self._handle_events()
             else:
@@ -3770,11 +3832,11 @@ class Monitor:
             if chip.function.ordinal in ordinals:
                 found[chip.bdf] = chip.function
         self._read(found.values())
-        self._handled_at = time.monotonic()
+        self._handled_at = monotonic()
         self._seen()
 
     def _telemetry_arrived(self, readings: list[Reading]) -> None:
-        self.fleet.learn(readings, self.settings.health, time.monotonic())
+        self.fleet.learn(readings, self.settings.health, monotonic())
         self.fleet.give_up_waiting(self.readers.pool.seconds_under_way)
         self._seen()
 
@@ -3833,14 +3895,19 @@ class Publication:
 
     def wants_metrics(self) -> bool:
         """Whether somebody takes the metrics from the file."""
-        return self._metrics is not None and os.path.isdir(os.path.dirname(self._metrics.path))
+        return self._metrics is not None and isdir(dirname(self._metrics.path))
 
     def write_metrics(self, text: str) -> None:
         if self._metrics:
             self._metrics.want(text)
             self._metrics.write()  # even the same: its age says that we work
 
-    def render_metrics(self, chips: Sequence[Chip], registrar: Registrar, now: float) -> str:
+    def render_metrics(
+        self,
+        chips: Sequence[Chip],
+        registrar: Registrar,
+        now: float,
+    ) -> str:
         listed = registrar.listed()
         resource_of = {}
         for each in listed:
@@ -3961,13 +4028,13 @@ class Registrar:
 
     def refresh(self) -> None:
         """Publish what follows if the checkpoint has changed."""
-        if self.custody.refresh(self._given, self._fleet.chip_at, time.monotonic()):
+        if self.custody.refresh(self._given, self._fleet.chip_at, monotonic()):
             self.publish()
 
     def publish(self) -> None:
         """Bring sessions in line with chips, configuration and custody."""
         custody = self.custody
-        allocations = custody.allocations(time.monotonic())
+        allocations = custody.allocations(monotonic())
         filed = frozenset(filter(custody.is_filed, allocations))
         seen = dict(custody.cgroups.seen)  # what is saved below
         names = dict(custody.names)
@@ -3982,7 +4049,7 @@ class Registrar:
             self._given = given
             self._nodes = nodes
             custody.reread()
-            if custody.refresh(given, self._fleet.chip_at, time.monotonic()):
+            if custody.refresh(given, self._fleet.chip_at, monotonic()):
                 return self.publish()
         self._published = made_of
         lost = frozenset(custody.lost)
@@ -4017,9 +4084,8 @@ class Registrar:
 
     def _make_locks(self, resource: Resource) -> None:
         """Make what containers start with again after a reboot."""
-        replicas = sum("::" in identifier for identifier in resource.devices)  # pods' former, too
-        with contextlib.suppress(Refusal):  # which Allocate answers with
-            self.allocator.make_locks(resource._replace(replicas=replicas))
+        with suppress(Refusal):  # which Allocate answers with
+            self.allocator.make_locks(resource, resource.devices)  # pods' former ones, too
 
     def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
         before = self._withheld
@@ -4036,7 +4102,7 @@ class Registrar:
 
     def poll(self) -> None:
         """Look at what no event tells of."""
-        now = time.monotonic()
+        now = monotonic()
         self.custody.look(now)
         self.refresh()
         self.publish()
@@ -4061,7 +4127,7 @@ class Registrar:
         await self.learn_names()
         for session in self.sessions.values():
             if session.state == REGISTERED:
-                self.custody.expect_writing(time.monotonic())
+                self.custody.expect_writing(monotonic())
                 session.listing.repeat()
                 return
 
@@ -4118,7 +4184,7 @@ class Daemon:
         self._stage: Literal["starting", "serving", "ready"] = "starting"
         self._wake = asyncio.Event()  # from the pause between polls
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._measured_at = -math.inf
+        self._measured_at = -inf
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns the exit status."""
@@ -4181,14 +4247,14 @@ class Daemon:
 
     async def _until_bound(self) -> None:
         """Wait for the driver to bind: without these chips a kubelet refuses pods."""
-        deadline = time.monotonic() + BIND_PATIENCE
+        deadline = monotonic() + BIND_PATIENCE
         on_bus = functions_on_bus(self.settings)
         while driver_version(self.settings) is not None:
             await self._describe()  # what is offered already
             listed = [chip.bdf for chip in self.monitor.fleet.listed]
             unlisted = (bdf for bdf in on_bus if bdf not in listed)
             missing = [bdf for bdf in unlisted if is_for_driver(self.settings, bdf)]
-            left = deadline - time.monotonic()
+            left = deadline - monotonic()
             if not missing:
                 return
             if left <= 0:
@@ -4201,34 +4267,34 @@ class Daemon:
 
     async def _poll_for_ever(self) -> NoReturn:
         polls = 0
-        polled_at = time.monotonic()
+        polled_at = monotonic()
         is_sound = True
         while True:
-            due = polled_at + self.settings.health.interval - time.monotonic()
+            due = polled_at + self.settings.health.interval - monotonic()
             await event_within(self._wake, max(0, min(due, self._manager.watchdog_pause)))
             self._wake.clear()
             with log_and_continue("the files for others"):
                 await self._describe()
-            if time.monotonic() - polled_at >= self.settings.health.interval:
-                polled_at = time.monotonic()
+            if monotonic() - polled_at >= self.settings.health.interval:
+                polled_at = monotonic()
                 polls += 1
                 is_sound = False
                 with log_and_continue("a poll"):
                     await self._poll(is_thorough=polls % THOROUGH == 0)
                     is_sound = True
-            if is_sound and self._manager.watchdog_pause < math.inf:
+            if is_sound and self._manager.watchdog_pause < inf:
                 self._manager.notify("WATCHDOG=1")  # polls that fail are no life
 
     async def _poll(self, *, is_thorough: bool) -> None:
         self._check_directory()
         self._watch.check()
         self.registrar.poll()
-        is_due = time.monotonic() - self._measured_at >= METRICS_PAUSE
+        is_due = monotonic() - self._measured_at >= METRICS_PAUSE
         wants_figures = is_due and self._publication.wants_metrics()
         self.monitor.poll(is_thorough=is_thorough, wants_figures=wants_figures)
         await self._describe()
         if wants_figures:
-            self._measured_at = time.monotonic()
+            self._measured_at = monotonic()
             await self.monitor.until_settled()
             self._publication.write_metrics(await self._scrapes.text())
 
@@ -4238,12 +4304,12 @@ class Daemon:
         self._publication.describe(self.monitor.fleet.listed, listed, mounts)
 
     async def _take_metrics(self) -> str:
-        if time.monotonic() - self._measured_at >= METRICS_PAUSE:
-            self._measured_at = time.monotonic()
+        if monotonic() - self._measured_at >= METRICS_PAUSE:
+            self._measured_at = monotonic()
             await self.monitor.measure()
             await self.registrar.learn_names()
         chips = self.monitor.fleet.listed
-        return self._publication.render_metrics(chips, self.registrar, time.monotonic())
+        return self._publication.render_metrics(chips, self.registrar, monotonic())
 
     def reload(self) -> None:
         """Take over what a running daemon can, nothing of a bad configuration."""
@@ -4484,7 +4550,7 @@ async def survey(settings: Settings) -> Survey:
     chips = fleet.chips.values()
     given = configured_resources(chips, settings)
     custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
-    now = time.monotonic()
+    now = monotonic()
     custody.refresh(given, fleet.chip_at, now)
     custody.look(now)
     custody.learn_names(await PodResources(settings.pod_resources_socket).names())
@@ -4544,10 +4610,12 @@ def _rows(found: Survey) -> Iterator[dict[str, Any]]:
             "resource": resource.name or None,
             "replicas": resource.replicas,
             "pods": pods if found.knows_pods else None,
-            "processes": None
-            if processes is None
-            else [{"pid": p.pid, "command": p.command, "of_pod": p.is_of_pod} for p in processes],
+            "processes": None if processes is None else [*map(_process_row, processes)],
         }
+
+
+def _process_row(process: Process) -> dict[str, Any]:
+    return {"pid": process.pid, "command": process.command, "of_pod": process.is_of_pod}
 
 
 def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -4564,7 +4632,8 @@ def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         del keys["ID"]
     lines = [["N", *keys, "RESOURCE", "°C", "W", "HEALTH", "USED BY"]]
     for row in rows:
-        cells = [row["index"] if row["path"] else None, *(row[key] for key in keys.values())]
+        number = row["index"] if row["path"] else None
+        cells = [number, *(row[key] for key in keys.values())]
         shared = f" ×{row['replicas']}" if row["replicas"] else ""
         cells.append(row["resource"] and row["resource"].partition("/")[2] + shared)
         for figure in (row["temperature"], row["power"]):
@@ -4584,7 +4653,8 @@ def _users(row: Mapping[str, Any]) -> str:
     for process in row["processes"] or ():
         if not (pods and process["of_pod"]):
             users.append(f"{process['command']}[{process['pid']}]")
-    return ", ".join(users) or ("?" if None in (row["pods"], row["processes"]) else "-")
+    is_unknown = None in (row["pods"], row["processes"])
+    return ", ".join(users) or ("?" if is_unknown else "-")
 
 
 def check(load: Callable[[], Settings], *, config_only: bool) -> int:
@@ -4619,7 +4689,7 @@ def _check_driver(found: Survey) -> Iterator[Finding]:
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None:
         yield "FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent"
-    elif numbers and (int(numbers[1]), int(numbers[2])) < (2, 7):
+    elif numbers and tuple(map(int, numbers.groups())) < (2, 7):
         advice = "firmware that stops is not noticed; update to 2.7"
         yield "warn", "driver", f"{version} shows no heartbeat: {advice}"
     else:
@@ -4689,9 +4759,9 @@ def _check_hugepages(found: Survey) -> Iterator[Finding]:
     there = decimal(read_quick(f"{directory}/nr_hugepages")) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
     mounts = ""
-    with contextlib.suppress(OSError), open(f"{settings.proc_root}/mounts", "rb") as file:
+    with suppress(OSError), open(f"{settings.proc_root}/mounts", "rb") as file:
         mounts = file.read().decode(errors="replace")
-    if needy and not os.path.isdir(directory):
+    if needy and not isdir(directory):
         advice = "this kernel has none; use an IOMMU, or a kernel with pages of 4 KiB"
         yield "warn", "hugepages", f"{chips} cannot have them of 1 GiB: {advice}"
     elif needy and there < wanted:
@@ -4726,9 +4796,9 @@ def _check_cdi(found: Survey) -> Iterator[Finding]:
             yield "FAIL", "CDI", f"{path} is false of {few(false)}; is the service running?"
         else:
             yield "ok", "CDI", f"{path} describes the devices"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with suppress(OSError, subprocess.SubprocessError):
         version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", _output("containerd", "--version"))
-        if by_cdi and version and (int(version[1]), int(version[2])) < (1, 7):
+        if by_cdi and version and tuple(map(int, version.groups())) < (1, 7):
             advice = "update to 1.7, or leave device-specs"
             yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; {advice}"
 
@@ -4773,7 +4843,7 @@ def _check_kubelet(found: Survey) -> Iterator[Finding]:
 
 
 def _check_sandbox(directory: str) -> Iterator[Finding]:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with suppress(OSError, subprocess.SubprocessError):
         show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
         shown = _output(*show, "tt-device-plugin.service").split()
         paths = [os.path.normpath(path.lstrip("-+")) for path in shown]

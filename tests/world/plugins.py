@@ -307,12 +307,13 @@ class Plugins:
     async def _connect(self, client: Client, request: pb.RegisterRequest) -> None:
         """Dial back and ask for the options, all within the plugin's call of Register."""
         early = f"{client.resource} registers {client.path} before it serves there"
+        is_missing = not os.path.exists(client.path)
         is_early = not accepts(client.path)
-        if not os.path.exists(client.path):
-            self._log.violation(early)
         try:
             await asyncio.wait_for(client.dial(), self._config.dial_timeout)
-        except asyncio.TimeoutError:  # a socket that only refuses is one of a plugin that has ended
+        except asyncio.TimeoutError:
+            if is_missing:  # a plugin that was killed leaves a socket that refuses
+                self._log.violation(early)
             raise Failure("failed to dial device plugin: context deadline exceeded") from None
         if is_early:
             self._log.violation(early)
