@@ -2270,11 +2270,10 @@ class OutputFile:
 
 
 class Memory:
-    """What outlives the daemon, in a file of this boot, checked value by value."""
+    """What outlives the daemon, checked value by value; what is of another boot is forgotten."""
 
     def __init__(self, settings: Settings) -> None:
         boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self._parts = {"boot": json.dumps(boot)}
         self._file = None
         content: Any = None
         if settings.state_dir:
@@ -2283,7 +2282,12 @@ class Memory:
             errors = (OSError, ValueError, RecursionError)  # none, or garbage
             with suppress(*errors), open(path, encoding="utf-8") as file:
                 content = json.load(file)
-        if not isinstance(content, dict) or content.get("boot") != boot:
+        if not isinstance(content, dict):
+            content = {}
+        files = content.get("files")
+        self.files = [*filter(_is_path, files)] if isinstance(files, list) else []  # that we wrote
+        self._parts = {"boot": json.dumps(boot), "files": json.dumps(self.files)}
+        if content.get("boot") != boot:
             content = {}
         self.chips: dict[str, Any] = _table_of(content.get("chips"), dict)
         custody = _table_of(content.get("custody"), (dict, list))
@@ -2293,8 +2297,8 @@ class Memory:
             "allocations": [each for each in allocations if _is_allocation(each)],
         }
 
-    def save(self, **parts: Mapping[str, Any]) -> None:
-        """Save these parts, `chips` or `custody`, beside the others."""
+    def save(self, **parts: Any) -> None:
+        """Save these parts, `chips`, `custody` or `files`, beside the others."""
         self._parts |= {name: json.dumps(content) for name, content in parts.items()}
         if self._file:
             text = ", ".join(f'"{name}": {part}' for name, part in self._parts.items())
@@ -2306,6 +2310,10 @@ def _table_of(value: object, kinds: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {}
     return {key: item for key, item in value.items() if isinstance(item, kinds)}
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("/") and value.isprintable()
 
 
 def _is_allocation(value: object) -> bool:
@@ -3861,7 +3869,8 @@ METRICS_PAUSE = 15.0  # seconds for which figures count as new
 class Publication:
     """What others read: the CDI file, the feature file and the metrics."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, memory: Memory) -> None:
+        self._memory = memory
         self._started = time.time()
         self._cdi: OutputFile | None = None
         self._labels: OutputFile | None = None
@@ -3869,17 +3878,24 @@ class Publication:
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take over which files are wanted; others are removed."""
+        """Take over which files are wanted."""
         self.settings = settings
         self._made_of: object = None  # what CDI and feature file were made of
-        self._cdi = _moved(self._cdi, settings.cdi_dir, CDI_FILE)
-        self._labels = _moved(self._labels, settings.labels_dir, LABELS_FILE)
-        self._metrics = _moved(self._metrics, *os.path.split(settings.metrics_file))
+        self._cdi = _file_at(self._cdi, settings.cdi_dir, CDI_FILE)
+        self._labels = _file_at(self._labels, settings.labels_dir, LABELS_FILE)
+        self._metrics = _file_at(self._metrics, *os.path.split(settings.metrics_file))
 
     def describe(
         self, chips: Sequence[Chip], listed: Sequence[Resource], mounts: Sequence[Mount]
     ) -> None:
-        """Bring the CDI and feature files in line."""
+        """Bring the CDI and feature files in line; remove what is no longer wanted."""
+        files = [file.path for file in (self._cdi, self._labels, self._metrics) if file]
+        if files != self._memory.files:
+            for path in self._memory.files:
+                if path not in files:
+                    OutputFile(path).remove()
+            self._memory.files = files
+            self._memory.save(files=files)
         driver = driver_version(self.settings)
         made_of = ([chip.shown for chip in chips], listed, mounts, driver)
         if made_of != self._made_of:
@@ -3918,13 +3934,10 @@ class Publication:
         return exposition(families)
 
 
-def _moved(file: OutputFile | None, directory: str, name: str) -> OutputFile | None:
-    """Return the file at this path; one elsewhere is removed."""
+def _file_at(former: OutputFile | None, directory: str, name: str) -> OutputFile | None:
     path = os.path.join(directory, name)
-    if file and file.path == path:
-        return file
-    if file:
-        file.remove()
+    if former and former.path == path:
+        return former
     return OutputFile(path) if directory else None
 
 
@@ -4174,7 +4187,7 @@ class Daemon:
         self.settings = settings
         self.monitor = Monitor(settings, memory.chips, self._chips_changed, open_events, trusted)
         self.registrar = Registrar(settings, self.monitor.fleet, memory, self._show_status)
-        self._publication = Publication(settings)
+        self._publication = Publication(settings, memory)
         self._scrapes = MetricsServer(self._take_metrics)
         self._load = load
         self._manager = manager

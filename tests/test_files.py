@@ -164,6 +164,24 @@ async def test_a_reload_moves_a_file_or_removes_it(
     assert not any(file.exists() for file in places.values())
 
 
+@pytest.mark.parametrize("boot", ["the same", "another"])
+async def test_what_a_former_configuration_wanted_is_removed_at_the_next_start(
+    start: StartDaemon, places: dict[str, Path], short_tmp: Path, node: SimulatedNode, boot: str
+) -> None:
+    """Nobody would keep it true. Also after a reboot, which labels and metrics outlive."""
+    node.add("n150")
+    others = {key: str(path.parent) for key, path in places.items()}
+    others["metrics_file"] = str(places["metrics_file"])
+    daemon = await start(interval=0.1, state_dir=str(short_tmp), **others)
+    await until(lambda: all(path.exists() for path in places.values()))
+    await daemon.stop()
+    if boot == "another":
+        state = short_tmp / "state.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"boot": "another"}))
+    await start(interval=0.1, state_dir=str(short_tmp), **dict.fromkeys(places, ""))
+    await until(lambda: not any(path.exists() for path in places.values()))
+
+
 async def test_a_directory_that_is_not_there_is_worth_no_word_and_one_that_comes_is_used(
     node: SimulatedNode, start: StartDaemon, short_tmp: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
