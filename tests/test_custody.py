@@ -59,6 +59,13 @@ def chips_of(kubelet: Kubelet, pod: str, container: str = "main") -> set[str]:
     return set(kubelet.allocation(pod, container).envs[ttdp.ADDRESSES].split(","))
 
 
+async def train(kubelet: Kubelet) -> None:
+    """A pod of this name runs, with a chip."""
+    await kubelet.registered(P150)
+    await kubelet.admit("train", "main", {P150: 1})
+    await kubelet.running("train", "main")
+
+
 async def offers(kubelet: Kubelet, resource: str, *healthy: str) -> None:
     """Wait until exactly these IDs are healthy."""
     await kubelet.wait_for(lambda: kubelet.healthy(resource) == {*healthy})
@@ -158,9 +165,7 @@ async def test_a_resource_of_which_only_pods_ids_are_left_ends_with_the_last_pod
     """A container of a resource that has gone could not start again."""
     node.add("p150a")
     daemon = await start(interval=FAST)
-    await kubelet.registered(P150)
-    await kubelet.admit("train", "main", {P150: 1})
-    await kubelet.running("train", "main")
+    await train(kubelet)
     daemon.reload(resource_naming="card")
     await kubelet.registered(P150A)
     kubelet.crash("train", "main")
@@ -333,9 +338,7 @@ async def test_a_forced_deletion_ends_with_the_containers(
     (chip,) = node.add("p150a")
     running = RunningDaemon(node, settings_of(node, directory, interval=FAST))
     async with kubelet_of(node, directory, layout=layout) as kubelet, running as daemon:
-        await kubelet.registered(P150)
-        await kubelet.admit("train", "main", {P150: 1})
-        await kubelet.running("train", "main")
+        await train(kubelet)
         daemon.reload(resource_naming="card")
         await kubelet.registered(P150A)
         kubelet.force_delete("train")
@@ -353,9 +356,7 @@ async def test_a_daemon_that_was_killed_knows_of_a_forced_deletion_before(
     (chip,) = node.add("p150a")
     before = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
     async with RunningDaemon(node, before):
-        await kubelet.registered(P150)
-        await kubelet.admit("train", "main", {P150: 1})
-        await kubelet.running("train", "main")
+        await train(kubelet)
         memory = short_tmp / "state.json"
         await until(lambda: json.loads(memory.read_text())["custody"]["cgroups"])
     kubelet.force_delete("train")
@@ -435,9 +436,7 @@ async def test_a_chip_is_offered_within_three_polls_of_its_pods_end(
     """A kubelet forgets when it is asked, and writes when it gets a list: each poll does both."""
     (chip,) = node.add("p150a")
     daemon = await start(interval=FAST)
-    await kubelet.registered(P150)
-    await kubelet.admit("train", "main", {P150: 1})
-    await kubelet.running("train", "main")
+    await train(kubelet)
     daemon.reload(resource_naming="card")
     await kubelet.registered(P150A)
     await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
@@ -505,9 +504,7 @@ async def test_a_kubelet_that_has_lost_its_checkpoint_gives_nobody_what_a_pod_ha
     kubelet = kubelet_of(node, directory, version=(1, 31))
     settings = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
     async with kubelet, RunningDaemon(node, settings) as daemon:
-        await kubelet.registered(P150)
-        await kubelet.admit("train", "main", {P150: 1})
-        await kubelet.running("train", "main")
+        await train(kubelet)
         await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
         if not daemon_lives:
             await daemon.__aexit__()
@@ -535,9 +532,7 @@ async def test_a_checkpoint_that_vanishes_changes_nothing(
     """A kubelet that starts without it knows of nobody, while the pod runs on."""
     (chip,) = node.add("p150a")
     daemon = await start(interval=FAST)
-    await kubelet.registered(P150)
-    await kubelet.admit("train", "main", {P150: 1})
-    await kubelet.running("train", "main")
+    await train(kubelet)
     await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
     await kubelet.kill()
     kubelet.corrupt("missing")
