@@ -1203,7 +1203,7 @@ class Custody:
     ) -> None:
         """memory: of the same boot."""
         self.checkpoint = Checkpoint((), {})
-        self.fault: str | None = None  # why the checkpoint cannot be understood
+        self.unreadable: str | None = None  # why the checkpoint cannot be understood
         self.names: dict[str, str] = {}  # "namespace/name" by UID
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
@@ -1244,14 +1244,14 @@ class Custody:
             self._identity = None
             return False
         except (OSError, ValueError) as error:
-            if self.fault is None:
+            if self.unreadable is None:
                 log.warning("%s cannot be understood: %s", self._path, error)
-            self.fault = f"{CHECKPOINT} cannot be understood"
+            self.unreadable = f"{CHECKPOINT} cannot be understood"
             self._identity = identity
             return True
         self._identity = identity
         self._is_continuous = True
-        self.fault = None
+        self.unreadable = None
         if self._expected and self._expected[1] != identity:
             self._written_since = self._expected[0]
             self._expected = None
@@ -1591,7 +1591,7 @@ class Device(NamedTuple):
         return frozenset((*(chip.bdf for chip in self.chips), *self.absent))
 
     @property
-    def fault(self) -> str | None:
+    def defect(self) -> str | None:
         for chip in self.chips:
             if chip.health.fault:
                 several = len(self.addresses) > 1
@@ -1604,7 +1604,7 @@ class Device(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        return self.fault or self.withheld
+        return self.defect or self.withheld
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
@@ -1652,7 +1652,7 @@ class Claims(NamedTuple):
     filed: Collection[Allocation] = ()  # of which the kubelet knows
     lost: Collection[Allocation] = ()  # of which it no longer does, though their pods go on
     describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
-    fault: str | None = None  # why it cannot be known
+    unreadable: str | None = None  # why it cannot be known
     offered: Collection[Offered] = ()  # while it was known
 
 
@@ -1745,15 +1745,15 @@ def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str,
 
 
 def resources(
-    given: Mapping[str, Resource], chips: Iterable[Chip], claims: Claims = NO_CLAIMS
+    configured: Mapping[str, Resource], chips: Iterable[Chip], claims: Claims = NO_CLAIMS
 ) -> dict[str, Resource]:
-    """Return the resources as they are listed, by name. given: by the configuration.
+    """Return the resources as they are listed, by name. configured: by the configuration.
 
     Each ID that a pod has stands for the chips of that pod's answer, whatever the configuration
     says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
     topology_hints.go.) Other IDs are withheld while a pod has their chips.
     """
-    listed = dict(given)
+    listed = dict(configured)
     chips_by_address = {chip.bdf: chip for chip in chips}
     claimed: dict[str, dict[str, Device]] = {}
     for allocation in sorted(claims.allocations, key=lambda each: each not in claims.filed):
@@ -1780,10 +1780,10 @@ def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozens
     """Return the chips of each ID of an allocation; if unclear, all that are left."""
     found: dict[str, frozenset[str]] = {}
     for identifier in allocation.ids:
-        given = resource.devices.get(identifier)
+        device = resource.devices.get(identifier)
         named = frozenset([identifier.partition("::")[0]])
-        if given and given.addresses <= allocation.chips:
-            found[identifier] = given.addresses
+        if device and device.addresses <= allocation.chips:
+            found[identifier] = device.addresses
         elif named <= allocation.chips:
             found[identifier] = named
     rest = allocation.chips.difference(*found.values()) or allocation.chips
@@ -1810,8 +1810,11 @@ def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | 
         fellow = allocation.resource == resource.name and not allocation.ids.isdisjoint(replicas)
         if allocation.chips & device.addresses and not fellow:
             return _held_by(allocation, claims)
-    if claims.fault and Offered(resource.name, identifier, device.addresses) not in claims.offered:
-        return claims.fault
+    if (
+        claims.unreadable
+        and Offered(resource.name, identifier, device.addresses) not in claims.offered
+    ):
+        return claims.unreadable
     return None
 
 
@@ -4024,7 +4027,7 @@ class Registrar:
         self._memory = memory
         self._changed = changed
         self._pod_resources = PodResources(settings.pod_resources_socket)
-        self._given: Mapping[str, Resource] = {}  # by the configuration
+        self._configured: Mapping[str, Resource] = {}  # by the configuration
         self._nodes: Mapping[str, str] = {}  # paths by address, when the checkpoint was read
         self._published: object = None  # what the lists were made of
         self._offered: set[Offered] = set()
@@ -4041,7 +4044,7 @@ class Registrar:
 
     def refresh(self) -> None:
         """Publish what follows if the checkpoint has changed."""
-        if self.custody.refresh(self._given, self._fleet.chip_at, monotonic()):
+        if self.custody.refresh(self._configured, self._fleet.chip_at, monotonic()):
             self.publish()
 
     def publish(self) -> None:
@@ -4051,24 +4054,24 @@ class Registrar:
         filed = frozenset(filter(custody.is_filed, allocations))
         seen = dict(custody.cgroups.seen)  # what is saved below
         names = dict(custody.names)
-        made_of = (self._fleet.version, allocations, filed, custody.fault, names, seen)
+        made_of = (self._fleet.version, allocations, filed, custody.unreadable, names, seen)
         if made_of == self._published:
             return
         chips = self._fleet.listed
-        given = configured_resources(chips, self.settings)
+        configured = configured_resources(chips, self.settings)
         nodes = {chip.bdf: chip.function.path for chip in self._fleet.present}
         # Entries under new names count, and others' answers name nodes.
-        if (given.keys(), nodes) != (self._given.keys(), self._nodes):
-            self._given = given
+        if (configured.keys(), nodes) != (self._configured.keys(), self._nodes):
+            self._configured = configured
             self._nodes = nodes
             custody.reread()
-            if custody.refresh(given, self._fleet.chip_at, monotonic()):
+            if custody.refresh(configured, self._fleet.chip_at, monotonic()):
                 return self.publish()
         self._published = made_of
-        lost = frozenset(custody.lost)
-        claims = Claims(allocations, filed, lost, custody.describe, custody.fault, self._offered)
-        listed = resources(given, chips, claims)
-        if not custody.fault:
+        more = (custody.describe, custody.unreadable, self._offered)
+        claims = Claims(allocations, filed, frozenset(custody.lost), *more)
+        listed = resources(configured, chips, claims)
+        if not custody.unreadable:
             self._offered = {
                 Offered(name, identifier, device.addresses)
                 for name, resource in listed.items()
@@ -4106,7 +4109,7 @@ class Registrar:
             f"{name} {device.identifier}": device.withheld
             for name, resource in listed.items()
             for device in resource.devices.values()
-            if device.withheld and device.withheld != self.custody.fault
+            if device.withheld and device.withheld != self.custody.unreadable
         }
         for what, reason in sorted(self._withheld.items() - before.items()):
             log.warning("%s: unhealthy: %s", what, reason)
@@ -4561,18 +4564,18 @@ async def survey(settings: Settings) -> Survey:
             await monitor.wait(None)
     fleet.show_former()
     chips = fleet.chips.values()
-    given = configured_resources(chips, settings)
+    configured = configured_resources(chips, settings)
     custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
     now = monotonic()
-    custody.refresh(given, fleet.chip_at, now)
+    custody.refresh(configured, fleet.chip_at, now)
     custody.look(now)
     custody.learn_names(await PodResources(settings.pod_resources_socket).names())
     now += LINGERING  # a pod whose cgroup has gone has ended
     users = chip_users(custody, now)
     allocations = custody.allocations(now)
-    listed = resources(given, chips, Claims(allocations, allocations, (), custody.describe))
+    listed = resources(configured, chips, Claims(allocations, allocations, (), custody.describe))
     is_readable = os.access(f"{settings.device_plugin_dir}/{CHECKPOINT}", os.R_OK)
-    return Survey(settings, fleet, custody, listed, users, is_readable and not custody.fault)
+    return Survey(settings, fleet, custody, listed, users, is_readable and not custody.unreadable)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
@@ -4845,8 +4848,8 @@ def _check_kubelet(found: Survey) -> Iterator[Finding]:
         yield "warn", "kubelet", f"nobody listens on {kubelet}; kubelet is not running"
     else:
         yield "ok", "kubelet", f"{kubelet} answers"
-    if found.custody.fault:
-        yield "warn", "kubelet", f"{found.custody.fault}; what is offered anew is withheld"
+    if found.custody.unreadable:
+        yield "warn", "kubelet", f"{found.custody.unreadable}; what is offered anew is withheld"
     for name, ids in found.custody.checkpoint.registered.items():
         resource = found.listed.get(name)
         if resource and ids and ids.isdisjoint(resource.devices):

@@ -475,10 +475,10 @@ async def test_a_checkpoint_of_garbage_withholds_what_is_new_and_is_said_once(
     await offers(kubelet, P150, first.bdf, second.bdf)
     await kubelet.admit("train", "main", {P150: 1})
     kubelet.corrupt(how)
-    await until(lambda: daemon.daemon.registrar.custody.fault)
+    await until(lambda: daemon.daemon.registrar.custody.unreadable)
     daemon.reload(device_id_strategy="asic")
     assert {*reasons(daemon, P150).values()} > {"kubelet_internal_checkpoint cannot be understood"}
-    await until(lambda: not daemon.daemon.registrar.custody.fault)
+    await until(lambda: not daemon.daemon.registrar.custody.unreadable)
     await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 2)
     said = [record for record in caplog.records if "cannot be understood" in record.message]
     assert len(said) == 1 and not said[0].exc_info

@@ -500,7 +500,7 @@ def test_a_checkpoint_that_nobody_understands_withholds_what_was_not_offered(
     offered: ttdp.Offered, is_withheld: bool
 ) -> None:
     """What was offered stays as it is, and so does what a pod is known to have."""
-    claims = filed(FORMER, fault="garbage", offered=[offered])
+    claims = filed(FORMER, unreadable="garbage", offered=[offered])
     found = reasons(FOUR, Settings(), claims)["n150"]
     other = "garbage" if is_withheld else None
     assert found == {bdf(1): None, bdf(2): other, bdf(3): "garbage", bdf(4): "garbage"}
