@@ -2897,7 +2897,7 @@ class Endpoint(rpc.DevicePluginServicer):
         self.stream_has_ended = False
         self.ended = loop.create_future()  # its use: why, in words
         self.is_announced = False  # to the kubelet
-        self.kubelet: FileIdentity | None = None  # its socket when the attempt began
+        self.kubelet: FileIdentity | None = None  # its socket when we last looked
         self.registered_with: FileIdentity | None = None  # None: perhaps with its successor
         self._listing = listing
         self._allocator = allocator
@@ -2928,14 +2928,17 @@ class Endpoint(rpc.DevicePluginServicer):
         """Whether it serves and was not announced."""
         return self._file is not None and not self.is_lost() and not self.is_announced
 
-    async def register(self, kubelet_socket: str) -> None:
-        """Register; raises RegistrationError. The kubelet opens its stream before it answers."""
+    async def find_kubelet(self, kubelet_socket: str) -> None:
+        """Wait until it listens; raises RegistrationError."""
         for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
             if listens(kubelet_socket):
-                break
+                self.kubelet = file_identity(kubelet_socket)  # it can have come just now
+                return
             await asyncio.sleep(pause)
-        else:
-            raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
+        raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
+
+    async def register(self, kubelet_socket: str) -> None:
+        """Register; raises RegistrationError. The kubelet opens its stream before it answers."""
         if self.is_lost():  # swept by the kubelet that starts
             raise RegistrationError(f"{self._path} has gone")
         request = pb.RegisterRequest(
@@ -3125,13 +3128,8 @@ class KubeletSession:
         self.tried_to_serve.set()
         if endpoint.kubelet is None:
             raise RegistrationError(f"waiting for kubelet ({kubelet_socket} is not there)")
-        registering = asyncio.create_task(endpoint.register(kubelet_socket))
-        registering.add_done_callback(_take_note)
-        try:
-            await self._until(registering)
-        finally:
-            registering.cancel()
-        registering.result()
+        await self._undisturbed(endpoint.find_kubelet(kubelet_socket))
+        await self._undisturbed(endpoint.register(kubelet_socket))
         self.registrations += 1
         count = counted(len(self.listing.resource.distinct), "device")
         log.info("%s: %s, %s", self.name, REGISTERED, count)
@@ -3164,6 +3162,16 @@ class KubeletSession:
         self._endpoint.kubelet = kubelet
         await self._endpoint.serve()
         return self._endpoint
+
+    async def _undisturbed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do a piece of work to its end; raises Disturbance at once."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(_take_note)
+        try:
+            await self._until(task)
+        finally:
+            task.cancel()
+        task.result()
 
     async def _until(self, awaited: asyncio.Future[Any], seconds: float | None = None) -> None:
         """Wait; raises Disturbance at once."""

@@ -278,18 +278,18 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
 async def test_a_stream_of_a_kubelet_that_came_during_the_attempt_ends_before_it_registers_anew(
     start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
 ) -> None:
-    """The socket that was there when the attempt began was another's.
+    """The socket that was there when we looked was another's.
 
     Before 1.37 the kubelet forgets a new registration when an older stream ends: the reference
     kubelet has that for a violation, as it does when its socket is only touched.
     """
-    listens = ttdp.listens
+    stub = rpc.RegistrationStub
     came = iter([True])
 
-    def comes_now(path: str) -> bool:
-        if path.endswith("/kubelet.sock") and next(came, False):
-            os.utime(path)
-        return listens(path)
+    def comes_now(channel: grpc.aio.Channel) -> Any:
+        if next(came, False):
+            os.utime(directory / "kubelet.sock")
+        return stub(channel)  # type: ignore[no-untyped-call]
 
     class Endpoint(ttdp.Endpoint):
         async def close(self, grace: float | None = None) -> None:
@@ -297,7 +297,7 @@ async def test_a_stream_of_a_kubelet_that_came_during_the_attempt_ends_before_it
             await super().close(grace)
 
     monkeypatch.setattr(ttdp, "Endpoint", Endpoint)
-    monkeypatch.setattr(ttdp, "listens", comes_now)
+    monkeypatch.setattr(rpc, "RegistrationStub", comes_now)
     async with Kubelet(directory, version=version) as kubelet:
         daemon = await start(interval=3600)
         await until(lambda: len(kubelet.find("registered")) == 2)
