@@ -168,17 +168,19 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.addFilter(ttdp._without_traceback_of_garbage)
-    logging.getLogger().addHandler(handler)
+    logging.getLogger("grpc").addHandler(handler)
     try:
         async with grpc.aio.insecure_channel(f"unix:{endpoint}") as channel:
             call: Any = channel.unary_unary(f"/v1beta1.DevicePlugin/{method}")
             assert (await refusal(call(b"\xff\xff\xff\xff"))).code() == grpc.StatusCode.UNKNOWN
         assert len(text.getvalue().splitlines()) == 1 and "Traceback" not in text.getvalue()
+        ttdp.log.addHandler(handler)
         with ttdp.log_and_continue("a test"):
             raise ValueError
         assert "Traceback" in text.getvalue()
     finally:
-        logging.getLogger().removeHandler(handler)
+        logging.getLogger("grpc").removeHandler(handler)
+        ttdp.log.removeHandler(handler)
 
 
 # -- in what a restart remembers -------------------------------------------------------------------
