@@ -1077,6 +1077,7 @@ def _figure(attribute: str, text: str) -> float | None:
 # ==== CUSTODY: which pod was given which chips, by the kubelet's own file =========================
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
+KUBELET_SOCKET = "kubelet.sock"  # there, too; made anew at each start
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
 SETTLING = 3.0  # seconds after which a kubelet has written an answer, or never will
 LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
@@ -1207,20 +1208,22 @@ class Custody:
         self.names: dict[str, str] = {}  # "namespace/name" by UID
         self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
         self._path = f"{directory}/{CHECKPOINT}"
+        self._socket = f"{directory}/{KUBELET_SOCKET}"
+        self._kubelet = file_identity(self._socket)  # which of its lives
         self._identity: FileIdentity | None = None  # of the file that was read
         # Since when an allocation is missing from the file; inf: it is there. The newest is last.
         self._missing_since: dict[Allocation, float] = {}
         self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
         self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
         self._written_since = -inf  # the file's writing began after this
-        self._is_continuous = False  # the kubelet's knowledge, since the file was read
+        self._is_continuous = False  # whether this kubelet wrote the file that was read
         for resource, ids, chips, *pod in memory.get("allocations", ()):
             former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
             self._missing_since[former] = monotonic()
-        # Missing since the whole file was lost: to the kubelet the devices of these pods, which go
-        # on, are free.
+        # Missing since the kubelet started, or the whole file was lost: to the kubelet the devices
+        # of these pods, which go on, are free.
         self.cgroups.look({each.pod for each in self._missing_since}, monotonic())
-        self.lost = self._that_go_on(self._missing_since)
+        self.lost = self._unfiled_that_go_on()
 
     def refresh(
         self,
@@ -1228,13 +1231,14 @@ class Custody:
         chip_at: ChipAt,
         now: float,
     ) -> bool:
-        """Read the checkpoint if it has changed; returns whether it has.
+        """Read the checkpoint if it has changed; returns whether it or the kubelet has.
 
         A file that vanishes changes nothing: pods run on.
         """
+        is_new = self._is_new_kubelet()
         identity = file_identity(self._path)
         if identity == self._identity:
-            return False
+            return is_new
         was_continuous = self._is_continuous
         self._is_continuous = False
         try:
@@ -1242,7 +1246,7 @@ class Custody:
                 self.checkpoint = parse_checkpoint(file.read(), ours, chip_at)
         except FileNotFoundError:
             self._identity = None
-            return False
+            return is_new
         except (OSError, ValueError) as error:
             if self.unreadable is None:
                 log.warning("%s cannot be understood: %s", self._path, error)
@@ -1250,22 +1254,34 @@ class Custody:
             self._identity = identity
             return True
         self._identity = identity
-        self._is_continuous = True
+        if identity and self._kubelet:  # by their times
+            self._is_continuous = identity[2] > self._kubelet[2]
         self.unreadable = None
         if self._expected and self._expected[1] != identity:
             self._written_since = self._expected[0]
             self._expected = None
-        gone = self._compare(now)
+        self._compare(now)
         self.lost -= {*self.checkpoint.allocations}
         if not was_continuous:
-            self.lost |= self._that_go_on(gone)
+            self.lost |= self._unfiled_that_go_on()
         return True
 
-    def _that_go_on(self, allocations: Iterable[Allocation]) -> set[Allocation]:
-        return {each for each in allocations if self.cgroups.exists(each.pod)}
+    def _is_new_kubelet(self) -> bool:
+        """Whether a kubelet has started, which knows what it has read; perhaps nothing."""
+        kubelet = file_identity(self._socket)
+        if kubelet in (None, self._kubelet):
+            return False
+        self._kubelet = kubelet
+        self._is_continuous = False
+        self.lost |= self._unfiled_that_go_on()
+        return True
 
-    def _compare(self, now: float) -> set[Allocation]:
-        """Take over the file's entries; returns what is no longer there."""
+    def _unfiled_that_go_on(self) -> set[Allocation]:
+        unfiled = (each for each in self._missing_since if not self.is_filed(each))
+        return {each for each in unfiled if self.cgroups.exists(each.pod)}
+
+    def _compare(self, now: float) -> None:
+        """Take over the file's entries."""
         filed = self.checkpoint.allocations
         for allocation in filed:
             if allocation not in self._missing_since:  # it was a grant
@@ -1276,7 +1292,6 @@ class Custody:
         self._missing_since |= dict.fromkeys(gone, now)
         if gone:  # what is not seen now was never started
             self.cgroups.look({each.pod for each in self._missing_since}, now)
-        return gone
 
     def reread(self) -> None:
         self._identity = None
@@ -2861,7 +2876,6 @@ class Listing:
 
 # ==== KUBELET SESSION: a resource's socket and registration, for as long as both of us live =======
 
-KUBELET_SOCKET = "kubelet.sock"
 SOCKET_PREFIX = "tt-"
 REGISTERED = "registered with kubelet"
 REGISTER_TIMEOUT = 10.0  # seconds
@@ -4062,7 +4076,8 @@ class Registrar:
         filed = frozenset(filter(custody.is_filed, allocations))
         seen = dict(custody.cgroups.seen)  # what is saved below
         names = dict(custody.names)
-        made_of = (self._fleet.version, allocations, filed, custody.unreadable, names, seen)
+        lost = frozenset(custody.lost)
+        made_of = (self._fleet.version, allocations, filed, lost, custody.unreadable, names, seen)
         if made_of == self._published:
             return
         chips = self._fleet.listed
@@ -4077,7 +4092,7 @@ class Registrar:
                 return self.publish()
         self._published = made_of
         more = (custody.describe, custody.unreadable, self._offered)
-        claims = Claims(allocations, filed, frozenset(custody.lost), *more)
+        claims = Claims(allocations, filed, lost, *more)
         listed = resources(configured, chips, claims)
         if not custody.unreadable:
             self._offered = {
@@ -4157,7 +4172,7 @@ class Registrar:
 
     def directory_changed(self, names: Collection[str]) -> None:
         """Act on what happened to these names; "": to any."""
-        if CHECKPOINT in names or "" in names:
+        if {CHECKPOINT, KUBELET_SOCKET, ""}.intersection(names):
             self.refresh()
         foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
         for session in self.sessions.values():

@@ -1,0 +1,60 @@
+"""What an adversary does to custody."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import kubelet_of
+from tests.test_custody import FAST, P150, offers, train
+from tests.world.kubelet import AdmissionError
+from tests.world.node import SimulatedNode
+from tests.world.processes import until
+from tests.world.simulation import RunningDaemon, settings_of
+
+pytestmark = pytest.mark.usefixtures("ticking")
+
+
+@pytest.fixture(autouse=True)
+def settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This kubelet writes at once."""
+    monkeypatch.setattr("ttdp.SETTLING", 0.5)
+
+
+@pytest.mark.parametrize("how", ["checksum", "older"])
+@pytest.mark.parametrize("first", ["kubelet", "daemon", "daemon lives"])
+async def test_a_kubelet_that_started_without_a_pods_entry_gives_nobody_its_chip(
+    node: SimulatedNode, directory: Path, short_tmp: Path, how: str, first: str
+) -> None:
+    """The file is sound to us: its checksum is not, or it is a writing of before the pod."""
+    node.add("p150a")
+    settings = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
+    kubelet = kubelet_of(node, directory)
+    async with kubelet, RunningDaemon(node, settings) as daemon:
+        await kubelet.registered(P150)
+        before = kubelet.file.path.read_bytes()
+        await train(kubelet)
+        await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
+        await asyncio.sleep(0.6)  # the entry has settled
+        if first != "daemon lives":
+            await daemon.stop()
+        await kubelet.kill()
+        kubelet.corrupt("checksum" if how == "checksum" else before)
+        await asyncio.sleep(2 * FAST)
+        if first == "kubelet":
+            await kubelet.start()
+        if first != "daemon lives":
+            daemon = await RunningDaemon(node, settings).__aenter__()
+        if first != "kubelet":
+            await asyncio.sleep(3 * FAST)
+            await kubelet.start()
+        await kubelet.registered(P150)
+        await offers(kubelet, P150)
+        with pytest.raises(AdmissionError):
+            await kubelet.admit("other", "main", {P150: 1})
+        kubelet.delete("train")
+        await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 1)
+        if first != "daemon lives":
+            await daemon.__aexit__()
