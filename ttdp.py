@@ -1170,6 +1170,10 @@ class Cgroups:
         """Return for how long a cgroup has been gone; None: never seen."""
         return now - self._gone_at.get(pod, now) if pod in self.seen else None
 
+    def forget_gone(self) -> None:
+        """Forget which have gone: a kubelet that starts makes those of its pods anew."""
+        self.seen = {pod: path for pod, path in self.seen.items() if isdir(path)}
+
     def _find(self, missing: Mapping[str, str]) -> None:
         there = names_in(self._root)
         controllers = [name for name in ("devices", "memory", "systemd") if name in there]
@@ -1273,6 +1277,7 @@ class Custody:
             return False
         self._kubelet = kubelet
         self._is_continuous = False
+        self.cgroups.forget_gone()
         self.lost |= self._unfiled_that_go_on()
         return True
 

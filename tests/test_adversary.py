@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import kubelet_of
-from tests.test_custody import FAST, P150, offers, train
+from tests.test_custody import FAST, N150, P150, offers, train
 from tests.world.kubelet import AdmissionError
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
@@ -58,3 +59,27 @@ async def test_a_kubelet_that_started_without_a_pods_entry_gives_nobody_its_chip
         await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 1)
         if first != "daemon lives":
             await daemon.__aexit__()
+
+
+@pytest.mark.parametrize("version", [(1, 31), (1, 36)])
+async def test_a_stopped_nodes_pods_come_back_to_their_ids(
+    node: SimulatedNode, directory: Path, monkeypatch: pytest.MonkeyPatch, version: Any
+) -> None:
+    """Their cgroups were gone for long, while no kubelet ran: its entries count when it starts."""
+    monkeypatch.setattr("ttdp.LINGERING", 0.3)
+    (chip,) = node.add("n150", numa_node=0)
+    kubelet = kubelet_of(node, directory, version=version, policy="best-effort")
+    async with kubelet, RunningDaemon(node, settings_of(node, directory, interval=FAST)) as daemon:
+        await kubelet.registered(N150)
+        await kubelet.admit("train", "main", {N150: 1})
+        await kubelet.running("train", "main")
+        await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
+        await kubelet.power_cut()  # all processes end, and it is the same boot
+        await asyncio.sleep(0.8)
+        daemon.reload(device_id_strategy="asic")
+        await asyncio.sleep(0.3)
+        await kubelet.start()
+        await kubelet.registered(N150)
+        assert kubelet.healthy(N150) == {chip.bdf}
+        await kubelet.running("train", "main")
+        assert kubelet.violations == []
