@@ -1101,6 +1101,7 @@ class Checkpoint(NamedTuple):
 
     allocations: Collection[Allocation]
     registered: Mapping[str, frozenset[str]]  # healthy IDs, by resource
+    paths: Mapping[Allocation, Collection[str]] = {}  # of nodes, by the answers
 
 
 def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
@@ -1110,23 +1111,25 @@ def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> 
     """
     try:
         data = json.loads(content)["Data"]
-        allocations = set()
+        paths = {}
         for entry in data["PodDeviceEntries"] or ():
             answer = base64.b64decode(entry["AllocResp"])
             resource = entry["ResourceName"]
             if ADDRESSES.encode() in answer or resource in ours:
-                chips = _chips_in_answer(answer, chip_at)
+                response = pb.ContainerAllocateResponse.FromString(answer)
+                chips = _chips_in_answer(response, chip_at)
                 ids = frozenset().union(*map(_texts, entry["DeviceIDs"].values()))
                 names = (entry["PodUID"], entry["ContainerName"])
                 if chips and all(_texts([resource, *names])):
-                    allocations.add(Allocation(resource, ids, chips, *names))
+                    allocation = Allocation(resource, ids, chips, *names)
+                    paths[allocation] = [device.host_path for device in response.devices]
         registered = data["RegisteredDevices"] or {}
         healthy = {name: _texts(ids or []) for name, ids in registered.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     except DecodeError as error:
         raise ValueError(str(error)) from None
-    return Checkpoint(allocations, healthy)
+    return Checkpoint(paths.keys(), healthy, paths)
 
 
 def _texts(value: Any) -> frozenset[str]:
@@ -1135,8 +1138,7 @@ def _texts(value: Any) -> frozenset[str]:
     return frozenset(value)
 
 
-def _chips_in_answer(answer: bytes, chip_at: ChipAt) -> frozenset[str]:
-    response = pb.ContainerAllocateResponse.FromString(answer)
+def _chips_in_answer(response: pb.ContainerAllocateResponse, chip_at: ChipAt) -> frozenset[str]:
     if response.envs.get(ADDRESSES):
         return frozenset(response.envs[ADDRESSES].split(","))
     return frozenset(filter(None, (chip_at(device.host_path) for device in response.devices)))
@@ -2763,6 +2765,9 @@ class Allocator:
         """
         deadline = monotonic() + GATE_PATIENCE
         user = self._other_user(listed, ids)
+        if path := self._false_path(listed(), ids):
+            reason = f"{path}, which it was given, is another chip by now; delete the pod"
+            raise Refusal(Status.FAILED_PRECONDITION, reason)
         if user:
             log.info("%s: a container waits for the end of %s", listed().name, user)
         while user:
@@ -2792,6 +2797,21 @@ class Allocator:
             for chip in chips:
                 if chip.bdf in each.chips and self._has_open(each.pod, chip):
                     return self._custody.describe(each)
+        return None
+
+    def _false_path(self, resource: Resource, ids: Collection[str]) -> str | None:
+        """Return the node of another chip to which the newest answer with these IDs leads now.
+
+        A kubelet uses an answer for a pod's life; one without a link does not survive renumbering.
+        """
+        answer = (resource.name, frozenset(ids))
+        answers = self._custody.allocations(monotonic())
+        same = [each for each in answers if (each.resource, each.ids) == answer]
+        own = {chip.function.path for chip in _chips(resource, ids) if chip.present}
+        for path in self._custody.checkpoint.paths.get(same[-1], ()) if same else ():
+            is_node = re.fullmatch(rf".*/{DRIVER}/\d+", path)
+            if is_node and path not in own and os.path.exists(path):
+                return path
         return None
 
     def _has_open(self, pod: str, chip: Chip) -> bool:

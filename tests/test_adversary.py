@@ -83,3 +83,32 @@ async def test_a_stopped_nodes_pods_come_back_to_their_ids(
         assert kubelet.healthy(N150) == {chip.bdf}
         await kubelet.running("train", "main")
         assert kubelet.violations == []
+
+
+@pytest.mark.parametrize("who", ["the old one starts again", "both after a reboot"])
+async def test_an_answer_that_names_another_chips_node_by_now_starts_nothing(
+    tmp_path: Path, directory: Path, who: str
+) -> None:
+    """Without the package's links a pod's answer is the bare node; numbers change."""
+    node = SimulatedNode(tmp_path / "unlinked", links=False)
+    first, second = node.add("n150") + node.add("n150")
+    settings = settings_of(node, directory, interval=FAST, health={"heartbeat_misses": 1_000_000})
+    async with kubelet_of(node, directory) as kubelet, RunningDaemon(node, settings):
+        await kubelet.registered(N150)
+        await kubelet.admit("old", "main", {N150: 1})
+        await kubelet.running("old", "main")
+        kubelet.crash("old", "main")
+        if who == "both after a reboot":
+            await kubelet.power_cut()
+        node.swap_ordinals(first.bdf, second.bdf)
+        if who == "both after a reboot":
+            await kubelet.start()
+            await offers(kubelet, N150, first.bdf, second.bdf)
+        await kubelet.admit("new", "main", {N150: 1})
+        await kubelet.running("new", "main")
+        await asyncio.sleep(5 * FAST)
+        pids = node.root / f"proc/driver/tenstorrent/{second.ordinal}/pids"
+        assert len(pids.read_text().split()) == 1
+        assert "is another chip by now" in kubelet.find("not-started")[-1].fields["message"]
+        node.swap_ordinals(first.bdf, second.bdf)
+        await kubelet.running("old", "main")
