@@ -1329,6 +1329,16 @@ class Custody:
         """Whether something counts of which the kubelet does not know."""
         return any(since < inf for since in self._missing_since.values())
 
+    def awaits_writing(self, resource: str, ids: Collection[str]) -> bool:
+        """Whether a pod has such an ID by a file that this kubelet did not write.
+
+        It asks for the ID because it could not read the file, which it writes with our list.
+        """
+        if self._is_continuous:
+            return False
+        filed = filter(self.is_filed, self._missing_since)
+        return any(each.resource == resource and not each.ids.isdisjoint(ids) for each in filed)
+
     def expect_writing(self, now: float) -> None:
         """Take the file's next change for a writing that begins after now."""
         self._expected = (now, file_identity(self._path))
@@ -2616,6 +2626,7 @@ class DirectoryWatch:
 
 MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether a mount's path is there
 LINK_PATIENCE = 1.0  # seconds that udev has to make a link
+WRITING_PATIENCE = 1.0  # seconds that a kubelet has to write its checkpoint after a list
 GATE_PATIENCE = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
 PAUSE = 0.02  # seconds between two looks at what sends no event
 
@@ -2707,7 +2718,7 @@ class Allocator:
             mounts = await self.existing_mounts(must_answer=True)
             # A kubelet keeps the answer for a pod's life: a link is better than the node.
             await wait_for_links(self.settings, _chips(listed(), chain(*containers)))
-            self._refresh()
+            await self._until_written(listed, frozenset(chain(*containers)))
             resource = listed()  # nothing is awaited from here on
             check_request(resource, containers)
             chips = [_chips(resource, ids) for ids in containers]
@@ -2725,6 +2736,14 @@ class Allocator:
             return [container_edits(theirs, self.settings, mounts, locks) for theirs in chips]
         finally:
             self.counts[listed().name, result] += 1
+
+    async def _until_written(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
+        """Read the checkpoint; wait where a kubelet that has started has to write it first."""
+        deadline = monotonic() + WRITING_PATIENCE
+        self._refresh()
+        while self._custody.awaits_writing(listed().name, ids) and monotonic() < deadline:
+            await asyncio.sleep(PAUSE)
+            self._refresh()
 
     async def existing_mounts(self, *, must_answer: bool) -> list[Mount]:
         """Return those that exist; one that does not answer is left out, or raises Refusal."""

@@ -112,3 +112,22 @@ async def test_an_answer_that_names_another_chips_node_by_now_starts_nothing(
         assert "is another chip by now" in kubelet.find("not-started")[-1].fields["message"]
         node.swap_ordinals(first.bdf, second.bdf)
         await kubelet.running("old", "main")
+
+
+async def test_a_kubelet_that_has_not_written_yet_gets_no_id_that_its_file_gives_to_a_pod(
+    node: SimulatedNode, directory: Path
+) -> None:
+    """It asks for it because it could not read the file; what it writes comes later."""
+    node.add("p150a")
+    kubelet = kubelet_of(node, directory)
+    async with kubelet, RunningDaemon(node, settings_of(node, directory, interval=FAST)) as daemon:
+        await train(kubelet)
+        await until(lambda: daemon.daemon.registrar.custody.cgroups.seen)
+        await kubelet.kill()
+        kubelet.corrupt("checksum")
+        kubelet.overtake()  # each writing takes a third of a second
+        await kubelet.start()
+        await until(lambda: kubelet.healthy(P150))
+        with pytest.raises(AdmissionError):
+            await kubelet.admit("other", "main", {P150: 1}, static=True)
+        assert not kubelet.find("running", since=kubelet.find("killed")[0].at)
