@@ -1186,11 +1186,13 @@ class Cgroups:
     def _descend(self, directory: str, missing: Mapping[str, str]) -> Iterator[str]:
         with suppress(OSError), os.scandir(directory) as entries:
             for entry in entries:
-                match = re.search(r"pod([0-9a-f_-]{32,36})(\.slice)?$", entry.name)
-                pod = match and missing.get(match[1].replace("-", "_"))
+                match = re.search(r"(?:^|-)pod(.+?)(?:\.slice)?$", entry.name)
+                name = match[1] if match else ""
+                pod = missing.get(name.replace("-", "_"))
+                is_pod = re.fullmatch("[0-9a-f_-]{32,36}", name)  # a manifest can have any UID
                 if pod:
                     self.seen[pod] = entry.path
-                elif not match and entry.is_dir(follow_symlinks=False):
+                elif not is_pod and entry.is_dir(follow_symlinks=False):
                     yield entry.path
 
 

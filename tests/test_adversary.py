@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ttdp
 from tests.conftest import kubelet_of
 from tests.test_custody import FAST, N150, P150, offers, train
 from tests.world.kubelet import AdmissionError
@@ -131,3 +132,14 @@ async def test_a_kubelet_that_has_not_written_yet_gets_no_id_that_its_file_gives
         with pytest.raises(AdmissionError):
             await kubelet.admit("other", "main", {P150: 1}, static=True)
         assert not kubelet.find("running", since=kubelet.find("killed")[0].at)
+
+
+@pytest.mark.parametrize("layout", ["cgroupfs", "systemd"])
+def test_a_static_pods_uid_can_be_any_word(tmp_path: Path, layout: str) -> None:
+    """A manifest may set one (metadata.uid); its cgroup is found all the same."""
+    uid = "edge-trainer"
+    name = f"pod{uid}" if layout == "cgroupfs" else "kubepods-podedge_trainer.slice"
+    (tmp_path / f"fs/cgroup/kubepods/{name}").mkdir(parents=True)
+    cgroups = ttdp.Cgroups(str(tmp_path), {})
+    cgroups.look({uid}, 100)
+    assert cgroups.exists(uid)
