@@ -1,4 +1,4 @@
-"""What an adversary does to custody."""
+"""Kubelets that start: what they know, what they lack, what they find anew."""
 
 from __future__ import annotations
 
