@@ -187,7 +187,7 @@ async def test_a_directory_that_is_not_there_is_worth_no_word_and_one_that_comes
 ) -> None:
     """Who has no such reader hears nothing of it; a reader that is installed later has its file."""
     node.add("n150")
-    daemon = await start(interval=0.05)
+    daemon = await start(interval=0.05, health={"heartbeat_misses": 1_000_000})
     await until(lambda: daemon.notified("READY=1"))
     cdi = Path(daemon.settings.cdi_dir)
     for _ in range(2):  # as when what made the directory is removed and installed again

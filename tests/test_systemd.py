@@ -144,6 +144,7 @@ async def test_a_sign_of_life_comes_at_half_of_the_watchdogs_time(
     """No more of them than are due, although the polls are an hour apart."""
     node.add("n150")
     limit = 0.4
+    began = time.monotonic()
     service = await launch(WATCHDOG_USEC=str(int(limit * 1e6)))
     config.write_text(f'device_plugin_dir = "{directory}"\n[health]\ninterval = 3600\n')
     await service.note("READY=1")
@@ -153,7 +154,8 @@ async def test_a_sign_of_life_comes_at_half_of_the_watchdogs_time(
     times = [(await service.note("WATCHDOG=1")).at for _ in range(6)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert min(gaps) < limit
-    assert times[-1] - times[0] > 0.6 * len(gaps) * limit / 2  # the first may be heard late
+    due = (times[-1] - began) / (limit / 2)  # more if they are heard late
+    assert len(times) <= due + 1
 
 
 @pytest.mark.usefixtures("ticking")
