@@ -2565,6 +2565,7 @@ class DirectoryWatch:
         self._descriptor = -1
         self._watch = -1
         self._watched: tuple[str, tuple[int, ...]] = ("", ())  # as nearest() said
+        self._is_refused = False  # which was logged
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -2604,8 +2605,12 @@ class DirectoryWatch:
             self._watch = _libc.inotify_add_watch(self._descriptor, path, mask)
             nearest = self.nearest()
         if self._watch < 0:
+            self._watched = ("", ())  # the next check tries again
             reason = os.strerror(ctypes.get_errno())
-            log.warning("cannot watch %s (%s); the next poll sees a kubelet", nearest[0], reason)
+            if not self._is_refused:
+                what = "the next poll sees a kubelet"
+                log.warning("cannot watch %s (%s); %s", nearest[0], reason, what)
+        self._is_refused = self._watch < 0
 
     def _read(self) -> None:
         buffer = os.read(self._descriptor, 65536)
@@ -4444,7 +4449,7 @@ class Daemon:
     def _directory_changed(self, names: Collection[str]) -> None:
         if "" in names:  # it can be there only now, and another's
             self._check_directory()
-        if not self._status.done():
+        if self._stage != "starting" and not self._status.done():
             self.registrar.directory_changed(names)
 
     def _check_directory(self) -> None:

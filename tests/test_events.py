@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import ttdp
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
-from tests.world.processes import PATIENCE, finished
+from tests.world.processes import PATIENCE, finished, until
 from ttdp import Uevent
 
 
@@ -213,3 +213,25 @@ async def test_a_check_finds_that_the_path_leads_elsewhere(tmp_path: Path) -> No
         assert await happenings.next() == {""}
         (directory / "x").touch()
         assert await happenings.next() == {"x"}
+
+
+async def test_a_watch_that_was_refused_is_had_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others can have used up the user's watches for a moment; each check tries again, silently."""
+    told: list[str] = []
+    loop = asyncio.get_running_loop()
+    watch = ttdp.DirectoryWatch(str(tmp_path), told.extend)
+    with monkeypatch.context() as patch:
+        patch.setattr(ttdp._libc, "inotify_add_watch", lambda *_: -1)
+        watch.open(loop)
+        watch.check()
+        watch.check()
+    assert told == ["", ""]
+    watch.check()
+    told.clear()
+    (tmp_path / "kubelet.sock").touch()
+    await until(lambda: told == ["kubelet.sock"])
+    watch.check()
+    assert told == ["kubelet.sock"] and len(caplog.records) == 1
+    watch.close(loop)

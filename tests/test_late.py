@@ -270,3 +270,22 @@ async def test_a_pod_that_has_ended_unseen_holds_nothing_after_a_restart(
         await kubelet.registered(P150)
         assert not reasons(daemon, P150)
         await kubelet.admit("next", "main", {P150: 1})
+
+
+async def test_a_kubelet_that_writes_during_the_start_gets_no_list_of_some_devices(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+) -> None:
+    """Nothing is listed before each chip has answered, or has had the time to."""
+    quick, slow = node.add("n150") + node.add("n150")
+    slow.block()
+    checkpoint = directory / ttdp.CHECKPOINT
+    content = {"Data": {"PodDeviceEntries": None, "RegisteredDevices": {}}, "Checksum": 0}
+    checkpoint.write_text(json.dumps(content))
+    daemon = await start(interval=3600)
+    await until(lambda: daemon.daemon.monitor.fleet.listed)
+    checkpoint.rename(directory / ".1")
+    (directory / ".1").rename(checkpoint)
+    await kubelet.wait_for(lambda: kubelet.find("list", N150))
+    listed = kubelet.find("list", N150)[0].fields
+    assert {*listed["healthy_ids"], *listed["unhealthy_ids"]} == {quick.bdf, slow.bdf}
+    slow.unblock()
