@@ -1,21 +1,19 @@
-"""tt-device-plugin: Tenstorrent accelerators, schedulable in Kubernetes, by a daemon on the host.
+"""tt-device-plugin: makes Tenstorrent accelerators schedulable in Kubernetes, as a host daemon.
 
 It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel
-events. A chapter uses only what stands above it.
+events. One asyncio loop observes the node, decides by pure functions and applies the decision
+(see Daemon). A chapter uses only the chapters above it:
 
-    what the world looks like    CONFIGURATION, INVENTORY, CUSTODY
-    what we decide               HEALTH, RESOURCES, PREFERRED ALLOCATION
-    how we work                  THREADS, FILES, SYSTEMD, KERNEL EVENTS
-    how we talk to the kubelet   ALLOCATION, DEVICE PLUGIN SERVICE, KUBELET SESSION, POD RESOURCES
-    what ties it together        WHAT OTHERS READ, FLEET, PUBLICATION, DAEMON, COMMAND LINE
-
-The deciding chapters are functions over frozen data: no file, socket or clock. One asyncio loop
-drives the rest; only what can block for seconds is read on threads.
+    what the node shows     CONFIGURATION, INVENTORY, HEALTH, ALLOCATIONS
+    pure decisions          RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, OUTPUTS, DECISION
+    infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, NODE
+    the kubelet's API       REQUESTS, SESSION, POD RESOURCES
+    what ties it together   METRICS SERVER, DAEMON, COMMAND LINE
 """
 
 from __future__ import annotations
 
-import _thread  # threading's start() waits for the new thread, and its end joins it
+import _thread  # threading's start() waits for the new thread, and exit would join blocked ones
 import argparse
 import asyncio
 import base64
@@ -39,6 +37,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import (
     AsyncIterator,
@@ -50,14 +49,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from enum import Enum, auto
+from enum import Enum
 from itertools import chain
 from math import inf
 from os.path import basename, dirname, isdir
 from time import monotonic
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import grpc
 import sdnotify
@@ -77,12 +76,12 @@ __version__ = "0.2.0"
 log = logging.getLogger("tt-device-plugin")
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def few(names: Sequence[str]) -> str:
-    """Return the first of the names: a request can hold ten thousand."""
+def abbreviate(names: Sequence[str]) -> str:
+    """Return the first three names, quoted: a request can hold ten thousand."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
@@ -90,7 +89,6 @@ def few(names: Sequence[str]) -> str:
 # ==== CONFIGURATION: flag, then environment variable, then file, then default ====================
 
 ResourceNaming = Literal["board", "card", "arch"]
-DeviceIdStrategy = Literal["bdf", "asic", "index"]
 VisibleDevices = Literal["bdf", "index", "none"]
 Unit = Literal["chip", "board"]
 DeviceListStrategy = Literal["device-specs", "cdi"]
@@ -98,23 +96,23 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root", "state_dir")
+NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 
-SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes with its NUL
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, and the longest name of ours
+SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes, including a NUL
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash and the longest socket name of a session
 
 TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """What is wrong with the configuration: source, value and what is valid, on one line."""
+    """An invalid configuration: source, value and valid values, on one line."""
 
 
 class Rule(NamedTuple):
-    """What a value in the file, a variable or a flag has to be."""
+    """A condition on a value from the file, a variable or a flag."""
 
-    valid: str  # in words
+    valid: str  # completes "must be"
     accepts: Callable[[Any], object]
     convert: Callable[[Any], Any] = lambda value: value
     choices: tuple[str, ...] = ()
@@ -125,21 +123,12 @@ def _one_of(*choices: str) -> Rule:
     return Rule(valid, lambda value: value in choices, choices=choices)
 
 
-def _number(
-    valid: str,
-    least: float,
-    most: float,
-    *kinds: type,
-) -> Rule:
-    kinds = kinds or (int, float)  # a boolean is an int to isinstance()
+def _number(valid: str, least: float, most: float, kinds: Collection[type] = (int, float)) -> Rule:
+    # By type(): isinstance() takes a boolean for an int.
     return Rule(valid, lambda value: type(value) in kinds and least <= value <= most)
 
 
-def _text(
-    valid: str,
-    form: str,
-    also: Callable[[str], object] = lambda text: True,
-) -> Rule:
+def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: True) -> Rule:
     def accepts(value: Any) -> object:
         return isinstance(value, str) and re.fullmatch(form, value) and also(value)
 
@@ -152,12 +141,13 @@ def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
     return rule._replace(convert=lambda path: path and os.path.abspath(path))
 
 
-def _absolute(valid: str, forbidden: Collection[str] = ()) -> Rule:
-    def normal(path: str) -> str:
-        return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
+def _normal(path: str) -> str:
+    return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
 
-    rule = _text(valid, "/.*", lambda path: path.isprintable() and normal(path) not in forbidden)
-    return rule._replace(convert=normal)
+
+def _absolute(valid: str, *forbidden: str) -> Rule:
+    rule = _text(valid, "/.*", lambda path: path.isprintable() and _normal(path) not in forbidden)
+    return rule._replace(convert=_normal)
 
 
 def _is_selection(value: Any) -> bool:
@@ -166,32 +156,28 @@ def _is_selection(value: Any) -> bool:
     return value == "all" or (type(value) is int and value >= 1)
 
 
-_IN_WORDS = _one_of(*TRUE, *FALSE)
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
 _TARGET = _absolute(
-    "an absolute path in the container that is not the runtime's or ours",
-    ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
+    "an absolute path other than /, /dev, /proc, /sys, /dev/tenstorrent",
+    *("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
 )
 _DIRECTORY = _path("the path of a directory")
 _OR_NONE = _path("a path, or empty", r"[^\0]*")
 _SOCKET = _path(f"a unix socket's path of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
-_PLUGIN_DIR = _path(
-    f"a path of at most {PLUGIN_DIR_MAX} bytes, so that sockets in it have an address",
-    most=PLUGIN_DIR_MAX,
-)
+_PLUGIN_DIR = _path(f"a path of at most {PLUGIN_DIR_MAX} bytes", most=PLUGIN_DIR_MAX)
 _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# A DNS subdomain, not *.kubernetes.io; 253 characters with a quota's "requests." before it
+# A DNS subdomain, not *.kubernetes.io; at most 253 characters with a quota's "requests." prefix
 # (IsExtendedResourceName of kubernetes' pkg/apis/core/v1/helper).
 _DOMAIN = _text(
-    "a DNS name in lower case that is not Kubernetes' own, such as tenstorrent.com",
+    "a lower-case DNS name outside kubernetes.io, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
     lambda text: len(text) <= 244 and "kubernetes.io" not in text,
 )
 _SELECTION = Rule(
-    '"all", a number of devices from 1 on, or a list of PCI addresses, IDs and ordinals',
+    '"all", a count, or a list of PCI addresses, board IDs or device numbers',
     _is_selection,
     lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
 )
@@ -200,26 +186,29 @@ _LIMIT = Rule(
     'a number of °C from 1 to 200, or "card"',
     lambda value: value == "card" or _DEGREES.accepts(value),
 )
-_NEVER = Rule("left out: users of a chip take turns, nothing divides it", lambda value: False)
+_UNSUPPORTED = "removed: a chip cannot be partitioned, only time-shared"
 
-# Names that the program itself gives resources.
+# Names that the program itself gives to resources.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Make a key of the file; help is its text in every manual."""
+    """Declare a key of the file; all manuals show `help`."""
     return field(default=default, metadata={"rule": rule, "help": help})
+
+
+def _section(default: Any, kind: type) -> Any:
+    """Declare a table of the file, or, if the default is not one, an array of such tables."""
+    return field(default=default, metadata={"kind": kind})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A bind mount for every container with a device, while `host` exists."""
+    """A bind mount for every container with a device."""
 
-    host: str = _key(
-        MISSING, _absolute("an absolute path"), "a path of the host, mounted while it exists"
-    )
-    container: str = _key(MISSING, _TARGET, "where; default: the same path")
-    read_only: bool = _key(False, _SWITCH, "whether the container may only read")
+    host: str = _key(MISSING, _absolute("an absolute path"), "path on the host")
+    container: str = _key("", _TARGET, "path in the container; default: the same path")
+    read_only: bool = _key(False, _SWITCH, "mount it read-only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +221,19 @@ class HealthSettings:
         "seconds between two polls",
     )
     temperature_limit: float | Literal["card"] | None = _key(
-        None, _LIMIT, '°C at which a chip is too hot, or "card": its own limit; default: none is'
+        None,
+        _LIMIT,
+        '°C from which a chip is too hot, or "card" for its own limit; default: no limit',
     )
     heartbeat_misses: int = _key(
         2,
-        _number("a whole number of polls from 1 on", 1, 1_000_000, int),
+        _number("a whole number of polls, at least 1", 1, 1_000_000, (int,)),
         "polls in a row without a heartbeat after which the firmware has stopped",
     )
     trip_holdoff: float = _key(
         300.0,
-        _number("a number of seconds from 0 on", 0, 1e9),
-        "seconds without a thermal trip after which a chip is healthy again",
+        _number("a number of seconds, at least 0", 0, 1e9),
+        "seconds after a thermal trip until a chip is healthy again",
     )
 
 
@@ -250,15 +241,15 @@ class HealthSettings:
 class SharedResource:
     """An entry [[sharing.resources]]: several containers on each of these devices."""
 
-    name: str = _key(MISSING, _RESOURCE_NAME, "the resource, as it is called unshared")
+    name: str = _key(MISSING, _RESOURCE_NAME, "unshared name of the resource")
     replicas: int = _key(
         MISSING,
-        _number("a whole number of containers a device, from 2 to 100", 2, 100, int),
-        "containers for each device",
+        _number("a whole number from 2 to 100", 2, 100, (int,)),
+        "number of containers per device",
     )
-    rename: str | None = _key(None, _RESOURCE_NAME, "the name under which it is shared")
+    rename: str | None = _key(None, _RESOURCE_NAME, "name of the shared resource")
     devices: Literal["all"] | int | tuple[str, ...] = _key(
-        "all", _SELECTION, "all, so many, or a list of PCI addresses, IDs or ordinals"
+        "all", _SELECTION, "devices to share; the others stay exclusive"
     )
 
     @property
@@ -270,17 +261,19 @@ class SharedResource:
 class Sharing:
     """Section [sharing]."""
 
-    rename_by_default: bool = _key(False, _SWITCH, "call what is shared n300.shared, say")
+    rename_by_default: bool = _key(
+        False, _SWITCH, "append .shared to the name of a shared resource"
+    )
     fail_requests_greater_than_one: bool = _key(
-        True, _SWITCH, "refuse a container that asks for several shares: they are no more of it"
+        True, _SWITCH, "refuse a container that requests more than one replica"
     )
     lock_dir: str = _key(
         "/run/ttdp/shm",
         _OR_NONE,
-        "where containers on shared devices get their /dev/shm from, and so find their locks; "
-        "/dev/shm: the host's, whose files logind deletes at a log-out; empty: none in common",
+        "directory of the /dev/shm that containers on shared devices get, for their locks; "
+        "/dev/shm: the host's, where logind deletes files at a logout; empty: no common locks",
     )
-    resources: tuple[SharedResource, ...] = ()
+    resources: tuple[SharedResource, ...] = _section((), SharedResource)
 
     def shared_name(self, entry: SharedResource) -> str:
         """Return the name, without the domain, under which devices are shared."""
@@ -294,61 +287,57 @@ class Settings:
     device_plugin_dir: str = _key(
         "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
     )
-    sysfs_root: str = _key("/sys", _DIRECTORY, "where sysfs is mounted")
-    dev_root: str = _key("/dev", _DIRECTORY, "where the device nodes are")
-    proc_root: str = _key("/proc", _DIRECTORY, "where procfs is mounted")
-    resource_domain: str = _key("tenstorrent.com", _DOMAIN, "the resource's name before the slash")
+    sysfs_root: str = _key("/sys", _DIRECTORY, "mount point of sysfs")
+    dev_root: str = _key("/dev", _DIRECTORY, "directory of the device files")
+    proc_root: str = _key("/proc", _DIRECTORY, "mount point of procfs")
+    resource_domain: str = _key("tenstorrent.com", _DOMAIN, "domain of all resource names")
     resource_naming: ResourceNaming = _key(
         "board",
         _one_of(*get_args(ResourceNaming)),
-        "what names the resource: board (n300, p150), card (p150a) or arch (wormhole)",
-    )
-    device_id_strategy: DeviceIdStrategy = _key(
-        "bdf",
-        _one_of(*get_args(DeviceIdStrategy)),
-        "device IDs: bdf (0000:03:00.0), asic (wormhole-<asic id>) or index (the node's number)",
+        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
     )
     visible_devices: VisibleDevices = _key(
         "bdf",
         _one_of(*get_args(VisibleDevices)),
-        "what TT_VISIBLE_DEVICES holds: bdf, index (0 to n-1 in the container) or none (not set)",
+        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
     )
     unit: Unit = _key(
         "chip",
         _one_of(*get_args(Unit)),
-        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+        "one device is one chip, or one board (a p300's 2 chips, a Galaxy tray's 8)",
     )
     device_list_strategy: DeviceListStrategy = _key(
         "device-specs",
         _one_of(*get_args(DeviceListStrategy)),
-        "how a container gets devices: device-specs (from the kubelet) or cdi (from the CDI file)",
+        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
     )
     cdi_dir: str = _key(
-        "/var/run/cdi", _OR_NONE, "where runtimes look for CDI files, if it exists; empty: no file"
+        "/var/run/cdi", _OR_NONE, "directory of CDI files, used if it exists; empty: no file"
     )
     labels_dir: str = _key(
         "/etc/kubernetes/node-feature-discovery/features.d",
         _OR_NONE,
-        "where node-feature-discovery looks for features, if it exists; empty: no file",
+        "directory of NFD feature files, used if it exists; empty: no file",
     )
     metrics_file: str = _key(
         "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
         _OR_NONE,
-        "the file for node_exporter, if its directory exists; empty: no file",
+        "metrics for node_exporter, written if the directory exists; empty: no file",
     )
     pod_resources_socket: str = _key(
         "/var/lib/kubelet/pod-resources/kubelet.sock",
         _SOCKET,
-        "where the kubelet tells the names of pods that have devices",
+        "socket of the kubelet's pod resources API, the source of pod names",
     )
     fail_on_init_error: bool = _key(
         False, _SWITCH, "exit with status 1 if there is no driver or no device at start"
     )
-    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "the least that is logged")
-    health: HealthSettings = field(default_factory=HealthSettings)
-    sharing: Sharing = field(default_factory=Sharing)
-    mounts: tuple[Mount, ...] | None = None  # None: the hugepages under dev_root
-    state_dir: str | None = None  # systemd's StateDirectory=; None: a restart forgets
+    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "minimum level to log")
+    health: HealthSettings = _section(HealthSettings(), HealthSettings)
+    sharing: Sharing = _section(Sharing(), Sharing)
+    mounts: tuple[Mount, ...] = _section((), Mount)  # (): the hugepages below dev_root
+    state_dir: str | None = None  # systemd's StateDirectory=; None: state is not saved
+    runtime_dir: str | None = None  # systemd's RuntimeDirectory=; None: no status socket
 
 
 class Option(NamedTuple):
@@ -371,40 +360,46 @@ OPTIONS = [
         **each.metadata,
     )
     for each in fields(Settings)
-    if each.metadata
+    if "rule" in each.metadata
 ]
 
 
-def load_settings(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
+def load_settings(
+    flags: Mapping[str, str | None], environ: Mapping[str, str], *, ignore_file: bool = False
+) -> Settings:
     """Return the settings by flags, environment and file; raises ConfigError."""
-    source = "--config-file"
+    named_by = "--config-file"
     path = flags.get("config_file")
     if path is None:
-        source = "TTDP_CONFIG_FILE"
-        path = environ.get(source) or None
+        named_by = "TTDP_CONFIG_FILE"
+        path = environ.get(named_by) or None
     if path == "":
-        raise _invalid(source, path, "the path of a file")
+        raise _invalid(named_by, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
-    values = _read_config_file(file, named_by=source if path else "")
-    values["state_dir"] = environ.get("STATE_DIRECTORY", "").partition(":")[0] or None
+    shown = file if file.isprintable() else repr(file)
+    values = {} if ignore_file else _read_config_file(file, shown, named_by if path else "")
+    sources = {key: f"{shown}: {key}" for key in values}
+    for key in ("state", "runtime"):
+        directory = environ.get(f"{key.upper()}_DIRECTORY", "").partition(":")[0]
+        values[f"{key}_dir"] = directory or None
     for option in OPTIONS:
         texts = {
             option.variable: environ.get(option.variable) or None,
             option.flag: flags.get(option.key),
         }
-        for name, text in texts.items():
+        for source, text in texts.items():
             if text is not None and option.is_switch:
-                values[option.key] = _checked(_IN_WORDS, text.lower(), name) in TRUE
+                values[option.key] = _checked(_one_of(*TRUE, *FALSE), text.lower(), source) in TRUE
             elif text is not None:
-                values[option.key] = _checked(option.rule, text, name)
+                values[option.key] = _checked(option.rule, text, source)
+            if text is not None:
+                sources[option.key] = source
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
-        raise _invalid("device_list_strategy", "cdi", "device-specs where cdi_dir is empty")
-    return replace(settings, sharing=_checked_sharing(settings, _in_one_line(file)))
-
-
-def _in_one_line(path: str) -> str:
-    return path if path.isprintable() else repr(path)
+        raise _invalid(sources["device_list_strategy"], "cdi", "device-specs if cdi_dir is empty")
+    mounts = _checked_mounts(settings, f"{shown}: [[mounts]] container")
+    sharing = _checked_sharing(settings, f"{shown}: [[sharing.resources]] ")
+    return replace(settings, mounts=mounts, sharing=sharing)
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
@@ -412,9 +407,8 @@ def _invalid(source: str, value: object, valid: str) -> ConfigError:
         shown = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # thousands of digits or brackets
         shown = f"this {type(value).__name__}"
-    if len(shown) > 80:
-        shown = f"{shown[:80]}…"
-    return ConfigError(f"{source}: {shown} is not valid; it must be {valid}")
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    return ConfigError(f"{source}: {shown} is not valid; must be {valid}")
 
 
 def _checked(rule: Rule, value: object, source: str) -> Any:
@@ -423,146 +417,115 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
     return rule.convert(value)
 
 
-def _read_config_file(path: str, *, named_by: str) -> dict[str, Any]:
-    """Return arguments for Settings; named_by: what names the file, if anything does."""
-    shown = _in_one_line(path)
+def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
+    """Return arguments for Settings; named_by: the flag or variable with this path, or ""."""
     try:
         with open(path, "rb") as file:
-            document = _parse_toml(file.read(), shown)
+            document = tomllib.loads(file.read().decode("utf-8-sig"))
     except FileNotFoundError:
         if not named_by:
             return {}
-        advice = f"{named_by} names it: name one that exists, or leave it out"
-        raise ConfigError(f"{shown}: there is no such file; {advice}") from None
+        raise ConfigError(f"{named_by}: {shown} does not exist; must be a TOML file") from None
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{shown}: {reason}; it must be a readable TOML file") from None
-    sections = {"health": _health, "sharing": _sharing, "mounts": _mounts}
-    values = _table(shown, "", document, Settings, *sections)
-    for name, read in sections.items():
-        if name in values:
-            values[name] = read(shown, values[name])
-    return values
-
-
-def _parse_toml(content: bytes, path: str) -> dict[str, Any]:
-    if content.startswith(b"\xef\xbb\xbf"):
-        raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
-    try:
-        return tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # a thousand brackets; no UTF-8
+        raise ConfigError(f"{shown}: {reason}; must be a readable TOML file") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8; a thousand brackets
         reason = " ".join(str(error).split())
-        advice = 'it holds lines in UTF-8 such as: unit = "board"'
-        raise ConfigError(f"{path}: is not valid TOML: {reason}; {advice}") from None
+        example = 'lines in UTF-8 such as: unit = "board"'
+        raise ConfigError(f"{shown}: invalid TOML: {reason}; must be {example}") from None
+    return _table(f"{shown}: ", "", document, Settings)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean …?" with the known word most like this one, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _table(
-    path: str,
-    heading: str,
-    table: object,
-    kind: Any,
-    *more: str,
-) -> dict[str, Any]:
-    """Return a table's values, by a dataclass's rules; more: keys without a rule."""
-    rules = {key.name: key.metadata["rule"] for key in fields(kind) if key.metadata}
-    known = [*rules, *more]
-    if kind is SharedResource:  # what other vendors' plugins have beside `replicas`
-        rules |= dict.fromkeys(("memory_gb", "memory", "mps", "cores", "timeslice"), _NEVER)
+def _table(source: str, name: str, table: object, kind: Any) -> dict[str, Any]:
+    """Return a table's values by a dataclass's rules; raises ConfigError."""
     if not isinstance(table, dict):
-        raise _invalid(f"{path}: {heading.strip('[] ')}", table, f"a table: {heading}".rstrip())
-    for key in table:
-        if key not in rules and key not in more:
-            valid = f"valid are {', '.join(known)}{nearest(key, known)}"
-            raise ConfigError(f"{path}: {heading}{key!r} is no key of this file; {valid}")
-    return {
-        key: _checked(rules[key], value, f"{path}: {heading}{key}") if key in rules else value
-        for key, value in table.items()
-    }
+        raise _invalid(f"{source}{name}", table, f"a table: [{name}]")
+    known = {key.name: key for key in fields(kind) if key.metadata}
+    heading = name and (f"[{name}] " if kind in (HealthSettings, Sharing) else f"[[{name}]] ")
+    source = f"{source}{heading}"
+    for key, each in known.items():
+        if each.default is MISSING and key not in table:
+            raise ConfigError(f"{source}{key} is missing")
+    values = {}
+    for key, value in table.items():
+        if kind is SharedResource and key in ("memory_gb", "memory", "mps", "cores", "timeslice"):
+            raise _invalid(f"{source}{key}", value, _UNSUPPORTED)
+        if key not in known:
+            nearest = did_you_mean(key, known)
+            keys = f"valid keys: {', '.join(known)}"
+            raise ConfigError(f"{source}{key!r} is not a known key{nearest}; {keys}")
+        metadata = known[key].metadata
+        if "rule" in metadata:
+            values[key] = _checked(metadata["rule"], value, f"{source}{key}")
+        else:
+            place = source.removesuffix(heading)
+            full_name = f"{name}.{key}" if name else key
+            values[key] = _tables(place, full_name, value, known[key])
+    return values
 
 
-def _tables(
-    path: str,
-    heading: str,
-    tables: object,
-    kind: Any,
-    *needed: str,
-) -> list[Any]:
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _invalid(f"{path}: {heading.strip('[] ')}", tables, f"tables: {heading}".rstrip())
-    for key, table in itertools.product(needed, tables):
-        if key not in table:
-            raise ConfigError(f"{path}: {heading}{key} is missing")
-    return [_table(path, heading, table, kind) for table in tables]
+def _tables(source: str, name: str, value: object, key: Any) -> Any:
+    """Return the dataclass of a table, or those of an array of tables; raises ConfigError."""
+    kind = key.metadata["kind"]
+    if key.default != ():
+        return kind(**_table(source, name, value, kind))
+    if not isinstance(value, list):
+        raise _invalid(f"{source}{name}", value, f"tables: [[{name}]]")
+    return tuple(kind(**_table(source, name, each, kind)) for each in value)
 
 
-def _health(path: str, table: object) -> HealthSettings:
-    return HealthSettings(**_table(path, "[health] ", table, HealthSettings))
-
-
-def _mounts(path: str, tables: object) -> tuple[Mount, ...]:
+def _checked_mounts(settings: Settings, source: str) -> tuple[Mount, ...]:
+    """Return the mounts, each with a path in the container; raises ConfigError."""
     mounts: dict[str, Mount] = {}
-    source = f"{path}: [[mounts]] container"
-    for values in _tables(path, "[[mounts]] ", tables, Mount, "host"):
-        target = _checked(_TARGET, values.get("container", values["host"]), source)
+    has_locks = settings.sharing.resources and settings.sharing.lock_dir
+    for mount in settings.mounts:
+        target = _checked(_TARGET, mount.container or mount.host, source)
         if target in mounts:
-            raise _invalid(source, target, "another path in each of them")
-        mounts[target] = Mount(**values | {"container": target})
+            raise _invalid(source, target, "a different path in each table")
+        if target == "/dev/shm" and has_locks:
+            raise _invalid(source, target, "another path: shared devices have their locks there")
+        mounts[target] = replace(mount, container=target)
     return tuple(mounts.values())
 
 
-def _sharing(path: str, table: object) -> Sharing:
-    values = _table(path, "[sharing] ", table, Sharing, "resources")
-    tables = values.pop("resources", [])
-    heading = "[[sharing.resources]] "
-    entries = _tables(path, heading, tables, SharedResource, "name", "replicas")
-    return Sharing(resources=tuple(SharedResource(**entry) for entry in entries), **values)
-
-
-def _checked_sharing(settings: Settings, path: str) -> Sharing:
-    """Return the section with names without domain."""
-    where = f"{path}: [[sharing.resources]] "
+def _checked_sharing(settings: Settings, source: str) -> Sharing:
+    """Return the section with names without domain; raises ConfigError."""
     sharing = settings.sharing
     entries: list[SharedResource] = []
     for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
-                raise ConfigError(f"{where}{name}: its domain is not {settings.resource_domain}")
+                raise ConfigError(f"{source}{name}: its domain is not {settings.resource_domain}")
         rename = entry.rename and entry.rename.rpartition("/")[2]
         entry = replace(entry, name=entry.name.rpartition("/")[2], rename=rename)
-        if clash := _clash(sharing, entry, entries):
-            raise ConfigError(f"{where}{entry.name}: {clash}")
+        if conflict := _sharing_conflict(sharing, entry, entries):
+            raise ConfigError(f"{source}{entry.name}: {conflict}")
         entries.append(entry)
-    targets = [mount.container for mount in settings.mounts or ()]
-    if entries and sharing.lock_dir and "/dev/shm" in targets:
-        valid = "another path: shared devices have their locks there"
-        raise _invalid(f"{path}: [[mounts]] container", "/dev/shm", valid)
     return replace(sharing, resources=tuple(entries))
 
 
-def _clash(
-    sharing: Sharing,
-    entry: SharedResource,
-    others: Sequence[SharedResource],
+def _sharing_conflict(
+    sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]
 ) -> str | None:
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
     if entry.devices != "all" and shared == entry.name:
-        return "a selection of its devices needs a name of its own: rename"
+        return "set rename: a subset of devices needs another name"
     if shared != entry.name and _OWN_NAME.fullmatch(shared):
-        return f"{shared} can be another resource's name; choose another one to rename it"
+        return f"{shared} can be another resource's name; choose another one for rename"
     for other in others:
         if sharing.shared_name(other) == shared:
-            return f"{shared} is the name of two entries; choose another one to rename it"
-        twice = entry.named_devices & other.named_devices
-        if other.name == entry.name and ("all" in (entry.devices, other.devices) or twice):
-            return f"{few(sorted(twice)) or 'every device'} is selected twice"
+            return f"{shared} is the name of two entries; choose another one for rename"
+        duplicates = entry.named_devices & other.named_devices
+        if other.name == entry.name and ("all" in (entry.devices, other.devices) or duplicates):
+            return f"{abbreviate(sorted(duplicates)) or 'every device'} is selected twice"
     return None
 
 
@@ -571,10 +534,10 @@ def _clash(
 Arch = Literal["wormhole", "blackhole"]
 
 VENDOR = 0x1E52
-ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device id
+ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
 DRIVER = "tenstorrent"
 
-# By PCI subsystem id, the board's code (tt-kmd's telemetry.c): for while the firmware is silent.
+# By PCI subsystem ID, the board's code (tt-kmd's telemetry.c): in use without firmware telemetry.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -588,38 +551,52 @@ CARDS = {
     0x45: "p300a",
     0x46: "p300c",
     0x47: "galaxy-blackhole",
+    0x202: "galaxy-blackhole",  # with 7 of 8 memory tiles (tt-smi 6.8)
 }
 
 ALL_ONES = 0xFFFFFFFF  # each register of a chip that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
-DEAD_FIGURE = 4_293_967_296  # the least of hwmon's other conversions
+DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
+DEAD_VALUE = 4_293_967_296  # the least of hwmon's other conversions of all ones
+
+# Errors of the daemon itself: no attribute or directory is to blame.
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
-_BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 FileIdentity = tuple[int, int, int]
 
 
 class PciFunction(NamedTuple):
-    """A PCI function with the driver bound to it."""
+    """A PCI function of a Tenstorrent card, and its device file."""
 
     bdf: str  # PCI address "0000:03:00.0", which survives resets and renumbering
-    arch: Arch
-    pci_card: str | None  # card type by CARDS
-    numa_node: int | None  # None where the platform does not say
-    ordinal: int  # N of /dev/tenstorrent/N, at present
-    path: str  # the host's device node
-    sysfs: str  # the class device's directory, with the tt_* attributes
-    number: str | None = None  # sysfs's "major:minor"
-    node_fault: str | None = None  # why the node cannot be used
+    arch: Arch | None = None  # None: only its address is known
+    subsystem: int | None = None  # PCI subsystem ID
+    numa_node: int | None = None  # None: unknown to the platform
+    directory: str = ""  # in sysfs
+    driver: str | None = None  # bound driver; "": no driver is bound; None: not on the bus
+    ordinal: int | None = None  # N of /dev/tenstorrent/N; None: no device file
+    path: str = ""  # device file on the host, "" without one
+    file_fault: str | None = None  # why the device file cannot be used
 
     @property
-    def directory(self) -> str:
-        return dirname(dirname(self.sysfs))
+    def sysfs(self) -> str:
+        """Return the directory of its class device, with the tt_* attributes."""
+        return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
+
+    @property
+    def pci_card(self) -> str | None:
+        return CARDS.get(self.subsystem or 0)
+
+    def without_device(self, driver: str | None) -> PciFunction:
+        return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
 class Identity(NamedTuple):
-    """What a chip's firmware says of itself, if it does."""
+    """Identity of a chip, as its firmware reports it; None: not reported."""
 
     card: str | None = None  # "p150a"
     serial: str | None = None  # the board's, 16 hex digits; a p300's chips share it
@@ -627,13 +604,13 @@ class Identity(NamedTuple):
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
 
     @classmethod
-    def checked(cls, texts: Mapping[str, object]) -> Identity:
-        """Take over what has the driver's form."""
+    def checked(cls, texts: Mapping[str, str]) -> Identity:
+        """Return the values that have the driver's form; a half of all ones was torn by a reset."""
         return cls(
-            _word(texts.get("card"), "[a-z][a-z0-9-]{0,40}[a-z0-9]", "unknown"),
-            _word(texts.get("serial"), "[0-9A-F]{16}", *_NO_ID),
-            _word(texts.get("asic_id"), "[0-9A-F]{16}", *_NO_ID),
-            _word(texts.get("firmware"), r"\d{1,5}(\.\d{1,5}){1,4}", "255.255.255.255"),
+            _word(texts.get("card"), "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]"),
+            _word(texts.get("serial"), _ID),
+            _word(texts.get("asic_id"), _ID),
+            _word(texts.get("firmware"), r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}"),
         )
 
     def or_else(self, former: Identity) -> Identity:
@@ -641,65 +618,79 @@ class Identity(NamedTuple):
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
 
 
-_NO_ID = ("F" * 16, "0" * 16)  # all ones; a board without an ID
+_ID = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"
 
 
-def _word(text: object, form: str, *nothing: str) -> str | None:
-    if isinstance(text, str) and text not in nothing and re.fullmatch(form, text):
-        return text
-    return None
+def _word(text: str | None, form: str) -> str | None:
+    return text if text and re.fullmatch(form, text) else None
 
 
 class Telemetry(NamedTuple):
-    """What a chip's firmware said at one moment; None: not offered, or all ones."""
+    """Firmware telemetry of a chip at one moment; None: not offered, or all ones."""
 
     identity: Identity = Identity()
-    heartbeat: int | None = None  # changes while the firmware lives; restarts at a reset
+    heartbeat: int | None = None  # changes while the firmware runs; restarts at a reset
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
-    hwmon: str | None = None  # the directory of its sensors
-    all_ones: bool = False  # whether every register that can show it reads so
-    off_bus: bool = False  # and its PCI configuration space, too
+    all_ones: bool = False  # every register that can show it reads as ones
+    off_bus: bool = False  # and so does its PCI configuration space
     error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
 
     @property
-    def is_silent(self) -> bool:
-        """Whether the firmware offers nothing."""
+    def is_empty(self) -> bool:
+        """Return whether the firmware offers nothing."""
         return self == Telemetry()
 
 
-class Scan(NamedTuple):
-    """The class directory at one moment."""
+class Process(NamedTuple):
+    """A process that has opened a device file."""
 
-    functions: Mapping[str, PciFunction]  # by PCI address, in order
-    oddities: tuple[str, ...]  # class devices that are not ours, in words
+    pid: int
+    command: str  # "?": hidden, or ended while a child keeps the descriptor
+    cgroup: str  # /proc/<pid>/cgroup
 
 
-@functools.lru_cache(maxsize=256)  # every poll sorts by it
+class Reading(NamedTuple):
+    """Everything that was read of a chip at one moment, off the loop."""
+
+    function: PciFunction
+    telemetry: Telemetry
+    at: float  # seconds of a monotonic clock
+    periodic: bool = True  # read by a poll, not because of an event
+    sensors: Mapping[str, float] | None = None  # None: neither they nor processes were read
+    processes: Sequence[Process] | None = None  # None: unknown
+
+
+@functools.lru_cache(maxsize=1024)  # every poll sorts by it
 def address(bdf: str) -> tuple[int, ...]:
     """Return a PCI address as numbers, for sorting."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time: inode numbers are soon used again."""
-    with suppress(OSError):
+    """Return device, inode and time: inode numbers are reused. None: it does not exist."""
+    try:
         status = os.stat(path)
-        return status.st_dev, status.st_ino, status.st_mtime_ns
-    return None
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def read_attribute(path: str, flags: int = 0) -> str | None:
-    """Return an attribute's text, None if it is not there; raises OSError with its path."""
+def read_attribute(path: str) -> str | None:
+    """Return an attribute's text, None if it or its device does not exist; raises OSError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        return _read_open(descriptor, path)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _read_open(descriptor, path)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
 
 
 def _read_open(descriptor: int, path: str) -> str:
@@ -710,23 +701,27 @@ def _read_open(descriptor: int, path: str) -> str:
         raise
 
 
-def read_quick(path: str) -> str | None:
-    """Return an attribute that never blocks, if it can be read."""
-    with suppress(OSError):
-        return read_attribute(path, os.O_NONBLOCK)
+def try_read(path: str) -> str | None:
+    """Return a whole file's text; None if it cannot be read."""
+    with suppress(OSError), open(path, "rb", 0) as file:
+        return file.read().decode("utf-8", "replace").strip()
     return None
+
+
+def names_in(directory: str) -> list[str]:
+    """Return the names in a directory, none if it does not exist; raises OSError."""
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise
 
 
 def link_name(path: str) -> str | None:
     with suppress(OSError):
         return basename(os.readlink(path))
     return None
-
-
-def names_in(directory: str) -> list[str]:
-    with suppress(OSError):
-        return os.listdir(directory)
-    return []
 
 
 def decimal(text: str | None) -> int | None:
@@ -744,7 +739,7 @@ def _celsius(text: str | None) -> float | None:
 
 
 def _pci_id(path: str) -> int | None:
-    text = read_quick(path) or ""
+    text = read_attribute(path) or ""
     return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else None
 
 
@@ -752,127 +747,92 @@ def driver_version(settings: Settings) -> str | None:
     """Return the loaded driver's version, such as "2.10.0"; "": unknown; None: not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
     if isdir(module) or isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
-        return read_quick(f"{module}/version") or ""
+        return try_read(f"{module}/version") or ""
     return None
 
 
-def pci_directory(settings: Settings, bdf: str = "") -> str:
-    return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
+def can_be_bound(function: PciFunction) -> bool:
+    """Return whether the driver has a function on the bus, or can have it."""
+    override = try_read(f"{function.directory}/driver_override")
+    return (function.driver or override or DRIVER) in (DRIVER, "(null)")
 
 
-def functions_on_bus(settings: Settings) -> list[str]:
-    """Return the addresses of what the driver is for."""
-    found = []
-    for bdf in filter(_BDF.fullmatch, names_in(pci_directory(settings))):
-        directory = pci_directory(settings, bdf)
-        if _pci_id(f"{directory}/vendor") == VENDOR and _pci_id(f"{directory}/device") in ARCHES:
-            found.append(bdf)
-    return sorted(found, key=address)
+def scan(
+    settings: Settings, known: Mapping[str, PciFunction | None]
+) -> dict[str, PciFunction | None]:
+    """Return the functions on the PCI bus by address, in order; None: another vendor's.
 
-
-def is_for_driver(settings: Settings, bdf: str) -> bool:
-    """Whether the driver has a function or can have it."""
-    directory = pci_directory(settings, bdf)
-    override = read_quick(f"{directory}/driver_override")
-    wanted = link_name(f"{directory}/driver") or override or DRIVER
-    return isdir(directory) and wanted in (DRIVER, "(null)")
-
-
-def scan(settings: Settings, known: Iterable[PciFunction] = ()) -> Scan:
-    """Look for chips; of known ones that have not moved only at the node. Never blocks.
-
-    A class device is read below its PCI function: after a renumbering its name in the class leads
-    to another chip, while a late read below the function fails.
+    Never blocks; raises OSError. known: the last result; the IDs of a function are read once. A
+    class device is read below its function: by its name in the class, a late read after a
+    renumbering leads to another chip.
     """
-    directory = f"{settings.sysfs_root}/class/{DRIVER}"
-    known_by_path = {function.sysfs: function for function in known}
-    functions = []
-    oddities = []
-    for name in names_in(directory):
-        sysfs = f"{directory}/{name}"
-        with suppress(OSError):
-            sysfs = os.path.normpath(f"{directory}/{os.readlink(sysfs)}")
-        found = known_by_path.get(sysfs) or read_function(settings, sysfs)
-        if isinstance(found, PciFunction):
-            functions.append(found._replace(node_fault=_node_fault(found.path, found.number)))
-        elif found:
-            oddities.append(found)
-    functions.sort(key=lambda function: address(function.bdf))
-    return Scan({function.bdf: function for function in functions}, tuple(sorted(oddities)))
-
-
-def read_function(settings: Settings, sysfs: str) -> PciFunction | str | None:
-    """Return the function behind a class device, what is odd of it, or None: it is going away."""
-    match = re.fullmatch(rf"(.*/([^/]+))/{DRIVER}/{DRIVER}!(\d{{1,5}})", sysfs)
-    if not match:
-        return f"{sysfs}: not a device of the driver"
-    directory, bdf, number = match.groups()
-    if not _BDF.fullmatch(bdf):
-        return f"{sysfs}: its device {bdf!r} is not a PCI function"
-    ids = [_pci_id(f"{directory}/{name}") for name in ("vendor", "device", "subsystem_device")]
-    if None in ids:
-        return None
-    vendor, device, subsystem = (each or 0 for each in ids)
-    if vendor != VENDOR or device not in ARCHES:
-        return f"{bdf}: PCI device {vendor:04x}:{device:04x} is neither Wormhole nor Blackhole"
-    return PciFunction(
-        bdf,
-        ARCHES[device],
-        CARDS.get(subsystem),
-        _below(ALL_ONES, read_quick(f"{directory}/numa_node")),
-        int(number),
-        f"{settings.dev_root}/{DRIVER}/{int(number)}",
-        sysfs,
-        read_quick(f"{sysfs}/dev"),
-    )
-
-
-def _node_fault(path: str, number: str | None) -> str | None:
-    if number is None:
-        return f"{path} is going away"
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not stat.S_ISCHR(status.st_mode):
-        return f"{path} is not a character device"
-    found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-    return None if found == number else f"{path} has the number {found}, sysfs says {number}"
-
-
-def node_fault_now(function: PciFunction) -> str | None:
-    """Return what is wrong with a chip's node."""
-    return _node_fault(function.path, read_quick(f"{function.sysfs}/dev"))
-
-
-class Process(NamedTuple):
-    pid: int
-    command: str
-    cgroup: str  # /proc/<pid>/cgroup
-
-    @property
-    def is_of_pod(self) -> bool:
-        return "kubepods" in self.cgroup
-
-
-def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Return who has a node open; None: a driver before 2.5, or another PID namespace."""
-    proc = settings.proc_root
-    text = read_quick(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
-    pids = {int(word) for word in (text or "").split() if word.isdecimal()}
-    if text is None or 0 in pids:
-        return None
-    found = []
-    for pid in sorted(pids):
-        if command := read_quick(f"{proc}/{pid}/comm"):  # else it has ended
-            found.append(Process(pid, command, read_quick(f"{proc}/{pid}/cgroup") or ""))
+    bus = f"{settings.sysfs_root}/bus/pci/devices"
+    found: dict[str, PciFunction | None] = {}
+    for bdf in sorted(filter(BDF.fullmatch, names_in(bus)), key=address):
+        function = known[bdf] if bdf in known else _read_function(f"{bus}/{bdf}", bdf)
+        found[bdf] = function and _with_device(settings, function)
     return found
 
 
-def link_path(settings: Settings, function: PciFunction) -> str | None:
-    """Return udev's link to a chip's node, if it leads there now.
+def _read_function(directory: str, bdf: str) -> PciFunction | None:
+    """Return a PCI function, None if it is not a Tenstorrent chip; raises OSError."""
+    if _pci_id(f"{directory}/vendor") != VENDOR:
+        return None
+    arch = ARCHES.get(_pci_id(f"{directory}/device") or 0)
+    numa_node = _below(ALL_ONES, read_attribute(f"{directory}/numa_node"))
+    subsystem = _pci_id(f"{directory}/subsystem_device")
+    return PciFunction(bdf, arch, subsystem, numa_node, directory) if arch else None
 
-    A kubelet uses Allocate's answer again after a reboot; runtimes resolve links for each container
+
+def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
+    """Return a function with its driver and device file as they are now; raises OSError."""
+    for name in names_in(f"{function.directory}/{DRIVER}"):
+        if match := re.fullmatch(rf"{DRIVER}!(\d{{1,5}})", name):
+            ordinal = int(match[1])
+            path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
+            function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
+            return function._replace(file_fault=file_fault_now(function))
+    return function.without_device(link_name(f"{function.directory}/driver") or "")
+
+
+def file_fault_now(function: PciFunction) -> str | None:
+    """Return why a chip's device file cannot be used at this moment; raises OSError."""
+    path = function.path
+    number = read_attribute(f"{function.sysfs}/dev")
+    if number is None:
+        return f"{path} is being removed"
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        return f"{path} does not exist"
+    if not stat.S_ISCHR(status.st_mode):
+        return f"{path} is not a character device"
+    found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+    return None if found == number else f"{path} is device {found}, but sysfs has {number}"
+
+
+def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
+    """Return the openers of a device file; None: unknown. Can block for seconds.
+
+    The driver lists them since 2.5; 0 is a process of another PID namespace.
+    """
+    proc = settings.proc_root
+    text = try_read(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
+    pids = {int(word) for word in (text or "").split() if word.isdecimal()}
+    if text is None or 0 in pids:
+        return None
+    return [
+        Process(pid, try_read(f"{proc}/{pid}/comm") or "?", try_read(f"{proc}/{pid}/cgroup") or "")
+        for pid in sorted(pids)
+    ]
+
+
+def link_path(settings: Settings, function: PciFunction) -> str | None:
+    """Return udev's link to a chip's device file, if it points there now.
+
+    A kubelet reuses an answer to Allocate after a reboot; runtimes resolve links for each container
     (seen with containerd 1.6 and 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
@@ -883,32 +843,45 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 
 def expects_links(settings: Settings) -> bool:
-    """Whether the package's udev rule is in force."""
+    """Return whether the package's udev rule is in force."""
     if settings.dev_root == "/dev" and os.path.exists(UDEV_RULE):
         return True
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
 class AttributeFiles:
-    """What every poll reads of a chip, kept open: that halves a poll's cost.
+    """The attributes of a chip, kept open between polls: that halves a poll's cost.
 
-    It goes to the thread that reads the chip and comes back. When the device has gone the kernel
-    answers ENODEV, never another chip's value.
+    The thread that reads the chip has them for that time. For a device that is gone the kernel
+    returns ENODEV, never another chip's value.
     """
 
     def __init__(self) -> None:
+        self.hwmon = ""  # directory of the sensors; its number has no meaning
         self._open: dict[str, int] = {}
 
-    def read(self, path: str) -> str:
-        """Return an attribute's text; raises OSError."""
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return _read_open(self._open[path], path)
+    def find_hwmon(self, function: PciFunction) -> str:
+        if not self.hwmon:
+            names = names_in(f"{function.directory}/hwmon")
+            self.hwmon = f"{function.directory}/hwmon/{min(names)}" if names else ""
+        return self.hwmon
+
+    def read(self, path: str) -> str | None:
+        """Return an attribute's text, None if it does not exist; raises OSError."""
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            self._open[path] = descriptor
+        return _read_open(descriptor, path)
 
     def close(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        self.hwmon = ""
 
 
 _IDENTITY = {  # attributes by Identity's fields
@@ -917,13 +890,14 @@ _IDENTITY = {  # attributes by Identity's fields
     "firmware": "tt_fw_bundle_ver",
     "asic_id": "tt_asic_id",
 }
-_DEAD = {  # what a chip reads that answers nothing
+_DEAD = {  # values of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": "unknown",
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
 }
+_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
 
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
@@ -932,71 +906,48 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
     return Telemetry(
-        Identity.checked({key: raw.get(attribute) for key, attribute in _IDENTITY.items()}),
-        decimal(raw.get("tt_heartbeat")),  # all ones, too: it shows as stalled
+        Identity.checked({key: raw[name] for key, name in _IDENTITY.items() if name in raw}),
+        decimal(raw.get("tt_heartbeat")),  # all ones, too: that heartbeat stalls
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
         _below(ALL_ONES, raw.get("tt_therm_trip_count")),
     )
 
 
-def read_telemetry(
-    function: PciFunction, former: Telemetry | None = None, files: AttributeFiles | None = None
-) -> Telemetry:
-    """Ask a chip's firmware, through the driver. Never raises, but can block for ten seconds.
+def read_telemetry(function: PciFunction, files: AttributeFiles) -> Telemetry:
+    """Read a chip's telemetry through the driver. Can block for ten seconds.
 
-    If the heartbeat has gone on since it said `former`, it is the same firmware of the same chip,
-    and only what changes is read.
+    Raises OSError only for the daemon's own errors.
     """
-    files = files or AttributeFiles()
-    with suppress(OSError):  # reading everything shows why
-        if former and (telemetry := _read_changes(function, former, files)):
-            return telemetry
-    files.close()
     try:
-        return _read_everything(function)
+        try:
+            return _read_attributes(function, files)
+        except OSError as error:
+            files.close()
+            if error.errno != errno.ENODEV:
+                raise
+            return _read_attributes(function, files)  # they were of a device that is gone
     except OSError as error:
+        files.close()
+        if error.errno in OWN_ERRORS:
+            raise
         name = basename(error.filename or function.sysfs)
         return Telemetry(error=(name, error.errno or 0))
 
 
-def _read_changes(
-    function: PciFunction, former: Telemetry, files: AttributeFiles
-) -> Telemetry | None:
-    """Return what a chip says if its heartbeat has gone on; raises OSError."""
-    if former.heartbeat is None or former.temperature is None or not former.hwmon:
-        return None
-    heartbeat = decimal(files.read(f"{function.sysfs}/tt_heartbeat"))
-    temperature = _celsius(files.read(f"{former.hwmon}/temp1_input"))
-    trips = former.trips
-    if trips is not None:
-        trips = _below(ALL_ONES, files.read(f"{function.sysfs}/tt_therm_trip_count"))
-    goes_on = heartbeat is not None and former.heartbeat < heartbeat < ALL_ONES
-    if not goes_on or temperature is None or (trips is None) != (former.trips is None):
-        return None
-    return former._replace(heartbeat=heartbeat, temperature=temperature, trips=trips)
-
-
-def _hwmon(function: PciFunction) -> str | None:
-    names = names_in(f"{function.directory}/hwmon")  # its number has no meaning
-    return f"{function.directory}/hwmon/{min(names)}" if names else None
-
-
-def _read_everything(function: PciFunction) -> Telemetry:
+def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
     """Read all attributes; raises OSError.
 
     ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
     """
-    hwmon = _hwmon(function)
-    names = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
-    paths = [f"{function.sysfs}/{name}" for name in names]
-    if hwmon:
+    paths = [f"{function.sysfs}/{name}" for name in _TT_ATTRIBUTES]
+    if hwmon := files.find_hwmon(function):
         paths += [f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"]
     raw = {}
     for path in paths:
         name = basename(path)
         try:
-            text = read_attribute(path)
+            text = files.read(path)
         except OSError as error:
             if error.errno != errno.ENODATA or name == "tt_heartbeat":
                 raise
@@ -1004,7 +955,7 @@ def _read_everything(function: PciFunction) -> Telemetry:
         if text is not None:
             raw[name] = text
     if raw:
-        return parse_telemetry(raw)._replace(hwmon=hwmon)
+        return parse_telemetry(raw)
     if not isdir(function.sysfs):
         return Telemetry(error=(basename(function.sysfs), errno.ENODEV))
     # Firmware that is late offers nothing, and so does a chip that was dead when the driver was
@@ -1016,7 +967,7 @@ def _read_everything(function: PciFunction) -> Telemetry:
 
 
 class Sensor(NamedTuple):
-    """A figure beside telemetry, and its metric."""
+    """A value beside telemetry, and its metric."""
 
     attribute: str
     metric: str  # without "tt_device_"
@@ -1025,487 +976,175 @@ class Sensor(NamedTuple):
     labels: Mapping[str, object] = {}
 
 
+_CLOCK = "Clock frequency in hertz."
+_ERRORS = "PCIe errors reported by AER, by severity."
+_SPEED = "pcie_link_transfers_per_second"
 # hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c), the others the PCI function's.
 SENSORS = (
-    Sensor("power1_input", "power_watts", "What the card draws.", 1e-6),
-    Sensor("power1_max", "power_limit_watts", "What the card may draw.", 1e-6),
-    Sensor("curr1_input", "current_amperes", "The core's current.", 1e-3),
-    Sensor("curr1_max", "current_limit_amperes", "The core's highest current.", 1e-3),
-    Sensor("in0_input", "voltage_volts", "The core's voltage.", 1e-3),
-    Sensor("in0_max", "voltage_limit_volts", "The core's highest voltage.", 1e-3),
-    Sensor("fan1_input", "fan_rpm", "The fan's speed."),
-    Sensor("tt_aiclk", "clock_hertz", "A clock.", 1e6, {"clock": "aiclk"}),
-    Sensor("tt_axiclk", "clock_hertz", "A clock.", 1e6, {"clock": "axiclk"}),
-    Sensor("tt_arcclk", "clock_hertz", "A clock.", 1e6, {"clock": "arcclk"}),
-    Sensor("current_link_width", "pcie_link_width", "Lanes in use."),
-    Sensor("max_link_width", "pcie_link_width_max", "Lanes that the card has."),
-    Sensor("current_link_speed", "pcie_link_transfers_per_second", "The link's speed."),
-    Sensor("max_link_speed", "pcie_link_transfers_per_second_max", "The card's highest."),
-    Sensor("aer_dev_correctable", "pcie_errors_total", "By AER.", 1, {"severity": "correctable"}),
-    Sensor("aer_dev_nonfatal", "pcie_errors_total", "By AER.", 1, {"severity": "nonfatal"}),
-    Sensor("aer_dev_fatal", "pcie_errors_total", "By AER.", 1, {"severity": "fatal"}),
+    Sensor("power1_input", "power_watts", "Power draw in watts.", 1e-6),
+    Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
+    Sensor("curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
+    Sensor("curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
+    Sensor("in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
+    Sensor("in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
+    Sensor("fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
+    Sensor("tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
+    Sensor("tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
+    Sensor("tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
+    Sensor("current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
+    Sensor("max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
+    Sensor("current_link_speed", _SPEED, "Current PCIe link speed in transfers per second."),
+    Sensor("max_link_speed", f"{_SPEED}_max", "Maximum PCIe link speed in transfers per second."),
+    Sensor("aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}),
+    Sensor("aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
+    Sensor("aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
-Figures = Mapping[str, float]  # by the sensor's attribute, in the metric's unit
-NO_FIGURES: Figures = {}
 
 
-def read_sensors(function: PciFunction) -> Figures:
-    """Return what a card offers, without what a dead one says. Can block."""
-    hwmon = _hwmon(function) or ""
-    figures = {}
+def read_sensors(function: PciFunction, hwmon: str) -> dict[str, float]:
+    """Return sensor values by attribute, in the metric's unit. Can block."""
+    values = {}
     for sensor in SENSORS:
         name = sensor.attribute
         directory = function.sysfs if name.startswith("tt_") else function.directory
         if "1_" in name or "0_" in name:
             directory = hwmon
-        figure = _figure(name, read_quick(f"{directory}/{name}") or "")
-        if figure is not None:
-            figures[name] = figure * sensor.factor
-    return figures
+        value = None
+        with suppress(OSError):
+            value = _sensor_value(name, read_attribute(f"{directory}/{name}") or "")
+        if value is not None:
+            values[name] = value * sensor.factor
+    return values
 
 
-def _figure(attribute: str, text: str) -> float | None:
+def _sensor_value(attribute: str, text: str) -> float | None:
     if attribute.endswith("_link_speed"):
         speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
         return float(speed[1]) * 1e9 if speed else None
     if attribute.startswith("aer_"):
         total = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
         return float(total[1]) if total else None
-    return _below(63 if attribute.endswith("_link_width") else DEAD_FIGURE, text)
+    if attribute == "in0_max":
+        return _below(DEAD_VOLTAGE, text)
+    return _below(63 if attribute.endswith("_link_width") else DEAD_VALUE, text)
 
 
-# ==== CUSTODY: which pod was given which chips, by the kubelet's own file =========================
+# ==== HEALTH: per chip, with a reason. Pure: a verdict follows from the last one =================
 
-CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
-KUBELET_SOCKET = "kubelet.sock"  # there, too; made anew at each start
-ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer that names its chips
-SETTLING = 3.0  # seconds after which a kubelet has written an answer, or never will
-LINGERING = 10.0  # seconds for which an entry counts whose pod's cgroup has gone
-CGROUP_DEPTH = 6  # levels from the hierarchy's root to a pod's
-
-ChipAt = Callable[[str], "str | None"]  # the address of the chip with this node
-
-
-class Allocation(NamedTuple):
-    """What one answer to Allocate gave to a container."""
-
-    resource: str
-    ids: frozenset[str]
-    chips: frozenset[str]  # PCI addresses
-    pod: str = ""  # UID; "": a grant, which no checkpoint has contained yet
-    container: str = ""
-
-
-class Checkpoint(NamedTuple):
-    """What the kubelet's record says of our devices."""
-
-    allocations: Collection[Allocation]
-    registered: Mapping[str, frozenset[str]]  # healthy IDs, by resource
-    paths: Mapping[Allocation, Collection[str]] = {}  # of nodes, by the answers
-
-
-def parse_checkpoint(content: bytes, ours: Collection[str], chip_at: ChipAt) -> Checkpoint:
-    """Return what a checkpoint (kubernetes' devicemanager/checkpoint) says; raises ValueError.
-
-    ours: resources that count even where another plugin answered, with nodes but no addresses.
-    """
-    try:
-        data = json.loads(content)["Data"]
-        paths = {}
-        for entry in data["PodDeviceEntries"] or ():
-            answer = base64.b64decode(entry["AllocResp"])
-            resource = entry["ResourceName"]
-            if ADDRESSES.encode() in answer or resource in ours:
-                response = pb.ContainerAllocateResponse.FromString(answer)
-                chips = _chips_in_answer(response, chip_at)
-                ids = frozenset().union(*map(_texts, entry["DeviceIDs"].values()))
-                names = (entry["PodUID"], entry["ContainerName"])
-                if chips and all(_texts([resource, *names])):
-                    allocation = Allocation(resource, ids, chips, *names)
-                    paths[allocation] = [device.host_path for device in response.devices]
-        registered = data["RegisteredDevices"] or {}
-        healthy = {name: _texts(ids or []) for name, ids in registered.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-    except DecodeError as error:
-        raise ValueError(str(error)) from None
-    return Checkpoint(paths.keys(), healthy, paths)
-
-
-def _texts(value: Any) -> frozenset[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError("not a list of strings")
-    return frozenset(value)
-
-
-def _chips_in_answer(response: pb.ContainerAllocateResponse, chip_at: ChipAt) -> frozenset[str]:
-    if response.envs.get(ADDRESSES):
-        return frozenset(response.envs[ADDRESSES].split(","))
-    return frozenset(filter(None, (chip_at(device.host_path) for device in response.devices)))
-
-
-class Cgroups:
-    """The cgroups of pods, which show that a pod has ended where the kubelet's file errs.
-
-    They are named by the pod's UID (kubernetes' pod_container_manager_linux.go), and are there from
-    before its first container until after its last.
-    """
-
-    def __init__(self, sysfs_root: str, seen: Mapping[str, str]) -> None:
-        self.seen = dict(seen)  # directories since boot, by UID
-        self._gone_at: dict[str, float] = {}
-        self._root = f"{sysfs_root}/fs/cgroup"
-
-    def look(self, pods: Collection[str], now: float) -> None:
-        """Find the cgroups of these pods; forget other pods."""
-        self.seen = {pod: path for pod, path in self.seen.items() if pod in pods}
-        missing = [pod for pod in pods if pod and not self.exists(pod)]
-        if missing:
-            self._find({pod.replace("-", "_"): pod for pod in missing})
-        gone = (pod for pod in self.seen if not self.exists(pod))
-        self._gone_at = {pod: self._gone_at.get(pod, now) for pod in gone}
-
-    def exists(self, pod: str) -> bool:
-        return pod in self.seen and isdir(self.seen[pod])
-
-    def seconds_gone(self, pod: str, now: float) -> float | None:
-        """Return for how long a cgroup has been gone; None: never seen."""
-        return now - self._gone_at.get(pod, now) if pod in self.seen else None
-
-    def forget_gone(self) -> None:
-        """Forget which have gone: a kubelet that starts makes those of its pods anew."""
-        self.seen = {pod: path for pod, path in self.seen.items() if isdir(path)}
-
-    def _find(self, missing: Mapping[str, str]) -> None:
-        there = names_in(self._root)
-        controllers = [name for name in ("devices", "memory", "systemd") if name in there]
-        level = ["/".join([self._root, *controllers[:1]])]  # v1: each controller has them all
-        for _ in range(CGROUP_DEPTH):
-            level = [path for directory in level for path in self._descend(directory, missing)]
-
-    def _descend(self, directory: str, missing: Mapping[str, str]) -> Iterator[str]:
-        with suppress(OSError), os.scandir(directory) as entries:
-            for entry in entries:
-                match = re.search(r"(?:^|-)pod(.+?)(?:\.slice)?$", entry.name)
-                name = match[1] if match else ""
-                pod = missing.get(name.replace("-", "_"))
-                is_pod = re.fullmatch("[0-9a-f_-]{32,36}", name)  # a manifest can have any UID
-                if pod:
-                    self.seen[pod] = entry.path
-                elif not is_pod and entry.is_dir(follow_symlinks=False):
-                    yield entry.path
-
-
-class Custody:
-    """Who has what: the allocations that count, from the checkpoint and our own grants.
-
-    The checkpoint errs: writings overtake each other, an entry goes while its containers run on (a
-    forced deletion), or stays when they have ended. So an allocation ends when its entry and its
-    pod's cgroup are gone; where none was seen, with a writing that we caused and that lacks it.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        sysfs_root: str,
-        memory: Mapping[str, Any],
-    ) -> None:
-        """memory: of the same boot."""
-        self.checkpoint = Checkpoint((), {})
-        self.unreadable: str | None = None  # why the checkpoint cannot be understood
-        self.names: dict[str, str] = {}  # "namespace/name" by UID
-        self.cgroups = Cgroups(sysfs_root, memory.get("cgroups", {}))
-        self._path = f"{directory}/{CHECKPOINT}"
-        self._socket = f"{directory}/{KUBELET_SOCKET}"
-        self._kubelet = file_identity(self._socket)  # which of its lives
-        self._identity: FileIdentity | None = None  # of the file that was read
-        # Since when an allocation is missing from the file; inf: it is there. The newest is last.
-        self._missing_since: dict[Allocation, float] = {}
-        self._filed_since: dict[Allocation, float] = {}  # when it was in the file first
-        self._expected: tuple[float, FileIdentity | None] | None = None  # see expect_writing()
-        self._written_since = -inf  # the file's writing began after this
-        self._is_continuous = False  # whether this kubelet wrote the file that was read
-        for resource, ids, chips, *pod in memory.get("allocations", ()):
-            former = Allocation(resource, frozenset(ids), frozenset(chips), *pod)
-            self._missing_since[former] = monotonic()
-        # Missing since the kubelet started, or the whole file was lost: to the kubelet the devices
-        # of these pods, which go on, are free.
-        self.cgroups.look({each.pod for each in self._missing_since}, monotonic())
-        self.lost = self._unfiled_that_go_on()
-
-    def refresh(
-        self,
-        ours: Collection[str],
-        chip_at: ChipAt,
-        now: float,
-    ) -> bool:
-        """Read the checkpoint if it has changed; returns whether it or the kubelet has.
-
-        A file that vanishes changes nothing: pods run on.
-        """
-        is_new = self._is_new_kubelet()
-        identity = file_identity(self._path)
-        if identity == self._identity:
-            return is_new
-        was_continuous = self._is_continuous
-        self._is_continuous = False
-        try:
-            with open(self._path, "rb") as file:
-                self.checkpoint = parse_checkpoint(file.read(), ours, chip_at)
-        except FileNotFoundError:
-            self._identity = None
-            return is_new
-        except (OSError, ValueError) as error:
-            if self.unreadable is None:
-                log.warning("%s cannot be understood: %s", self._path, error)
-            self.unreadable = f"{CHECKPOINT} cannot be understood"
-            self._identity = identity
-            return True
-        self._identity = identity
-        if identity and self._kubelet:  # by their times
-            self._is_continuous = identity[2] > self._kubelet[2]
-        self.unreadable = None
-        if self._expected and self._expected[1] != identity:
-            self._written_since = self._expected[0]
-            self._expected = None
-        self._compare(now)
-        self.lost -= {*self.checkpoint.allocations}
-        if not was_continuous:
-            self.lost |= self._unfiled_that_go_on()
-        return True
-
-    def _is_new_kubelet(self) -> bool:
-        """Whether a kubelet has started, which knows what it has read; perhaps nothing."""
-        kubelet = file_identity(self._socket)
-        if kubelet in (None, self._kubelet):
-            return False
-        self._kubelet = kubelet
-        self._is_continuous = False
-        self.cgroups.forget_gone()
-        self.lost |= self._unfiled_that_go_on()
-        return True
-
-    def _unfiled_that_go_on(self) -> set[Allocation]:
-        unfiled = (each for each in self._missing_since if not self.is_filed(each))
-        return {each for each in unfiled if self.cgroups.exists(each.pod)}
-
-    def _compare(self, now: float) -> None:
-        """Take over the file's entries."""
-        filed = self.checkpoint.allocations
-        for allocation in filed:
-            if allocation not in self._missing_since:  # it was a grant
-                self._missing_since.pop(allocation._replace(pod="", container=""), None)
-            self._missing_since[allocation] = inf
-            self._filed_since.setdefault(allocation, now)
-        gone = {each for each in self._missing_since if self.is_filed(each) and each not in filed}
-        self._missing_since |= dict.fromkeys(gone, now)
-        if gone:  # what is not seen now was never started
-            self.cgroups.look({each.pod for each in self._missing_since}, now)
-
-    def reread(self) -> None:
-        self._identity = None
-
-    def look(self, now: float) -> None:
-        """Look at cgroups, and forget what has ended."""
-        self.cgroups.look({allocation.pod for allocation in self._missing_since}, now)
-        for allocation in [*self._missing_since]:
-            if not self._counts(allocation, now) and not self.is_filed(allocation):
-                del self._missing_since[allocation]
-                self._filed_since.pop(allocation, None)
-                self.lost.discard(allocation)
-        pods = {allocation.pod for allocation in self._missing_since}
-        self.names = {pod: name for pod, name in self.names.items() if pod in pods}
-
-    def grant(self, allocation: Allocation, now: float) -> None:
-        self._missing_since[allocation] = now
-
-    def allocations(self, now: float) -> list[Allocation]:
-        """Return those that count, the newest last."""
-        return [each for each in self._missing_since if self._counts(each, now)]
-
-    def is_filed(self, allocation: Allocation) -> bool:
-        """Whether the kubelet knows of an allocation."""
-        return self._missing_since.get(allocation) == inf
-
-    def has_doubts(self) -> bool:
-        """Whether something counts of which the kubelet does not know."""
-        return any(since < inf for since in self._missing_since.values())
-
-    def awaits_writing(self, resource: str, ids: Collection[str]) -> bool:
-        """Whether a pod has such an ID by a file that this kubelet did not write.
-
-        It asks for the ID because it could not read the file, which it writes with our list.
-        """
-        if self._is_continuous:
-            return False
-        filed = filter(self.is_filed, self._missing_since)
-        return any(each.resource == resource and not each.ids.isdisjoint(ids) for each in filed)
-
-    def expect_writing(self, now: float) -> None:
-        """Take the file's next change for a writing that begins after now."""
-        self._expected = (now, file_identity(self._path))
-
-    def _counts(self, allocation: Allocation, now: float) -> bool:
-        if self.cgroups.exists(allocation.pod):
-            return True
-        since = self._missing_since[allocation]
-        seconds_gone = self.cgroups.seconds_gone(allocation.pod, now)
-        if since == inf:  # before 1.34 the entry of the pod admitted last stays
-            return seconds_gone is None or seconds_gone < LINGERING
-        # An entry that was there for long is in every writing until its pod has ended: one without
-        # a cgroup was refused after a reboot.
-        was_settled = since - self._filed_since.get(allocation, inf) >= SETTLING
-        is_written = self._written_since >= since + SETTLING
-        return seconds_gone is None and not was_settled and not is_written
-
-    def learn_names(self, listed: Mapping[tuple[str, str, str], str]) -> None:
-        """Take over pods' names, by resource, ID and container."""
-        for allocation in filter(self.is_filed, self._missing_since):
-            for identifier in allocation.ids:
-                key = (allocation.resource, identifier, allocation.container)
-                if key in listed:
-                    self.names[allocation.pod] = listed[key]
-
-    def describe(self, allocation: Allocation) -> str:
-        if not allocation.pod:
-            return "a pod that is being admitted"
-        return self.names.get(allocation.pod, f"pod {allocation.pod}")
-
-    def memory(self) -> dict[str, Any]:
-        allocations = []
-        for resource, ids, chips, *pod in self._missing_since:
-            allocations.append([resource, sorted(ids), sorted(chips), *pod])
-        return {"allocations": allocations, "cgroups": self.cgroups.seen}
-
-
-# ==== HEALTH: per chip, with a reason in words. Pure: a verdict follows from the last one =========
-
-BLOCKED = "telemetry read does not return; the driver may be waiting for a reset"
 HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
-READ_DEADLINE = 2.0  # seconds after which a read counts as one that does not return
-FIRMWARE_PATIENCE = 10.0  # seconds of silence after the driver is bound anew
+READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
+FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after the driver was rebound
+
+_BIND = "/sys/bus/pci/drivers/tenstorrent"
 
 
 class Fault(Enum):
-    """Why a chip is unhealthy. A change of kind is logged, one of words is not."""
+    """Why a chip is unhealthy. A change of it is logged, a change of the reason's text is not."""
 
-    GONE = auto()
-    NODE = auto()
-    BLOCKED = auto()
-    RESETTING = auto()
-    READ_ERROR = auto()
-    NO_RESPONSE = auto()
-    STALLED = auto()
-    SILENT = auto()
-    HOT = auto()
-    TRIPPED = auto()
+    GONE = "gone"
+    NODE = "node"
+    RESETTING = "resetting"
+    NO_RESPONSE = "no_response"
+    BLOCKED = "blocked"
+    READ_ERROR = "read_error"
+    STALLED = "stalled"
+    HOT = "hot"
+    TRIPPED = "tripped"
+    SILENT = "silent"
 
 
-class Health(NamedTuple):
-    """A chip's state and, from `heartbeat` on, what the rules remember."""
+_RESET = "reset it: tt-smi -r {bdf}"  # without an address tt-smi resets every card
+REMEDIES = {
+    Fault.NODE: "remove the file that is there, then run: "
+    "udevadm trigger --subsystem-match=tenstorrent",
+    # Seen on a Blackhole whose firmware was not ready at the end of a reset.
+    Fault.RESETTING: "if this persists, rebind the driver: "
+    f"cd {_BIND} && echo {{bdf}} > unbind && echo {{bdf}} > bind",
+    Fault.NO_RESPONSE: _RESET,
+    Fault.BLOCKED: f"if this persists, {_RESET}",
+    Fault.READ_ERROR: _RESET,
+    Fault.STALLED: _RESET,
+    Fault.HOT: "check its cooling",
+    Fault.TRIPPED: "check its cooling",
+    Fault.SILENT: _RESET,
+}
+LOAD_DRIVER = "run: modprobe tenstorrent"
+
+
+class Verdict(NamedTuple):
+    """The health of a chip by its telemetry."""
 
     fault: Fault | None = None
-    reason: str | None = None  # in words, with a remedy
+    problem: str | None = None  # without remedy; its numbers change without a new verdict
+    throttles: bool = False  # the card has reached its own limit, which is not a fault
+
+
+class Vitals(NamedTuple):
+    """Values that the next verdict depends on."""
+
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
     hot: bool = False  # at the operator's limit
-    throttles: bool = False  # at the card's own
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
-    silent_since: float | None = None
+    empty_since: float | None = None  # since when telemetry has been missing
 
 
-class Look(NamedTuple):
-    """What one look at a chip found."""
-
-    function: PciFunction
-    telemetry: Telemetry
-    now: float  # seconds of a monotonic clock
-    periodic: bool = True  # a poll, not an event
-    has_spoken: bool = False  # its firmware, since boot
-    mates: Collection[str] = ()  # addresses of its board's other chips
-
-    @property
-    def remedy(self) -> str:
-        """The reset of this chip; without an address tt-smi resets every card."""
-        mates = ", ".join(sorted(self.mates))
-        others = f" (that resets {mates} of its board, too)" if mates else ""
-        return f"reset it: tt-smi -r {self.function.bdf}{others}"
-
-
-def unhealthy(health: Health, fault: Fault, reason: str) -> Health:
-    return health._replace(fault=fault, reason=reason)
-
-
-def gone(health: Health, bdf: str, *, on_bus: bool) -> Health:
-    """Judge a chip whose class device is no longer there."""
-    health = health._replace(silent_since=None)
-    if on_bus:
-        bind = f"echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
-        return unhealthy(health, Fault.GONE, f"driver is not bound; {bind}")
-    return unhealthy(health, Fault.GONE, "PCI device is gone; it counts again when it comes back")
-
-
-def judge(health: Health, look: Look, settings: HealthSettings) -> Health:
-    telemetry = look.telemetry
-    if look.function.node_fault:
-        return unhealthy(health, Fault.NODE, f"device node is wrong: {look.function.node_fault}")
+def judge(
+    verdict: Verdict, vitals: Vitals, reading: Reading, settings: HealthSettings, *, was_seen: bool
+) -> tuple[Verdict, Vitals]:
+    """Judge a chip by a reading. was_seen: whether it had telemetry since boot."""
+    telemetry = reading.telemetry
     if telemetry.error:
-        return _judge_error(health, look.function, *telemetry.error)
+        return _judge_error(*telemetry.error), vitals
     if telemetry.all_ones:
-        what = "its PCI configuration space reads" if telemetry.off_bus else "all registers read"
-        reason = f"chip does not respond ({what} as ones); {look.remedy}"
-        return unhealthy(health, Fault.NO_RESPONSE, reason)
-    if telemetry.is_silent and look.has_spoken:
-        return _judge_silence(health, look)
+        subject = "PCI configuration space reads" if telemetry.off_bus else "all registers read"
+        return Verdict(Fault.NO_RESPONSE, f"chip does not respond ({subject} as ones)"), vitals
+    if telemetry.is_empty and was_seen:
+        return _judge_empty(verdict, vitals, reading.at)
     limit = settings.temperature_limit
     if limit == "card":
         limit = telemetry.throttles_at
-    return _judge_figures(_remember(health, look, limit), look, settings, limit)
+    throttles = _reaches(telemetry.temperature, telemetry.throttles_at, verdict.throttles)
+    vitals = _next_vitals(vitals, reading, limit)
+    fault = _judge_vitals(vitals, reading, settings, limit)
+    return Verdict(*fault, throttles=throttles), vitals
 
 
-def _judge_error(health: Health, function: PciFunction, attribute: str, number: int) -> Health:
+def _judge_error(attribute: str, number: int) -> Verdict:
     if number == errno.ENODATA:
-        # Seen: a Blackhole whose firmware was not ready at POST_RESET stays so, though it runs.
-        stays = function.arch == "blackhole"
-        advice = "; if it stays so, unbind and bind the driver" if stays else ""
-        return unhealthy(health, Fault.RESETTING, f"resetting (no telemetry){advice}")
+        return Verdict(Fault.RESETTING, "resetting (no telemetry)")
     if number == errno.ENODEV:
-        return unhealthy(health, Fault.GONE, "PCI device is going away")
-    reason = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
-    return unhealthy(health, Fault.READ_ERROR, reason)
+        return Verdict(Fault.GONE, "PCI device is being removed")
+    problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
+    return Verdict(Fault.READ_ERROR, problem)
 
 
-def _judge_silence(health: Health, look: Look) -> Health:
-    """Judge a chip without attributes: the driver was bound anew, nothing else takes them."""
-    since = look.now if health.silent_since is None else health.silent_since
-    health = health._replace(silent_since=since)
-    if look.now - since >= FIRMWARE_PATIENCE:
-        reason = f"firmware is silent since the driver was bound anew; {look.remedy}"
-        return unhealthy(health, Fault.SILENT, reason)
-    if health.fault:
-        return health._replace(reason="the driver is bound; the firmware has not spoken yet")
-    return health
+def _judge_empty(verdict: Verdict, vitals: Vitals, now: float) -> tuple[Verdict, Vitals]:
+    """Judge a chip whose attributes are gone: they only disappear when the driver is rebound."""
+    since = now if vitals.empty_since is None else vitals.empty_since
+    if now - since >= FIRMWARE_TIMEOUT:
+        verdict = Verdict(Fault.SILENT, "no telemetry since the driver was rebound")
+    return verdict, vitals._replace(empty_since=since)
 
 
-def _remember(health: Health, look: Look, limit: float | None) -> Health:
-    """Return a healthy verdict that remembers the figures.
+def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
+    """Return the vitals after a reading.
 
-    Any change of the heartbeat is life: a reset starts it again. What an event finds is life, too,
-    but the next poll, which can come before a beat, does not compare with it.
+    Any change of the heartbeat is a sign of life: a reset restarts it. A reading caused by an event
+    can show one, too, but is not compared with at the next poll, which can come before a beat.
     """
-    telemetry = look.telemetry
-    beats = telemetry.heartbeat is None or telemetry.heartbeat != health.heartbeat
-    is_first = look.periodic or health.heartbeat is None
-    trips = health.trips if telemetry.trips is None else telemetry.trips
-    rose = trips is not None and health.trips is not None and trips > health.trips
-    return Health(
-        heartbeat=telemetry.heartbeat if is_first else health.heartbeat,
-        misses=0 if beats else health.misses + look.periodic,
-        hot=_reaches(telemetry.temperature, limit, health.hot),
-        throttles=_reaches(telemetry.temperature, telemetry.throttles_at, health.throttles),
+    telemetry = reading.telemetry
+    beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
+    is_compared = reading.periodic or vitals.heartbeat is None
+    trips = vitals.trips if telemetry.trips is None else telemetry.trips
+    rose = trips is not None and vitals.trips is not None and trips > vitals.trips
+    return Vitals(
+        heartbeat=telemetry.heartbeat if is_compared else vitals.heartbeat,
+        misses=0 if beats else vitals.misses + reading.periodic,
+        hot=_reaches(telemetry.temperature, limit, vitals.hot),
         trips=trips,
-        tripped_at=look.now if rose else health.tripped_at,
+        tripped_at=reading.at if rose else vitals.tripped_at,
     )
 
 
@@ -1515,48 +1154,46 @@ def _reaches(degrees: float | None, limit: float | None, before: bool) -> bool:
     return degrees >= limit or (before and degrees > limit - HYSTERESIS)
 
 
-def _judge_figures(
-    health: Health, look: Look, settings: HealthSettings, limit: float | None
-) -> Health:
-    telemetry = look.telemetry
-    if health.misses >= settings.heartbeat_misses:
-        what = f"heartbeat stalled at {telemetry.heartbeat}; the firmware has stopped"
-        return unhealthy(health, Fault.STALLED, f"{what}, {look.remedy}")
-    if health.hot:
-        reason = f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C; check its cooling"
-        return unhealthy(health, Fault.HOT, reason)
-    tripped_at = health.tripped_at
-    if tripped_at is not None and look.now - tripped_at < settings.trip_holdoff:
-        again = f"it counts again after {settings.trip_holdoff:g} s without one"
-        return unhealthy(health, Fault.TRIPPED, f"thermal trip ({health.trips} so far); {again}")
-    return health
+def _judge_vitals(
+    vitals: Vitals, reading: Reading, settings: HealthSettings, limit: float | None
+) -> tuple[Fault | None, str | None]:
+    telemetry = reading.telemetry
+    if vitals.misses >= settings.heartbeat_misses:
+        return Fault.STALLED, f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+    if vitals.hot:
+        return Fault.HOT, f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C"
+    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < settings.trip_holdoff:
+        again = f"healthy again after {settings.trip_holdoff:g} s without another"
+        return Fault.TRIPPED, f"thermal trip ({vitals.trips} so far; {again})"
+    return None, None
 
 
-# ==== RESOURCES: which devices there are, what they are called, where they sit. Pure ==============
+# ==== CHIPS: the node's chips, followed over time =================================================
 
 
 class Chip(NamedTuple):
-    """A chip once seen, which stays known while it is away."""
+    """A chip that was seen since boot. It stays known while it is absent."""
 
-    function: PciFunction  # as last seen
-    present: bool = True
-    identity: Identity = Identity()  # what its firmware has ever said
-    has_spoken: bool = False  # since boot
-    left_bus: bool = False  # another card may come back to its address
-    listed: bool = False  # once it has spoken, or has had the time to
-    health: Health = Health()
-    telemetry: Telemetry | None = None  # the last; None: read everything
-    figures: Figures = NO_FIGURES  # the last
-
-    @property
-    def shown(self) -> tuple[object, ...]:
-        """What others learn of it."""
-        health = self.health
-        return self.function, self.present, self.identity, self.listed, health.fault, health.reason
+    function: PciFunction
+    identity: Identity = Identity()  # the last one that its firmware reported
+    verdict: Verdict = Verdict()
+    seen: bool = False  # it had a device file since boot
+    listed: bool = False  # a device of a resource: its telemetry was read, or had the time to be
+    reason: str | None = None  # why it is unhealthy, with the remedy; see explain()
 
     @property
     def bdf(self) -> str:
         return self.function.bdf
+
+    @property
+    def present(self) -> bool:
+        return self.function.ordinal is not None
+
+    @property
+    def fault(self) -> Fault | None:
+        if not self.present:
+            return Fault.GONE
+        return Fault.NODE if self.function.file_fault else self.verdict.fault
 
     @property
     def card_type(self) -> str | None:
@@ -1564,13 +1201,19 @@ class Chip(NamedTuple):
         return self.identity.card or self.function.pci_card
 
     @property
+    def label(self) -> str:
+        """Return its address and card, for logs."""
+        return f"{self.bdf} ({self.card_type or self.function.arch})"
+
+    @property
     def board_type(self) -> str:
         """The card type without its trailing letter, or the architecture."""
-        return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", self.card_type or self.function.arch)
+        card = self.card_type or self.function.arch or "unknown"
+        return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
 
     @property
     def board_chips(self) -> int:
-        """How many chips with a node the board, or a Galaxy's tray, has."""
+        """Return how many chips with a device file its board, or its Galaxy tray, has."""
         if self._galaxy_tray:
             return 8
         return 2 if self.board_type == "p300" else 1
@@ -1585,59 +1228,578 @@ class Chip(NamedTuple):
 
     @property
     def _galaxy_tray(self) -> tuple[object, ...]:
-        """The bus's high nibble tells trays apart."""
+        """The high nibble of the bus number identifies the tray."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
-    def asic_name(self) -> str | None:
-        """The name in udev's by-id links."""
-        asic_id = self.identity.asic_id
-        return f"{self.function.arch}-{asic_id}" if asic_id else None
-
-    @property
-    def board_name(self) -> str | None:
-        """Its board's ID: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
+    def board_id(self) -> str | None:
+        """The ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
         if self.board_chips == 8:
             return self.bdf[: self.bdf.rindex(":") - 1] + "0"
         return self.identity.serial
 
     @property
     def aliases(self) -> set[str]:
-        """What the configuration can call it."""
-        names = {self.bdf, self.asic_name or self.bdf}
-        return names | {str(self.function.ordinal)} if self.present else names
+        """Return its names in the configuration."""
+        return {self.bdf, str(self.function.ordinal)} if self.present else {self.bdf}
+
+
+@dataclass(slots=True)
+class ChipRecord:
+    """Everything known of a chip; `chip` is the part that decisions depend on."""
+
+    chip: Chip
+    vitals: Vitals = Vitals()
+    telemetry: Telemetry | None = None  # the last one since the device appeared; None: none yet
+    was_seen: bool = False  # it had telemetry since boot
+    sensors: Mapping[str, float] = field(default_factory=dict)
+    processes: Sequence[Process] | None = None
+
+    def appear(self, function: PciFunction) -> None:
+        """Record a function with a device file that is new, back, or renumbered."""
+        self.chip = self.chip._replace(function=function, seen=True)
+        self.telemetry = None
+
+    def vanish(self, driver: str | None) -> None:
+        """Record that the device file is gone. Its health stays until telemetry is read again."""
+        verdict = self.chip.verdict
+        if self.chip.present:
+            verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
+            self.vitals = self.vitals._replace(empty_since=None)
+        function = self.chip.function.without_device(driver)
+        self.chip = self.chip._replace(function=function, verdict=verdict)
+
+    def apply(self, reading: Reading, settings: HealthSettings) -> None:
+        telemetry = reading.telemetry
+        offers = not (telemetry.is_empty or telemetry.error or telemetry.all_ones)
+        chip = self.chip
+        verdict, self.vitals = judge(
+            chip.verdict, self.vitals, reading, settings, was_seen=self.was_seen
+        )
+        identity = chip.identity
+        if offers and telemetry.identity != Identity():
+            # The first one replaces it as a whole: another card can be in the slot.
+            former = identity if self.telemetry else Identity()
+            identity = telemetry.identity.or_else(former)
+        if offers:
+            self.telemetry = telemetry
+            self.was_seen = True
+        if reading.sensors is not None:
+            self.sensors = reading.sensors
+            self.processes = reading.processes
+        listed = chip.listed or not chip.function.file_fault
+        self.chip = chip._replace(identity=identity, verdict=verdict, listed=listed)
+
+    def block(self, seconds: float) -> None:
+        """List a chip whose telemetry read takes this long; at the deadline that is a fault."""
+        chip = self.chip._replace(listed=self.chip.listed or not self.chip.function.file_fault)
+        if seconds > READ_TIMEOUT:
+            problem = "telemetry read timed out (the driver may be waiting for a reset)"
+            chip = chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
+        self.chip = chip
+
+    def to_state(self) -> list[Any]:
+        """Return what a restart within the same boot needs: the chip and its lasting faults."""
+        vitals = self.vitals
+        stalled_at = vitals.heartbeat if self.chip.fault is Fault.STALLED else None
+        chip = self.chip
+        lasting = (stalled_at, vitals.trips, vitals.tripped_at, vitals.empty_since)
+        return [chip.function.without_device(None), chip.identity, self.was_seen, *lasting]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> ChipRecord:
+        function, identity, was_seen, stalled_at, trips, tripped_at, empty_since = state
+        misses = 0 if stalled_at is None else 1_000_000  # more than any setting
+        return cls(
+            Chip(PciFunction(*function), Identity(*identity), seen=True),
+            Vitals(stalled_at, misses, False, trips, tripped_at, empty_since),
+            was_seen=was_seen,
+        )
+
+
+class Inventory:
+    """The chips of the node since boot."""
+
+    def __init__(self, state: Mapping[str, Sequence[Any]]) -> None:
+        # None is ever removed. A chip from the state is absent until it is seen.
+        self.records = {bdf: ChipRecord.from_state(each) for bdf, each in state.items()}
+        self.driver: str | None = None  # see driver_version()
+        self._bus: Mapping[str, PciFunction | None] = {}
+
+    @property
+    def chips(self) -> dict[str, Chip]:
+        """The chips by PCI address, in order."""
+        return {bdf: self.records[bdf].chip for bdf in sorted(self.records, key=address)}
+
+    @property
+    def present(self) -> list[PciFunction]:
+        chips = (record.chip for record in self.records.values())
+        return [chip.function for chip in chips if chip.present]
+
+    def observe(self, settings: Settings) -> list[PciFunction]:
+        """Look at sysfs; return the functions with a device file that is new. Raises OSError."""
+        self._bus = scan(settings, self._bus)
+        self.driver = driver_version(settings)
+        new = []
+        functions = {bdf: function for bdf, function in self._bus.items() if function}
+        for bdf, function in functions.items():
+            record = self.records.get(bdf)
+            before = record.chip.function if record else function
+            if not record or (before.arch, before.subsystem) != (function.arch, function.subsystem):
+                record = self.records[bdf] = ChipRecord(Chip(function))
+            if function.ordinal is None:
+                record.vanish(function.driver)
+            elif before != function or not record.chip.seen:
+                record.appear(function)
+                new.append(function)
+        for bdf in self.records.keys() - functions.keys():
+            self.records[bdf].vanish(None)
+        return new
+
+    def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
+        for reading in readings:
+            record = self.records[reading.function.bdf]
+            if record.chip.function.ordinal == reading.function.ordinal:  # else it has moved since
+                record.apply(reading, settings)
+
+    def chip_at(self, path: str) -> str | None:
+        """Return the address of the chip with this device file, or udev link to it."""
+        name = basename(path)
+        for bdf, record in self.records.items():
+            function = record.chip.function
+            by_id = f"{function.arch}-{record.chip.identity.asic_id}"
+            if record.chip.present and (path == function.path or name in (bdf, by_id)):
+                return bdf
+        return None
+
+    def to_state(self) -> dict[str, list[Any]]:
+        return {bdf: each.to_state() for bdf, each in self.records.items() if each.chip.seen}
+
+
+# ==== ALLOCATIONS: which pod holds which chips, according to the kubelet's checkpoint =============
+
+CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
+KUBELET_SOCKET = "kubelet.sock"  # likewise; each kubelet that starts creates a new one
+ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer with the chips' addresses
+ANSWER_VALIDITY = 20.0  # seconds for which an answer to Allocate is evidence
+GRACE_PERIOD = 10.0  # seconds for which an allocation is in force after the last evidence
+LOOK_INTERVAL = 5.0  # seconds between two looks at the pods' cgroups
+ROOT_DEPTH = 4  # levels below the mount point that are searched for kubepods
+
+ChipAt = Callable[[str], "str | None"]  # returns the address of the chip with a device file
+PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
+
+
+class Allocation(NamedTuple):
+    """Devices that a container was given by one answer to Allocate."""
+
+    resource: str
+    ids: frozenset[str]
+    chips: frozenset[str]  # PCI addresses
+    pod: str = ""  # UID; "": pending, no checkpoint has contained it yet
+    container: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Return the identity of an allocation: a newer one with the same key replaces it."""
+        if self.pod:
+            return self.pod, self.container, self.resource
+        return "", self.resource, *sorted(self.ids)
+
+
+class CheckpointEntry(NamedTuple):
+    allocation: Allocation
+    paths: tuple[str, ...]  # device files of another plugin's answer, which names no chips
+
+
+class Checkpoint(NamedTuple):
+    """The kubelet's checkpoint (kubernetes' devicemanager/checkpoint), as far as it concerns us."""
+
+    entries: Sequence[CheckpointEntry] = ()
+    registered: Mapping[str, frozenset[str]] = {}  # healthy IDs, by resource
+
+
+def parse_checkpoint(content: bytes) -> Checkpoint:
+    """Return a checkpoint's contents; raises ValueError. Other vendors' entries are skipped."""
+    try:
+        data = json.loads(content)["Data"]
+        items = list(data["PodDeviceEntries"] or ())
+        registered = dict(data["RegisteredDevices"] or {})
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    entries = []
+    for item in items:
+        with suppress(LookupError, TypeError, AttributeError, ValueError):
+            if entry := _parse_entry(item):
+                entries.append(entry)
+    healthy = {}
+    for name, ids in registered.items():
+        with suppress(TypeError, ValueError):
+            healthy[name] = _names(ids or [])
+    return Checkpoint(entries, healthy)
+
+
+def _parse_entry(item: Mapping[str, Any]) -> CheckpointEntry | None:
+    """Return an entry with Tenstorrent devices; raises what odd JSON raises."""
+    chips, paths = _parse_answer(item["AllocResp"])
+    if not chips and not paths:
+        return None
+    names = (item["ResourceName"], item["PodUID"], item["ContainerName"])
+    resource, pod, container = names
+    ids = frozenset[str]().union(*map(_names, item["DeviceIDs"].values()))
+    if not _names(list(names)) or "" in names or not ids:
+        return None
+    return CheckpointEntry(Allocation(resource, ids, chips, pod, container), paths)
+
+
+def _names(value: Any) -> frozenset[str]:
+    """Return a list's names; raises TypeError, or ValueError for control characters."""
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    for name in value:
+        if not name.isprintable():
+            raise ValueError("not printable")
+    return frozenset(value)
+
+
+@functools.lru_cache(maxsize=1024)  # a checkpoint is written at each change of any resource
+def _parse_answer(answer: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the chips of an answer to Allocate, else the device files; raises ValueError."""
+    content = base64.b64decode(answer)
+    if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
+        return frozenset(), ()
+    try:
+        response = pb.ContainerAllocateResponse.FromString(content)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
+    paths = () if chips else tuple(device.host_path for device in response.devices)
+    return chips, paths
+
+
+class Cgroups:
+    """The cgroups of pods, below root's kubepods directories.
+
+    They are named after the pod's UID (kubernetes' pod_container_manager_linux.go), and exist from
+    before its first container until after its last one.
+    """
+
+    BUSY_FOR = 0.1  # seconds for which a pod that had processes is not looked at again
+
+    def __init__(self, sysfs_root: str) -> None:
+        self._mount = f"{sysfs_root}/fs/cgroup"
+        self._is_v2 = False
+        self._roots: list[str] = []
+        self._paths: dict[str, list[str]] = {}  # by the name in the directory's: UID, or with "_"
+        self._busy_at: dict[str, float] = {}  # when a pod last had processes
+
+    def look(self, *, search: bool = False) -> None:
+        """List the pods' directories, in roots found before unless search; raises OSError."""
+        if search or not self._roots:
+            self._roots = self._find_roots()
+        self._paths = {}
+        for root in self._roots:
+            names = names_in(root)
+            for name in names:
+                self._add(root, name)
+                if name.endswith(("burstable", "besteffort", "-burstable.slice", "-besteffort.slice")):
+                    for each in names_in(f"{root}/{name}"):
+                        self._add(f"{root}/{name}", each)
+
+    def _add(self, directory: str, name: str) -> None:
+        if match := re.fullmatch(r"pod(.+)|.+-pod([^-]+)\.slice", name):
+            key = (match[1] or match[2]).replace("-", "_")
+            self._paths.setdefault(key, []).append(f"{directory}/{name}")
+
+    def has(self, pod: str) -> bool:
+        """Return whether a pod had a cgroup at the last look."""
+        return pod.replace("-", "_") in self._paths
+
+    def has_processes(self, pod: str, now: float) -> bool:
+        """Return whether a process is in a pod's cgroup now, whoever asks how often."""
+        if now - self._busy_at.get(pod, -inf) < self.BUSY_FOR:
+            return True
+        self._busy_at.pop(pod, None)
+        self.look()
+        if any(map(self._is_populated, self._paths.get(pod.replace("-", "_"), ()))):
+            self._busy_at[pod] = now
+        return pod in self._busy_at
+
+    def _is_populated(self, directory: str) -> bool:
+        """Return whether a cgroup or one below has a process: an error other than absence is one."""
+        try:
+            if self._is_v2:
+                return "populated 1" in _read_whole(f"{directory}/cgroup.events")
+            # Not cgroup.procs: on old kernels it was empty when a leader had ended before a thread.
+            if _read_whole(f"{directory}/tasks"):
+                return True
+            with os.scandir(directory) as entries:
+                below = [each.path for each in entries if each.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            return error.errno not in ABSENT
+        return any(map(self._is_populated, below))
+
+    def _find_roots(self) -> list[str]:
+        """Return root's kubepods directories, the ones nearest to the mount point."""
+        names = names_in(self._mount)
+        self._is_v2 = "cgroup.controllers" in names
+        v1 = [name for name in ("devices", "memory", "systemd") if name in names]
+        level = [self._mount if self._is_v2 or not v1 else f"{self._mount}/{v1[0]}"]
+        for _ in range(ROOT_DEPTH):
+            level = [path for directory in level for path in _directories_of_root(directory)]
+            ends = ("/kubepods", "/kubepods.slice", "-kubepods.slice")
+            if roots := [path for path in level if path.endswith(ends)]:
+                return roots
+        return []
+
+
+def _read_whole(path: str) -> str:
+    with open(path, "rb", 0) as file:
+        return file.read().decode("ascii", "replace").strip()
+
+
+def _directories_of_root(directory: str) -> Iterator[str]:
+    """Yield directories that no other user has made, except users' sessions."""
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            is_directory = entry.is_dir(follow_symlinks=False) and entry.name != "user.slice"
+            if is_directory and entry.stat(follow_symlinks=False).st_uid in (0, os.geteuid()):
+                yield entry.path
+
+
+@dataclass(slots=True)
+class AllocationRecord:
+    """An allocation, and the evidence that its pod still holds it."""
+
+    allocation: Allocation
+    answered_at: float = -inf  # when Allocate was answered; -inf: by another daemon
+    evident_at: float = -inf  # when there last was evidence
+
+
+class AllocationTracker:
+    """Tracks which allocations are in force.
+
+    One is while there is evidence, and GRACE_PERIOD longer. Evidence is a recent answer; the entry
+    in the checkpoint, unless the pod's cgroup was seen since the kubelet started and is gone (up to
+    1.31 the entry of the pod admitted last stays); a process in the pod's cgroup (a forced deletion
+    removes the entry while containers run on). An empty cgroup does not show that a pod has ended:
+    volumes are being mounted, or the sandbox is being replaced.
+    """
+
+    def __init__(self, settings: Settings, state: Mapping[str, Any], now: float) -> None:
+        """state: by to_state(), of the same boot."""
+        self.checkpoint = Checkpoint()
+        self.has_read = False  # a checkpoint was parsed
+        self.unreadable: str | None = None  # why the present one cannot be
+        self.names: dict[str, str] = {}  # "namespace/name" by UID
+        self.cgroups = Cgroups(settings.sysfs_root)
+        self.kubelet: FileIdentity | None = None  # the socket of the last kubelet
+        self._directory = settings.device_plugin_dir
+        self._file: FileIdentity | None = None  # the checkpoint that was read
+        self._records: dict[tuple[str, ...], AllocationRecord] = {}
+        self._seen: frozenset[str] = frozenset(state.get("seen", ()))  # pods, since it started
+        self._looked_at = -inf
+        if kubelet := state.get("kubelet"):
+            self.kubelet = (kubelet[0], kubelet[1], kubelet[2])
+        for resource, ids, chips, pod, container, answered_at in state.get("allocations", ()):
+            allocation = Allocation(resource, frozenset(ids), frozenset(chips), pod, container)
+            since = -inf if answered_at is None else answered_at
+            self._records[allocation.key] = AllocationRecord(allocation, since, now)
+
+    def observe(self, ours: Collection[str], chip_at: ChipAt, now: float) -> FileIdentity | None:
+        """Read the checkpoint if it changed; update the evidence; return the kubelet's socket.
+
+        ours: resources whose entries count without addresses. Raises OSError.
+        """
+        socket_now = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
+        is_new_kubelet = socket_now not in (None, self.kubelet)
+        if is_new_kubelet:
+            self.kubelet = socket_now
+        self._read()
+        entries = dict(self._entries(ours, chip_at))
+        self._add(entries)
+        if is_new_kubelet or now - self._looked_at >= LOOK_INTERVAL:
+            self._looked_at = now
+            self._look(entries, now, is_new_kubelet=is_new_kubelet)
+        for key, record in [*self._records.items()]:
+            if key not in entries and not self._is_in_force(record, now):
+                del self._records[key]
+        return socket_now
+
+    def _read(self) -> None:
+        """Read the checkpoint if it changed. The last one outlives its file."""
+        path = f"{self._directory}/{CHECKPOINT}"
+        identity = file_identity(path)
+        if identity in (None, self._file):
+            return
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            return
+        self._file = identity
+        try:
+            self.checkpoint = parse_checkpoint(content)
+        except ValueError as error:
+            if self.unreadable is None:
+                log.warning("%s cannot be parsed: %s", path, error)
+            self.unreadable = f"{CHECKPOINT} cannot be parsed"
+            return
+        if self.unreadable:
+            log.info("%s can be parsed again", path)
+        self.unreadable = None
+        self.has_read = True
+
+    def _entries(
+        self, ours: Collection[str], chip_at: ChipAt
+    ) -> Iterator[tuple[tuple[str, ...], Allocation]]:
+        for allocation, paths in self.checkpoint.entries:
+            if paths and allocation.resource in ours:
+                chips = frozenset(filter(None, map(chip_at, paths)))
+                allocation = allocation._replace(chips=chips)
+            if allocation.chips:
+                yield allocation.key, allocation
+
+    def _add(self, entries: Mapping[tuple[str, ...], Allocation]) -> None:
+        """Record entries that are new. One takes over from the pending answer that it contains."""
+        for key, allocation in entries.items():
+            record = self._records.get(key)
+            if record is None or record.allocation != allocation:
+                pending = self._records.pop(allocation._replace(pod="", container="").key, None)
+                answered_at = pending.answered_at if pending else -inf
+                self._records[key] = AllocationRecord(allocation, answered_at)
+                self._looked_at = -inf
+
+    def _look(
+        self, entries: Collection[tuple[str, ...]], now: float, *, is_new_kubelet: bool
+    ) -> None:
+        """Look at the pods' cgroups for evidence. A kubelet that starts recreates those of pods."""
+        self.cgroups.look(search=is_new_kubelet)
+        pods = {record.allocation.pod for record in self._records.values()}
+        existing = frozenset(filter(self.cgroups.has, pods))
+        self._seen = existing if is_new_kubelet else existing | (self._seen & pods)
+        for key, record in self._records.items():
+            pod = record.allocation.pod
+            has_ended = pod in self._seen and pod not in existing
+            if (
+                now - record.answered_at < ANSWER_VALIDITY
+                or (self.unreadable and self._is_in_force(record, now))
+                or (key in entries and not has_ended)
+                or (pod in existing and self.cgroups.has_processes(pod, now))
+            ):
+                record.evident_at = now
+        self.names = {pod: name for pod, name in self.names.items() if pod in pods}
+
+    def _is_in_force(self, record: AllocationRecord, now: float) -> bool:
+        return now - record.evident_at <= GRACE_PERIOD
+
+    def add_pending(self, allocation: Allocation, now: float) -> None:
+        """Record an answer to Allocate. The kubelet writes it to the checkpoint in milliseconds."""
+        self._records.pop(allocation.key, None)
+        self._records[allocation.key] = AllocationRecord(allocation, now, now)
+
+    def in_force(self, now: float) -> tuple[Allocation, ...]:
+        """Return the allocations in force, the newest last."""
+        records = [each for each in self._records.values() if self._is_in_force(each, now)]
+        records.sort(key=lambda each: each.answered_at)
+        return tuple(each.allocation for each in records)
+
+    def is_running(self, allocation: Allocation, now: float) -> bool:
+        """Return whether an allocation's pod has processes now."""
+        return bool(allocation.pod) and self.cgroups.has_processes(allocation.pod, now)
+
+    def apply_names(self, listed: PodNames) -> None:
+        """Record the pods' names, by resource, ID and container."""
+        entries = {allocation.key for allocation, _ in self.checkpoint.entries}
+        for key, record in self._records.items():
+            resource, ids, _, pod, container = record.allocation
+            for name in (listed.get((resource, each, container)) for each in ids):
+                if name and key in entries:
+                    self.names = self.names | {pod: name}
+
+    def to_state(self) -> dict[str, Any]:
+        allocations = [
+            [resource, sorted(ids), sorted(chips), pod, container, record.answered_at]
+            for record in self._records.values()
+            for resource, ids, chips, pod, container in (record.allocation,)
+        ]
+        for each in allocations:
+            each[-1] = None if each[-1] == -inf else each[-1]
+        seen = sorted(self._seen)
+        return {"allocations": allocations, "seen": seen, "kubelet": self.kubelet}
+
+
+# ==== RESOURCES: which devices exist, their names and places. Pure ===============================
+
+
+def explain(
+    chip: Chip, siblings: Sequence[str], pods: Sequence[str], driver: str | None
+) -> str | None:
+    """Return why a chip is unhealthy, with the remedy and everything else that this affects.
+
+    siblings: addresses of its board's other chips; pods: labels of those that hold one of them;
+    driver: see driver_version().
+    """
+    fault = chip.fault
+    if fault is None:
+        return None
+    if not chip.present:
+        return _explain_absence(chip.function, driver)
+    problem = chip.verdict.problem
+    if fault is Fault.NODE:
+        problem = f"device file is invalid: {chip.function.file_fault}"
+    remedy = REMEDIES.get(fault, "").format(bdf=chip.bdf)
+    affected = []
+    if "tt-smi" in remedy and siblings:
+        affected.append(f"also resets {', '.join(siblings)} on that board")
+    if ("tt-smi" in remedy or "unbind" in remedy) and pods:
+        affected.append(f"in use by {', '.join(pods)}")
+    if affected:
+        remedy += f" ({'; '.join(affected)})"
+    return f"{problem}; {remedy}" if remedy else problem
+
+
+def _explain_absence(function: PciFunction, driver: str | None) -> str:
+    if function.driver is None:
+        return "PCI device is gone; healthy again when it returns"
+    if driver is None:
+        return f"driver is not loaded; {LOAD_DRIVER}"
+    if not function.driver:
+        return f"driver is not bound; run: echo {function.bdf} > {_BIND}/bind"
+    if function.driver != DRIVER:
+        return f"bound to {function.driver} instead of the driver"
+    return "driver is bound; waiting for its device file"
 
 
 class Device(NamedTuple):
-    """A chip or a board, which the kubelet knows under an ID, or several if it is shared."""
+    """A chip or a board, which the kubelet knows under an ID, or under several if it is shared."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
     whole: int = 1  # how many chips it should have
-    absent: tuple[str, ...] = ()  # addresses of chips that are not on this node
-    withheld: str | None = None  # why it is not offered
-    is_former: bool = False  # a pod's, which the configuration does not give
+    holder: Allocation | None = None  # withholds it: of a pod that holds a chip under another name
+    withheld: str | None = None  # likewise, as a reason
+    is_retained: bool = False  # held by a pod, and no longer what the configuration gives
 
     @property
     def addresses(self) -> frozenset[str]:
-        return frozenset((*(chip.bdf for chip in self.chips), *self.absent))
+        return frozenset(chip.bdf for chip in self.chips)
 
     @property
     def defect(self) -> str | None:
+        """Return why the device itself cannot be used."""
         for chip in self.chips:
-            if chip.health.fault:
-                several = len(self.addresses) > 1
-                return f"{chip.bdf}: {chip.health.reason}" if several else chip.health.reason
-        if self.absent:
-            return f"{self.absent[0]}: PCI device is gone; it counts again when it comes back"
+            if chip.reason:
+                return f"{chip.bdf}: {chip.reason}" if len(self.chips) > 1 else chip.reason
         if len(self.chips) != self.whole:
             return f"{len(self.chips)} of {self.whole} chips"
         return None
 
     @property
     def reason(self) -> str | None:
+        """Return why the kubelet sees it as unhealthy."""
         return self.defect or self.withheld
 
     @property
@@ -1646,82 +1808,53 @@ class Device(NamedTuple):
         return tuple(sorted(node for node in nodes if node is not None))
 
 
-class Resource(NamedTuple):
+@dataclass(frozen=True)
+class Resource:
     """An extended resource."""
 
     name: str  # "tenstorrent.com/n300"
     devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
     replicas: int = 0  # containers a device; 0: it is not shared
-    one_each: bool = False  # a container gets one replica at most
-    unshared: str = ""  # its name unshared, without the domain
+    max_one_replica: bool = False  # a container gets one replica at most
+    base_name: str = ""  # its name unshared, without the domain
 
     @property
     def short_name(self) -> str:
         return self.name.partition("/")[2]
 
-    @property
-    def distinct(self) -> list[Device]:
-        """Each device once."""
-        return [self.devices[ids[0]] for ids in self.replicas_of_devices]
-
-    @property
-    def replicas_of_devices(self) -> list[list[str]]:
-        """The IDs of each device."""
+    @functools.cached_property
+    def ids_of_devices(self) -> list[list[str]]:
+        """The IDs of each device, in order."""
         found = defaultdict[tuple[str, frozenset[str]], list[str]](list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
         return list(found.values())
 
+    @property
+    def unique_devices(self) -> list[Device]:
+        """Return each device once."""
+        return [self.devices[ids[0]] for ids in self.ids_of_devices]
 
-class Offered(NamedTuple):
-    resource: str
-    identifier: str
-    chips: frozenset[str]
-
-
-class Claims(NamedTuple):
-    """Who has what, as custody knows it."""
-
-    allocations: Sequence[Allocation] = ()
-    filed: Collection[Allocation] = ()  # of which the kubelet knows
-    lost: Collection[Allocation] = ()  # of which it no longer does, though their pods go on
-    describe: Callable[[Allocation], str] = lambda allocation: allocation.pod
-    unreadable: str | None = None  # why it cannot be known
-    offered: Collection[Offered] = ()  # while it was known
-
-
-NO_CLAIMS = Claims()
+    def chips(self, ids: Iterable[str]) -> list[Chip]:
+        """Return the chips of these IDs, each once."""
+        devices = (self.devices[each] for each in ids if each in self.devices)
+        return list({chip.bdf: chip for device in devices for chip in device.chips}.values())
 
 
 def replica_ids(identifier: str, replicas: int) -> list[str]:
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
 
-def is_share(identifier: str) -> bool:
+def is_replica(identifier: str) -> bool:
     return "::" in identifier
-
-
-def device_ids(chips: Iterable[Chip], strategy: DeviceIdStrategy) -> dict[str, Chip]:
-    """Return chips by ID. Present ones win: a freed ordinal is reused at once."""
-
-    def wanted(chip: Chip) -> str:
-        names = {"asic": chip.asic_name or chip.bdf, "index": str(chip.function.ordinal)}
-        return names.get(strategy, chip.bdf)
-
-    chips = sorted(chips, key=lambda chip: (not chip.present, address(chip.bdf)))
-    present = Counter(wanted(chip) for chip in chips if chip.present)
-    ids: dict[str, Chip] = {}
-    for chip in chips:
-        contested = chip.present and present[wanted(chip)] > 1  # two of one ASIC ID
-        ids.setdefault(chip.bdf if contested else wanted(chip), chip)
-    return ids
 
 
 def short_name(chip: Chip, settings: Settings) -> str:
     """Return the name of a chip's resource, unshared and without the domain."""
-    names = {"card": chip.card_type or chip.function.arch, "arch": chip.function.arch}
-    several = settings.unit == "board" and chip.board_chips > 1
-    return names.get(settings.resource_naming, chip.board_type) + ("-board" if several else "")
+    arch = chip.function.arch or "unknown"
+    names = {"card": chip.card_type or arch, "arch": arch}
+    is_board = settings.unit == "board" and chip.board_chips > 1
+    return names.get(settings.resource_naming, chip.board_type) + ("-board" if is_board else "")
 
 
 def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list[Device]]:
@@ -1729,16 +1862,14 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
     A p300's chip without a serial belongs to no board yet, and waits.
     """
-    alone: list[Chip] = []
+    devices = defaultdict[str, list[Device]](list)
     boards = defaultdict[tuple[str, str], list[Chip]](list)
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
+        name = short_name(chip, settings)
         if settings.unit == "chip" or chip.board_chips == 1:
-            alone.append(chip)
-        elif chip.board_name:
-            boards[short_name(chip, settings), chip.board_name].append(chip)
-    devices = defaultdict[str, list[Device]](list)
-    for identifier, chip in device_ids(alone, settings.device_id_strategy).items():
-        devices[short_name(chip, settings)].append(Device(identifier, (chip,)))
+            devices[name].append(Device(chip.bdf, (chip,)))
+        elif chip.board_id:
+            boards[name, chip.board_id].append(chip)
     for (name, board), members in boards.items():
         whole = members[0].board_chips
         if len(members) > whole:  # the card was in another slot before
@@ -1750,64 +1881,65 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
 
 def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
-    """Return the configuration's resources, by name."""
+    """Return the resources that the configuration gives, by name."""
     sharing = settings.sharing
     found: dict[str, Resource] = {}
 
-    def add(
-        short: str,
-        unshared: str,
-        devices: Iterable[Device],
-        replicas: int,
-    ) -> None:
-        listed = {}
+    def add(short: str, base_name: str, devices: Iterable[Device], replicas: int) -> None:
+        advertised = {}
         for device in devices:
-            listed.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
+            advertised.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
         name = f"{settings.resource_domain}/{short}"
-        one_each = replicas > 0 and sharing.fail_requests_greater_than_one
-        found[name] = Resource(name, listed, replicas, one_each, unshared)
+        max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
+        found[name] = Resource(name, advertised, replicas, max_one_replica, base_name)
 
-    for unshared, rest in devices_by_name(chips, settings).items():
+    for base_name, rest in devices_by_name(chips, settings).items():
         for entry in sharing.resources:
-            selected = selection(entry, rest) if entry.name == unshared else ()
+            selected = selection(entry, rest) if entry.name == base_name else ()
             if selected:
                 rest = [device for device in rest if device not in selected]
-                add(sharing.shared_name(entry), unshared, selected, entry.replicas)
+                add(sharing.shared_name(entry), base_name, selected, entry.replicas)
         if rest:
-            add(unshared, unshared, rest, 0)
+            add(base_name, base_name, rest, 0)
     return found
 
 
 def resources(
-    configured: Mapping[str, Resource], chips: Iterable[Chip], claims: Claims = NO_CLAIMS
+    configured: Mapping[str, Resource],
+    chips: Mapping[str, Chip],
+    allocations: Iterable[Allocation],
+    label: Callable[[Allocation], str],
 ) -> dict[str, Resource]:
-    """Return the resources as they are listed, by name. configured: by the configuration.
+    """Return the resources as they are advertised, by name.
 
-    Each ID that a pod has stands for the chips of that pod's answer, whatever the configuration
-    says by now. (Kubelets 1.35 to 1.37 crash at their start when one is not listed:
-    topology_hints.go.) Other IDs are withheld while a pod has their chips.
+    An ID held by a pod keeps meaning the chips that the pod was given, even if the configuration
+    gives other ones. (Kubelets 1.35 to 1.37 crash at their start if such an ID is not listed:
+    topology_hints.go.) Other IDs are withheld while a pod holds one of their chips.
     """
-    listed = dict(configured)
-    chips_by_address = {chip.bdf: chip for chip in chips}
-    claimed: dict[str, dict[str, Device]] = {}
-    for allocation in sorted(claims.allocations, key=lambda each: each not in claims.filed):
-        resource = listed.get(allocation.resource, Resource(allocation.resource, {}))
+    held: dict[str, dict[str, Device]] = {}
+    holders = defaultdict[str, list[Allocation]](list)  # by chip
+    for allocation in allocations:
+        resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
+        for bdf in allocation.chips:
+            holders[bdf].append(allocation)
         for identifier, addresses in chips_by_id(allocation, resource).items():
             device = resource.devices.get(identifier)
-            kubelet_sees_free = allocation in claims.lost
             if not device or device.addresses != addresses:
-                device = _former_device(identifier, addresses, chips_by_address)
-                kubelet_sees_free = allocation not in claims.filed
-            if kubelet_sees_free:
-                device = device._replace(withheld=_held_by(allocation, claims))
-            claimed.setdefault(allocation.resource, {}).setdefault(identifier, device)
-    for name, resource in listed.items():
-        devices = {}
-        for identifier, device in resource.devices.items():
-            why = _why_withheld(resource, identifier, claims)
-            devices[identifier] = device._replace(withheld=why)
-        listed[name] = resource._replace(devices=devices | claimed.pop(name, {}))
-    return listed | {name: Resource(name, theirs) for name, theirs in claimed.items()}
+                device = _retained_device(identifier, addresses, chips)
+            held.setdefault(allocation.resource, {})[identifier] = device
+    found = {}
+    for name, resource in configured.items():
+        theirs = held.pop(name, {})
+        devices: dict[str, Device] = {}
+        for ids in resource.ids_of_devices:
+            device = resource.devices[ids[0]]
+            if holder := _other_holder(resource, device, holders):
+                ids_held = ", ".join(sorted(holder.ids))
+                held_as = f"held by {label(holder)} as {holder.resource} {ids_held}"
+                device = device._replace(holder=holder, withheld=f"{held_as}, until that pod ends")
+            devices.update({each: theirs.get(each, device) for each in ids})
+        found[name] = replace(resource, devices=devices | theirs)
+    return found | {name: Resource(name, theirs) for name, theirs in held.items()}
 
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
@@ -1824,31 +1956,23 @@ def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozens
     return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
 
 
-def _former_device(
-    identifier: str, addresses: Collection[str], known: Mapping[str, Chip]
+def _retained_device(
+    identifier: str, addresses: Collection[str], chips: Mapping[str, Chip]
 ) -> Device:
-    chips = tuple(known[bdf] for bdf in sorted(addresses) if bdf in known)
-    absent = tuple(sorted(set(addresses).difference(known)))
-    return Device(identifier.partition("::")[0], chips, len(chips), absent, is_former=True)
+    theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address))
+    return Device(identifier.partition("::")[0], theirs, len(theirs), is_retained=True)
 
 
-def _held_by(allocation: Allocation, claims: Claims) -> str:
-    ids = ", ".join(sorted(allocation.ids))
-    return f"held by {claims.describe(allocation)} as {allocation.resource} {ids}, until that ends"
-
-
-def _why_withheld(resource: Resource, identifier: str, claims: Claims) -> str | None:
-    device = resource.devices[identifier]
+def _other_holder(
+    resource: Resource, device: Device, holders: Mapping[str, Sequence[Allocation]]
+) -> Allocation | None:
+    """Return the allocation that holds a device's chip under another name or ID."""
     replicas = replica_ids(device.identifier, resource.replicas)
-    for allocation in claims.allocations:
-        fellow = allocation.resource == resource.name and not allocation.ids.isdisjoint(replicas)
-        if allocation.chips & device.addresses and not fellow:
-            return _held_by(allocation, claims)
-    if (
-        claims.unreadable
-        and Offered(resource.name, identifier, device.addresses) not in claims.offered
-    ):
-        return claims.unreadable
+    for chip in device.chips:
+        for allocation in holders.get(chip.bdf, ()):
+            shares_device = not allocation.ids.isdisjoint(replicas)
+            if allocation.resource != resource.name or not shares_device:
+                return allocation
     return None
 
 
@@ -1865,25 +1989,25 @@ def aliases(device: Device) -> set[str]:
 
 
 def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
-    """Yield what is to be shared and is not there, in words."""
+    """Yield a message for each shared resource or device that does not exist."""
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
         missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
-            yield f"{entry.name}: no device is called {few(missing)}"
+            yield f"{entry.name}: no such device: {abbreviate(missing)}"
         elif not found:
-            known = ", ".join(devices) or "none"
-            yield f"no device is a {entry.name}; those that there are: {known}"
+            available = ", ".join(devices) or "none"
+            yield f"{entry.name}: no such resource; available: {available}"
 
 
-# ==== PREFERRED ALLOCATION: neighbours, whole boards left for those who need them. Pure ===========
+# ==== PREFERRED ALLOCATION: neighbours; whole boards stay whole. Pure =============================
 
 Status = grpc.StatusCode
 
 
-class Refusal(Exception):
-    """A question of the kubelet's that has no answer."""
+class RequestError(Exception):
+    """A request that is rejected, with its gRPC status code."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -1891,15 +2015,16 @@ class Refusal(Exception):
 
 
 class Cost(NamedTuple):
-    """What choices are compared by, the weightiest first. Costs of disjoint sets add up."""
+    """Cost of a choice, compared field by field. Costs of disjoint sets add up."""
 
-    musts: int = 0  # minus how many must-includes
+    must_include: int = 0  # minus their number
+    busy: int = 0  # IDs of chips on which a pod still runs that the kubelet does not know
     again: int = 0  # how often a shared device was chosen before
-    users: int = 0  # that the devices have already
+    users: int = 0  # of the shared devices, before this choice
     boards: int = 0
     trays: int = 0
     numa_nodes: int = 0
-    whole_boards: int = 0  # whose listed devices are all available
+    whole_boards: int = 0  # of which all listed devices are available
     whole_trays: int = 0
     whole_numa_nodes: int = 0
     addresses: int = 0  # minus a bit for each ID, the highest for the lowest address
@@ -1914,73 +2039,76 @@ BySize = list[Cost]  # the least costs of choosing no device of a group, one, tw
 
 
 class Candidate(NamedTuple):
-    """An available ID, and where it is."""
+    """An available ID, and its place."""
 
-    cost: Cost  # of its own
+    cost: Cost  # without the groups that it is in
     board: object
     tray: object
-    numa_nodes: frozenset[int | None]  # {None}: unknown, a group of its own
+    numa_nodes: frozenset[int | None]  # {None}: unknown, one group
 
 
 def preferred_allocation(
-    resource: Resource, available: Sequence[str], must: Sequence[str], size: int
+    resource: Resource,
+    available: Sequence[str],
+    must_include: Sequence[str],
+    size: int,
+    busy: Collection[str] = (),
 ) -> list[str]:
-    """Return the best of the available IDs; raises Refusal."""
+    """Return the best of the available IDs; raises RequestError. busy: see Cost."""
     free = frozenset(available)
-    musts = frozenset(must)
-    _check_question(resource, free, musts, size)
+    required = frozenset(must_include)
+    _check_question(resource, free, required, size)
     ids = [*resource.devices]
     bits = {identifier: 1 << number for number, identifier in enumerate(reversed(ids))}
     candidates: list[Candidate] = []
-    broken: set[object] = set()
-    for replicas in resource.replicas_of_devices:
+    partly_used: set[object] = set()
+    for replicas in resource.ids_of_devices:
         device = resource.devices[replicas[0]]
-        board: object = device.identifier
-        tray: object = device.identifier
-        if device.chips:
-            board = device.chips[0].board
-            tray = device.chips[0].tray
+        board = device.chips[0].board
+        tray = device.chips[0].tray
         nodes = frozenset(device.numa_nodes or (None,))
         left = sorted(
-            free.intersection(replicas), key=lambda each: (each not in musts, -bits[each])
+            free.intersection(replicas), key=lambda each: (each not in required, -bits[each])
         )
         if not left:
-            broken |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):  # more of one cannot matter
-            own = Cost(
-                musts=-(identifier in musts),
+            partly_used |= {board, tray, *nodes}
+        for again, identifier in enumerate(left[:size]):  # at most `size` of them can be chosen
+            cost = Cost(
+                must_include=-(identifier in required),
+                busy=identifier in busy,
                 again=again,
                 users=len(replicas) - len(left),
                 addresses=-bits[identifier],
             )
-            candidates.append(Candidate(own, board, tray, nodes))
-    best = _Search(broken, size).host(candidates)[size]
+            candidates.append(Candidate(cost, board, tray, nodes))
+    best = _Search(partly_used, size).solve(candidates)[size]
     return [identifier for identifier in ids if bits[identifier] & -best.addresses]
 
 
 def _check_question(
-    resource: Resource, free: frozenset[str], musts: frozenset[str], size: int
+    resource: Resource, free: frozenset[str], required: frozenset[str], size: int
 ) -> None:
-    reason = f"cannot choose {size} of {len(free)} available devices, {len(musts)} of them a must"
-    if unknown := sorted((free | musts) - resource.devices.keys()):
-        reason = f"{resource.name} has no device {few(unknown)}"
+    available = f"{len(free)} available devices, {len(required)} of them must-include"
+    reason = f"cannot choose {size} of {available}"
+    if unknown := sorted((free | required) - resource.devices.keys()):
+        reason = f"{resource.name} has no device {abbreviate(unknown)}"
     elif size < 0:
         reason = f"allocation size {size} is negative"
-    elif missing := sorted(musts - free):
-        reason = f"must-include device {few(missing)} is not available"
-    elif len(musts) <= size <= len(free):
+    elif missing := sorted(required - free):
+        reason = f"must-include device {abbreviate(missing)} is not available"
+    elif len(required) <= size <= len(free):
         return
-    raise Refusal(Status.INVALID_ARGUMENT, reason)
+    raise RequestError(Status.INVALID_ARGUMENT, reason)
 
 
 class _Search(NamedTuple):
-    """The least costs by size, from the board up."""
+    """Computes the least costs by number of devices: board, tray, NUMA nodes, host."""
 
-    broken: Collection[object]  # boards, trays and NUMA nodes with a device that is taken
+    partly_used: Collection[object]  # boards, trays and NUMA nodes with a device that is taken
     size: int
 
-    def host(self, candidates: Sequence[Candidate]) -> BySize:
-        """Search apart the NUMA nodes that no tray or device connects."""
+    def solve(self, candidates: Sequence[Candidate]) -> BySize:
+        """Search separately the NUMA nodes that no tray or device connects."""
         parts: list[frozenset[int | None]] = []
         for tray in _grouped(candidates, "tray"):
             nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
@@ -1994,29 +2122,29 @@ class _Search(NamedTuple):
     def _numa_nodes(
         self, touched: Collection[int | None], candidates: Sequence[Candidate]
     ) -> BySize:
-        """Try every choice of nodes: leaving one out is the only way not to touch it."""
+        """Try every subset of NUMA nodes: a node costs nothing only if no device on it is used."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
         for chosen in chain(*(itertools.combinations(touched, n) for n in counts)):
             inside = [each for each in candidates if each.numa_nodes.issubset(chosen)]
-            whole = sum(node not in self.broken for node in chosen)
-            fee = Cost(numa_nodes=len(chosen), whole_numa_nodes=whole)
-            costs = self._joined(map(self._tray, _grouped(inside, "tray")), fee)
+            whole = sum(node not in self.partly_used for node in chosen)
+            group_cost = Cost(numa_nodes=len(chosen), whole_numa_nodes=whole)
+            costs = self._joined(map(self._tray, _grouped(inside, "tray")), group_cost)
             best = [*map(min, best, costs), *best[len(costs) :]] if best else costs
         return best
 
     def _tray(self, candidates: Sequence[Candidate]) -> BySize:
-        fee = Cost(trays=1, whole_trays=candidates[0].tray not in self.broken)
-        return self._joined(map(self._board, _grouped(candidates, "board")), fee)
+        group_cost = Cost(trays=1, whole_trays=candidates[0].tray not in self.partly_used)
+        return self._joined(map(self._board, _grouped(candidates, "board")), group_cost)
 
     def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        """Take the cheapest: on a board only their own costs differ."""
+        """Take the cheapest: on one board only their own costs differ."""
         own = sorted(each.cost for each in candidates)
-        fee = Cost(boards=1, whole_boards=candidates[0].board not in self.broken)
-        return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], fee)
+        group_cost = Cost(boards=1, whole_boards=candidates[0].board not in self.partly_used)
+        return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], group_cost)
 
-    def _joined(self, parts: Iterable[BySize], fee: Cost = NO_COST) -> BySize:
-        """Return the least costs over the parts; fee: for any device at all."""
+    def _joined(self, parts: Iterable[BySize], group_cost: Cost = NO_COST) -> BySize:
+        """Return the least costs over the parts; group_cost: of using any device at all."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
@@ -2026,7 +2154,7 @@ class _Search(NamedTuple):
                 counts = range(least, min(size + 1, len(part)))
                 joined.append(min(part[n] + total[size - n] for n in counts))
             total = joined
-        return total[:1] + [each + fee for each in total[1 : self.size + 1]]
+        return total[:1] + [each + group_cost for each in total[1 : self.size + 1]]
 
 
 def _grouped(
@@ -2038,611 +2166,14 @@ def _grouped(
     return list(groups.values())
 
 
-# ==== THREADS: what can block for seconds. They get plain data and hand back plain data ===========
-
-READ_PATIENCE = 0.1  # seconds after which nothing waits for a job
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-
-
-@contextmanager
-def log_and_continue(what: str) -> Iterator[None]:
-    """The boundary at which the daemon outlives an error of its own."""
-    try:
-        yield
-    except Exception:
-        log.exception("internal error in %s; going on", what)
-
-
-class ThreadPool(Generic[Job, Result]):
-    """Does one job after another on a thread; a job that blocks keeps it, and another goes on.
-
-    Loop and threads share two queues. Of a key one job is under way, so there is at most one thread
-    more than jobs that block. Threads end with their work, and nobody waits for them.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[Job], Result],
-        deliver: Callable[[list[tuple[Job, Result | None]]], None],
-    ) -> None:
-        """deliver: gets results on the loop; None after an exception."""
-        self._work = work
-        self._deliver = deliver
-        self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[str, Job, Result | None]] = queue.SimpleQueue()
-        self._pending: dict[str, None] = {}  # keys without result, in the queue's order
-        self._next: dict[str, Job] = {}  # after a key's present job
-        self._since: dict[str, float] = {}  # when a job was seen to have left the queue
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_attending = False  # soon
-        self._lacks_threads = False  # which was logged
-
-    def submit(self, key: str, job: Job) -> None:
-        """Have a job done, after the key's present one."""
-        if key in self._pending:
-            self._next[key] = job
-            return
-        self._pending[key] = None
-        self._jobs.put((key, job))
-        if not self._is_attending:
-            self._is_attending = True
-            self._loop.call_soon(self._attend)  # once for all that comes now
-
-    def is_pending(self, key: str) -> bool:
-        return key in self._pending
-
-    def seconds_under_way(self, key: str) -> float:
-        now = monotonic()
-        return now - self._since.get(key, now)
-
-    def is_settled(self) -> bool:
-        """Whether no job is worth waiting for."""
-        if self._lacks_threads:
-            return True
-        return all(self.seconds_under_way(key) >= READ_PATIENCE for key in self._pending)
-
-    def _attend(self) -> None:
-        """Hand on results; start a thread if jobs wait and every other is blocked."""
-        self._is_attending = False
-        done = []
-        while not self._results.empty():
-            key, job, result = self._results.get()
-            done.append((job, result))
-            del self._pending[key]
-            self._since.pop(key, None)
-            if key in self._next:
-                self.submit(key, self._next.pop(key))
-        now = monotonic()
-        waiting = self._jobs.qsize()
-        begun = itertools.islice(self._pending, len(self._pending) - waiting)
-        ages = [now - self._since.setdefault(key, now) for key in begun]
-        if waiting and all(age >= READ_PATIENCE for age in ages):
-            self._start_thread()
-        self._look_again(ages, waiting)
-        self._deliver(done)
-
-    def _look_again(self, ages: Iterable[float], waiting: int) -> None:
-        """Wake up when a job has used up its patience, or its deadline."""
-        pauses = [READ_PATIENCE] if waiting else []
-        for age in ages:
-            if age < READ_DEADLINE:
-                pauses.append((READ_PATIENCE if age < READ_PATIENCE else READ_DEADLINE) - age)
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        if pauses:
-            self._timer = self._loop.call_later(min(pauses) + 0.002, self._attend)
-
-    def _start_thread(self) -> None:
-        try:
-            _thread.start_new_thread(self._run, ())
-            self._lacks_threads = False
-        except RuntimeError as error:
-            if not self._lacks_threads:
-                log.error("no thread can be started, nothing is read for now: %s", error)
-            self._lacks_threads = True
-
-    def _run(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                key, job = self._jobs.get_nowait()
-                result = None
-                with log_and_continue(f"the work on {key}"):
-                    result = self._work(job)
-                self._results.put((key, job, result))
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._attend)
-
-
-class ReadJob(NamedTuple):
-    function: PciFunction
-    former: Telemetry | None = None  # None: read everything
-    periodic: bool = False  # for a poll, not an event
-    wants_figures: bool = False
-    files: AttributeFiles | None = None
-
-
-ReadResult = tuple[Telemetry, "Figures | None"]
-
-
-class Reading(NamedTuple):
-    function: PciFunction
-    telemetry: Telemetry
-    periodic: bool
-    figures: Figures | None
-
-
-class TelemetryReaders:
-    """Reads chips off the loop, never two at a time of one chip."""
-
-    def __init__(
-        self,
-        deliver: Callable[[list[Reading]], None],
-        read: Callable[..., Telemetry] = read_telemetry,
-    ) -> None:
-        self._deliver = deliver
-        self._read = read
-        self._files: dict[str, AttributeFiles] = {}  # except of chips that are being read
-        self.pool = ThreadPool[ReadJob, ReadResult](self._work, self._done)
-
-    def submit(self, jobs: Iterable[ReadJob]) -> None:
-        """Read these chips; one that is being read is read again for an event."""
-        for job in jobs:
-            bdf = job.function.bdf
-            if not self.pool.is_pending(bdf):
-                files = self._files.pop(bdf, None) or AttributeFiles()
-                self.pool.submit(bdf, job._replace(files=files))
-            elif not job.periodic:  # so soon after another reading its heartbeat proves nothing
-                self.pool.submit(bdf, job._replace(former=None))
-
-    def release(self, present: Collection[str]) -> None:
-        for bdf in self._files.keys() - present:
-            self._files.pop(bdf).close()
-
-    def _work(self, job: ReadJob) -> ReadResult:
-        telemetry = self._read(job.function, job.former, job.files)
-        figures = None
-        if job.wants_figures and not (telemetry.all_ones or telemetry.error):
-            figures = read_sensors(job.function)
-        return telemetry, figures
-
-    def _done(self, done: list[tuple[ReadJob, ReadResult | None]]) -> None:
-        readings = []
-        for job, result in done:
-            telemetry, figures = result or (Telemetry(error=("telemetry", errno.EIO)), None)
-            readings.append(Reading(job.function, telemetry, job.periodic, figures))
-            if job.files:
-                self._files[job.function.bdf] = job.files
-        self._deliver(readings)
-
-
-class HostPaths:
-    """Whether paths of the host exist: a dead network file system never answers."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPool[str, bool](os.path.exists, self._done)
-        self._answers: dict[str, asyncio.Future[bool]] = {}
-
-    async def exists(self, path: str, seconds: float) -> bool | None:
-        """Return None if there is no answer in time."""
-        if path not in self._answers:
-            self._answers[path] = asyncio.get_running_loop().create_future()
-            self._pool.submit(path, path)
-        answer = self._answers[path]
-        await asyncio.wait({answer}, timeout=seconds)
-        return answer.result() if answer.done() else None
-
-    def _done(self, done: list[tuple[str, bool | None]]) -> None:
-        for path, exists in done:
-            self._answers.pop(path).set_result(bool(exists))
-
-
-# ==== FILES: what we write, for others and for ourselves ==========================================
-
-
-class OutputFile:
-    """A file that is written as a whole when its text changes.
-
-    What cannot be written is removed if it is false, which works on a full disk, too.
-    """
-
-    def __init__(self, path: str, *, is_state: bool = False) -> None:
-        """is_state: for ourselves; an old one is better than none."""
-        self.path = path
-        self._is_state = is_state
-        self._text: str | None = None
-        self._written: tuple[str, FileIdentity | None] | None = None
-        self._failures: set[str] = set()  # that were logged
-
-    def want(self, text: str | None) -> None:
-        self._text = text
-
-    def keep(self) -> None:
-        if self._text is None:
-            self.remove()
-        elif self._written != (self._text, file_identity(self.path)):
-            self.write()
-
-    def write(self) -> None:
-        text = self._text or ""
-        new = f"{dirname(self.path)}/.{basename(self.path)}.new"
-        try:
-            self._write_new(new, text)
-            os.replace(new, self.path)
-            self._written = (text, file_identity(self.path))
-            self._failures.clear()
-        except FileNotFoundError:  # without its directory nobody wants it
-            self._written = None
-        except OSError as error:
-            with suppress(OSError):
-                os.unlink(new)
-            self._say(f"cannot be written: {error.strerror}")
-            if not self._is_state:
-                self.remove()
-
-    def _write_new(self, new: str, text: str) -> None:
-        """Write the file that is then renamed, never through somebody's link."""
-        with suppress(FileNotFoundError):
-            os.unlink(new)  # of a daemon that was killed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o600 if self._is_state else 0o644)
-
-    def remove(self) -> None:
-        self._written = None
-        try:
-            os.unlink(self.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            self._say(f"is false and cannot be removed: {error.strerror}")
-
-    def _say(self, reason: str) -> None:
-        if reason not in self._failures:
-            log.warning("%s %s", self.path, reason)
-        self._failures.add(reason)
-
-
-class Memory:
-    """What outlives the daemon, checked value by value; what is of another boot is forgotten."""
-
-    def __init__(self, settings: Settings) -> None:
-        boot = read_quick(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self._file = None
-        content: Any = None
-        if settings.state_dir:
-            path = f"{settings.state_dir}/state.json"
-            self._file = OutputFile(path, is_state=True)
-            errors = (OSError, ValueError, RecursionError)  # none, or garbage
-            with suppress(*errors), open(path, encoding="utf-8") as file:
-                content = json.load(file)
-        if not isinstance(content, dict):
-            content = {}
-        files = content.get("files")
-        self.files = [*filter(_is_path, files)] if isinstance(files, list) else []  # that we wrote
-        self._parts = {"boot": json.dumps(boot), "files": json.dumps(self.files)}
-        if content.get("boot") != boot:
-            content = {}
-        self.chips: dict[str, Any] = _table_of(content.get("chips"), dict)
-        custody = _table_of(content.get("custody"), (dict, list))
-        allocations = custody.get("allocations", ())
-        self.custody = {
-            "cgroups": _table_of(custody.get("cgroups"), str),
-            "allocations": [each for each in allocations if _is_allocation(each)],
-        }
-
-    def save(self, **parts: Any) -> None:
-        """Save these parts, `chips`, `custody` or `files`, beside the others."""
-        self._parts |= {name: json.dumps(content) for name, content in parts.items()}
-        if self._file:
-            text = ", ".join(f'"{name}": {part}' for name, part in self._parts.items())
-            self._file.want(f"{{{text}}}")
-            self._file.keep()
-
-
-def _table_of(value: object, kinds: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {}
-    return {key: item for key, item in value.items() if isinstance(item, kinds)}
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and value.startswith("/") and value.isprintable()
-
-
-def _is_allocation(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 5:
-        return False
-    resource, ids, chips, pod, container = value
-    texts = [resource, pod, container]
-    for several in (ids, chips):
-        texts += several if isinstance(several, list) and several else [None]
-    return all(isinstance(text, str) and text.isascii() for text in texts)
-
-
-def make_lock_directory(path: str) -> None:
-    """Make or mend a directory where anybody makes locks, and nobody removes another's."""
-    if path == "/dev/shm":
-        return
-    for directory in (dirname(path), path):
-        with suppress(FileExistsError):
-            os.mkdir(directory, 0o755)
-        status = os.lstat(directory)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it is somebody else's", directory)
-    if stat.S_IMODE(os.lstat(path).st_mode) != 0o1777:
-        os.chmod(path, 0o1777)
-
-
-class DirectoryLock:
-    """Keeps a second daemon out of the device plugin directory, by flock() on it."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._descriptor = -1
-        self._is_writable = False
-
-    def holder(self) -> str | None:
-        """Lock the directory that there is now; return who else has it, in words."""
-        with suppress(OSError):
-            if self._descriptor >= 0:
-                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._directory)):
-                    return None
-                self.release()
-            self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                inode = os.fstat(self._descriptor).st_ino
-                self.release()
-                return _owner_of_lock(inode)
-        return None
-
-    def has_lost_write_access(self) -> bool:
-        """Whether it was replaced by one that cannot be written to.
-
-        A directory that is removed on the host loses its mount in the sandbox.
-        """
-        could = self._is_writable
-        self._is_writable = os.access(self._directory, os.W_OK)
-        return could and not self._is_writable and isdir(self._directory)
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def _owner_of_lock(inode: int) -> str:
-    for line in (read_quick("/proc/locks") or "").splitlines():
-        match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
-        if match:
-            return f"process {match[1]}"
-    return "another process"
-
-
-# ==== SYSTEMD: readiness, status, watchdog, and log lines with a priority =========================
-
-
-class ServiceManager:
-    """What systemd wants to know of a Type=notify service (sd_notify(3))."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._notifier = sdnotify.SystemdNotifier()
-        if self._notifier.socket:
-            self._notifier.socket.setblocking(False)  # a manager that hangs must not hang us
-        self._status = ""
-        self.watchdog_pause = inf  # seconds between two signs of life
-        own = str(os.getpid())
-        microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
-        if microseconds > 0 and (environ.get("WATCHDOG_PID") or own) == own:
-            self.watchdog_pause = microseconds / 2e6
-
-    def notify(self, *states: str) -> None:
-        # sdnotify encodes in Latin-1, systemd wants UTF-8.
-        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
-
-    def sockets(self, name: str) -> list[socket.socket]:
-        """Return the sockets of this name that were handed in (sd_listen_fds(3))."""
-        if self._environ.get("LISTEN_PID") != str(os.getpid()):
-            return []
-        count = decimal(self._environ.get("LISTEN_FDS")) or 0
-        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
-        return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
-
-    def status(self, text: str) -> None:
-        if text != self._status:
-            self._status = text
-            self.notify(f"STATUS={text}")
-
-
-class _JournalFormatter(logging.Formatter):
-    """Lines with the priority prefix of sd-daemon(3)."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        priorities = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}
-        priority = priorities.get(record.levelno, 3)
-        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
-
-
-def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
-    """Shorten what gRPC logs of a request that is no protobuf."""
-    if record.exc_info and isinstance(record.exc_info[1], DecodeError):
-        record.exc_info = record.exc_text = None
-    return True
-
-
-def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
-    """Log one event a line on stderr; the journal has a time of its own."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_without_traceback_of_garbage)
-    form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
-    handler.setFormatter(logging.Formatter(form))
-    with suppress(OSError):
-        status = os.fstat(2)  # systemd.exec(5): else it was redirected
-        if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
-            handler.setFormatter(_JournalFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-
-
-# ==== KERNEL EVENTS: among devices (netlink) and in the kubelet's directory (inotify) =============
-
-NETLINK_KOBJECT_UEVENT = 15
-OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Uevent(NamedTuple):
-    """A kernel event about a device of ours."""
-
-    action: str  # "add", "remove", "change", "bind", "unbind"
-    ordinal: int | None  # of the node; None if it is about a PCI function
-
-
-def open_uevent_socket() -> socket.socket:
-    """Return a socket that gets the kernel's uevents; raises OSError."""
-    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
-    kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
-    kernel.bind((0, 1))  # the kernel's group; udevd's own messages go to group 2
-    return kernel
-
-
-def sent_by_kernel(sender: object) -> bool:
-    """Whether a netlink message is the kernel's, which alone has port id 0."""
-    return isinstance(sender, tuple) and sender[0] == 0
-
-
-def parse_uevent(message: bytes) -> Uevent | None:
-    """Return the event if it is about a device of ours."""
-    if b"tenstorrent" not in message and OUR_PCI_ID not in message:
-        return None
-    parts = message.decode("utf-8", "replace").split("\0")
-    variables = dict(part.split("=", 1) for part in parts if "=" in part)
-    action = variables.get("ACTION", "")
-    subsystem = variables.get("SUBSYSTEM")
-    if subsystem == "tenstorrent":
-        node = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-        return Uevent(action, int(node[1]) if node else None)
-    return Uevent(action, None) if subsystem == "pci" and OUR_PCI_ID in message else None
-
-
-def receive_uevents(
-    kernel: socket.socket, trusted: Callable[[object], bool]
-) -> Iterator[Uevent | None]:
-    """Yield the events that wait; None: messages were lost."""
-    while True:
-        try:
-            message, sender = kernel.recvfrom(8192)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno != errno.ENOBUFS:
-                raise
-            yield None
-            continue
-        if trusted(sender) and (event := parse_uevent(message)):
-            yield event
-
-
-class DirectoryWatch:
-    """Tells what happens in a directory, from before it exists until after it is gone.
-
-    While it is missing, its nearest ancestor is watched. Without inotify it is silent.
-    """
-
-    # Moved from, moved to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
-    MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
-    OVERFLOW = 0x4000
-
-    def __init__(self, path: str, changed: Callable[[Collection[str]], None]) -> None:
-        """changed: gets the names concerned; "": the directory itself, or unknown ones."""
-        self._path = path
-        self._changed = changed
-        self._descriptor = -1
-        self._watch = -1
-        self._watched: tuple[str, tuple[int, ...]] = ("", ())  # as nearest() said
-        self._is_refused = False  # which was logged
-
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._descriptor < 0:
-            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_instances"
-            log.warning("no inotify instance (%s): a kubelet is seen at the next poll only", reason)
-            return
-        self._arm()
-        loop.add_reader(self._descriptor, self._read)
-
-    def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._descriptor >= 0:
-            loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-
-    def check(self) -> None:
-        """Find what no event tells of: a mount, a renamed ancestor."""
-        if self._descriptor >= 0 and self.nearest() != self._watched:
-            self._arm()
-            self._changed({""})
-
-    def nearest(self) -> tuple[str, tuple[int, ...]]:
-        """Return the directory, or its nearest ancestor, with device and inode."""
-        path = self._path
-        while not isdir(path) and path != dirname(path):
-            path = dirname(path)
-        return path, (file_identity(path) or ())[:2]
-
-    def _arm(self) -> None:
-        self._watched = ("", ())
-        nearest = self.nearest()
-        while self._watched != nearest:  # something can come into being before it is watched
-            self._watched = nearest
-            path = os.fsencode(nearest[0])
-            _libc.inotify_rm_watch(self._descriptor, self._watch)  # refused if there is none
-            mask = ctypes.c_uint32(self.MASK)
-            self._watch = _libc.inotify_add_watch(self._descriptor, path, mask)
-            nearest = self.nearest()
-        if self._watch < 0:
-            self._watched = ("", ())  # the next check tries again
-            reason = os.strerror(ctypes.get_errno())
-            if not self._is_refused:
-                what = "the next poll sees a kubelet"
-                log.warning("cannot watch %s (%s); %s", nearest[0], reason, what)
-        self._is_refused = self._watch < 0
-
-    def _read(self) -> None:
-        buffer = os.read(self._descriptor, 65536)
-        offset = 0
-        names: set[str] = set()
-        while offset < len(buffer):
-            watch, mask, _, length = struct.unpack_from("iIII", buffer, offset)
-            start = offset + 16
-            offset = start + length
-            if watch == self._watch or mask & self.OVERFLOW:  # else one that was given up
-                names.add(os.fsdecode(buffer[start:offset].rstrip(b"\0")))
-        if names and (self._watched[0] != self._path or "" in names):
-            self._arm()
-            names = {""}
-        if names:
-            self._changed(names)
-
-
-# ==== ALLOCATION: a request for devices, from the kubelet's question to the answer ================
-
-MOUNT_PATIENCE = 1.0  # seconds that the host has to say whether a mount's path is there
-LINK_PATIENCE = 1.0  # seconds that udev has to make a link
-WRITING_PATIENCE = 1.0  # seconds that a kubelet has to write its checkpoint after a list
-GATE_PATIENCE = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
-PAUSE = 0.02  # seconds between two looks at what sends no event
+# ==== CONTAINER EDITS: from a request for devices to the changes in a container. Pure =============
 
 
 def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
-    """Raise Refusal if these IDs, per container, cannot be allocated."""
+    """Raise RequestError if these IDs, per container, cannot be allocated."""
     counts = Counter(chain(*containers))
     unknown = [identifier for identifier in counts if identifier not in resource.devices]
-    twice = [identifier for identifier, count in counts.items() if count > 1]
+    duplicates = [identifier for identifier, count in counts.items() if count > 1]
     most = max(map(len, containers), default=0)
     code = Status.INVALID_ARGUMENT
     reason = ""
@@ -2652,28 +2183,35 @@ def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> No
         reason = "a container without devices"
     elif unknown:
         code = Status.NOT_FOUND
-        reason = f"{resource.name} has no device {few(unknown)}"
-    elif twice:
-        reason = f"device {few(twice)} is asked for more than once"
-    elif resource.one_each and most > 1:
-        why = "shares of a device are no more of it (fail_requests_greater_than_one)"
-        reason = f"{most} of {resource.name} for one container: {why}"
+        reason = f"{resource.name} has no device {abbreviate(unknown)}"
+    elif duplicates:
+        reason = f"duplicate device {abbreviate(duplicates)}"
+    elif resource.max_one_replica and most > 1:
+        limit = "at most 1, as it is shared (fail_requests_greater_than_one)"
+        reason = f"{most} of {resource.name} for one container: {limit}"
     if reason:
-        raise Refusal(code, reason)
+        raise RequestError(code, reason)
     for identifier in counts:
         device = resource.devices[identifier]
-        fault = device.reason
-        if device.is_former and not fault:
-            addresses = ", ".join(sorted(device.addresses))
-            fault = f"the configuration no longer gives it for {addresses}"
-        if fault:
-            raise Refusal(Status.FAILED_PRECONDITION, f"device {identifier} is unhealthy: {fault}")
+        reason = device.reason or ""
+        if device.is_retained and not reason:
+            reason = f"this ID no longer refers to {', '.join(sorted(device.addresses))}"
+        if reason:
+            reason = f"device {identifier} is unhealthy: {reason}"
+            raise RequestError(Status.FAILED_PRECONDITION, reason)
 
 
 def container_edits(
-    chips: Iterable[Chip], settings: Settings, mounts: Iterable[Mount], locks: str | None
+    chips: Iterable[Chip],
+    links: Mapping[str, str],
+    settings: Settings,
+    mounts: Iterable[Mount],
+    locks: str | None,
 ) -> pb.ContainerAllocateResponse:
-    """Return what a runtime adds to a container. locks: its /dev/shm."""
+    """Return the changes that a runtime makes to a container.
+
+    links: udev's links, by PCI address; locks: the directory that the container gets as /dev/shm.
+    """
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
     edits = pb.ContainerAllocateResponse(envs={ADDRESSES: addresses})
@@ -2688,657 +2226,44 @@ def container_edits(
         if by_cdi:
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
         else:  # under the host's number: tt-umd names its files and locks after it
-            node = f"/dev/tenstorrent/{chip.function.ordinal}"
-            host_path = link_path(settings, chip.function) or chip.function.path
-            edits.devices.add(container_path=node, host_path=host_path, permissions="rw")
-    wanted = [] if by_cdi else [*mounts]
-    if locks:
-        wanted.append(Mount(locks, "/dev/shm"))
-    for mount in wanted:
+            path = f"/dev/tenstorrent/{chip.function.ordinal}"
+            host_path = links.get(chip.bdf, chip.function.path)
+            edits.devices.add(container_path=path, host_path=host_path, permissions="rw")
+    for mount in () if by_cdi else mounts:
         edits.mounts.add(
             container_path=mount.container, host_path=mount.host, read_only=mount.read_only
         )
+    if locks:
+        edits.mounts.add(container_path="/dev/shm", host_path=locks)
     return edits
-
-
-class Allocator:
-    """Answers requests for devices, and guards each start of a container."""
-
-    def __init__(
-        self, settings: Settings, custody: Custody, refresh: Callable[[], None],
-        save: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """refresh: brings lists in line with the checkpoint; save: keeps custody's memory."""
-        self.settings = settings
-        self.counts = Counter[tuple[str, str]]()  # by resource and result
-        self._custody = custody
-        self._refresh = refresh
-        self._save = save
-        self._host_paths = HostPaths()
-
-    async def allocate(
-        self, listed: Callable[[], Resource], containers: Sequence[Sequence[str]]
-    ) -> list[pb.ContainerAllocateResponse]:
-        """Return what containers with these IDs get; raises Refusal. listed: the resource now."""
-        result = "refused"
-        try:
-            mounts = await self.existing_mounts(must_answer=True)
-            # A kubelet keeps the answer for a pod's life: a link is better than the node.
-            await wait_for_links(self.settings, _chips(listed(), chain(*containers)))
-            await self._until_written(listed, frozenset(chain(*containers)))
-            resource = listed()  # nothing is awaited from here on
-            check_request(resource, containers)
-            chips = [_chips(resource, ids) for ids in containers]
-            for chip in chain(*chips):
-                if fault := node_fault_now(chip.function):  # the event is under way
-                    reason = f"device {chip.bdf} is unhealthy: device node is wrong: {fault}"
-                    raise Refusal(Status.FAILED_PRECONDITION, reason)
-            locks = self.make_locks(resource, chain(*containers))
-            for ids, theirs in zip(containers, chips, strict=True):
-                addresses = frozenset(chip.bdf for chip in theirs)
-                grant = Allocation(resource.name, frozenset(ids), addresses)
-                self._custody.grant(grant, monotonic())
-            self._save()
-            result = "granted"
-            return [container_edits(theirs, self.settings, mounts, locks) for theirs in chips]
-        finally:
-            self.counts[listed().name, result] += 1
-
-    async def _until_written(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
-        """Read the checkpoint; wait where a kubelet that has started has to write it first."""
-        deadline = monotonic() + WRITING_PATIENCE
-        self._refresh()
-        while self._custody.awaits_writing(listed().name, ids) and monotonic() < deadline:
-            await asyncio.sleep(PAUSE)
-            self._refresh()
-
-    async def existing_mounts(self, *, must_answer: bool) -> list[Mount]:
-        """Return those that exist; one that does not answer is left out, or raises Refusal."""
-        if self.settings.mounts is None:
-            dev = self.settings.dev_root
-            defaults = [Mount(f"{dev}/{n}", f"/dev/{n}") for n in ("hugepages-1G", "hugepages")]
-            return [mount for mount in defaults if os.path.exists(mount.host)]
-        mounts = self.settings.mounts
-        answers = (self._host_paths.exists(mount.host, MOUNT_PATIENCE) for mount in mounts)
-        existing = []
-        for mount, exists in zip(mounts, await asyncio.gather(*answers), strict=True):
-            if exists:
-                existing.append(mount)
-            elif exists is None and must_answer:
-                reason = f"the host's {mount.host}, a mount, does not answer"
-                raise Refusal(Status.UNAVAILABLE, reason)
-        return existing
-
-    def make_locks(self, resource: Resource, ids: Iterable[str]) -> str | None:
-        """Return what containers with shares get as /dev/shm, made; raises Refusal."""
-        locks = self.settings.sharing.lock_dir
-        if not locks or not any(map(is_share, ids)):
-            return None
-        if locks != "/dev/shm":  # the host's own
-            locks = f"{locks}/{resource.short_name}"
-        try:
-            make_lock_directory(locks)
-        except OSError as error:
-            reason = f"no directory for the locks of {resource.name}: {error.filename}"
-            raise Refusal(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
-        return locks
-
-    async def wait_until_free(self, listed: Callable[[], Resource], ids: Collection[str]) -> None:
-        """Wait until no pod that was given these chips before has them open; raises Refusal.
-
-        A kubelet gives the device of a pod deleted by force to the next while the first runs on.
-        It asks before each start, again after an error (manager.go, PreStartContainer).
-        """
-        deadline = monotonic() + GATE_PATIENCE
-        user = self._other_user(listed, ids)
-        if path := self._false_path(listed(), ids):
-            reason = f"{path}, which it was given, is another chip by now; delete the pod"
-            raise Refusal(Status.FAILED_PRECONDITION, reason)
-        if user:
-            log.info("%s: a container waits for the end of %s", listed().name, user)
-        while user:
-            if monotonic() > deadline:
-                reason = f"{user} has the device open and has to end first"
-                raise Refusal(Status.UNAVAILABLE, reason)
-            await asyncio.sleep(5 * PAUSE)
-            user = self._other_user(listed, ids)
-
-    def _other_user(self, listed: Callable[[], Resource], ids: Collection[str]) -> str | None:
-        """Return the pod, in words, that has these chips open by another answer.
-
-        Other processes do not count, nor do fellow users of a shared device.
-        """
-        self._refresh()
-        resource = listed()
-        allocations = self._custody.allocations(monotonic())
-        answer = (resource.name, frozenset(ids))
-        same = [each.pod for each in allocations if (each.resource, each.ids) == answer]
-        own = ["", *same[-1:]]  # the newest answer's; that can be a grant
-        chips = _chips(resource, ids)
-        for each in allocations:
-            # Both were shares of one resource, whatever the configuration says by now.
-            is_fellow = each.resource == resource.name and all(map(is_share, {*each.ids, *ids}))
-            if is_fellow or each.pod in own:
-                continue
-            for chip in chips:
-                if chip.bdf in each.chips and self._has_open(each.pod, chip):
-                    return self._custody.describe(each)
-        return None
-
-    def _false_path(self, resource: Resource, ids: Collection[str]) -> str | None:
-        """Return the node of another chip to which the newest answer with these IDs leads now.
-
-        A kubelet uses an answer for a pod's life; one without a link does not survive renumbering.
-        """
-        answer = (resource.name, frozenset(ids))
-        answers = self._custody.allocations(monotonic())
-        same = [each for each in answers if (each.resource, each.ids) == answer]
-        own = {chip.function.path for chip in _chips(resource, ids) if chip.present}
-        for path in self._custody.checkpoint.paths.get(same[-1], ()) if same else ():
-            is_node = re.fullmatch(rf".*/{DRIVER}/\d+", path)
-            if is_node and path not in own and os.path.exists(path):
-                return path
-        return None
-
-    def _has_open(self, pod: str, chip: Chip) -> bool:
-        """Whether a pod has a node open; where nobody tells, whether it has a cgroup."""
-        if not chip.present:
-            return False
-        processes = processes_on(self.settings, chip.function.ordinal)
-        if processes is None:
-            self._custody.look(monotonic())
-            return self._custody.cgroups.exists(pod)
-        names = (pod, pod.replace("-", "_"))
-        return any(name in process.cgroup for process in processes for name in names)
-
-
-def _chips(resource: Resource, ids: Iterable[str]) -> list[Chip]:
-    """Return chips, each once."""
-    devices = (resource.devices[each] for each in ids if each in resource.devices)
-    return list({chip.bdf: chip for device in devices for chip in device.chips}.values())
-
-
-async def wait_for_links(settings: Settings, chips: Sequence[Chip]) -> None:
-    """Wait until udev has made these links, or has had the time to."""
-    deadline = monotonic() + LINK_PATIENCE
-    while expects_links(settings) and monotonic() < deadline:
-        if all(link_path(settings, chip.function) for chip in chips):
-            return
-        await asyncio.sleep(PAUSE)
-
-
-# ==== DEVICE PLUGIN SERVICE: what the kubelet calls (device plugin API v1beta1) ===================
-
-PLUGIN_OPTIONS = pb.DevicePluginOptions(
-    pre_start_required=True, get_preferred_allocation_available=True
-)
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def device_list(resource: Resource) -> pb.ListAndWatchResponse:
     """Return the kubelet's list, by ID: chips that swap ordinals leave it unchanged."""
     response = pb.ListAndWatchResponse()
-    for identifier, device in sorted(resource.devices.items()):
-        health = "Unhealthy" if device.reason else "Healthy"
-        listed = response.devices.add(ID=identifier, health=health)
-        if device.numa_nodes:
-            listed.topology.nodes.extend(pb.NUMANode(ID=node) for node in device.numa_nodes)
+    topologies = {(): None} | {
+        device.numa_nodes: pb.TopologyInfo(nodes=[pb.NUMANode(ID=n) for n in device.numa_nodes])
+        for device in resource.unique_devices
+        if device.numa_nodes
+    }
+    described = {}
+    for ids in resource.ids_of_devices:
+        for identifier in ids:
+            device = resource.devices[identifier]
+            health = "Unhealthy" if device.reason else "Healthy"
+            described[identifier] = (health, topologies.get(device.numa_nodes))
+    for identifier, (health, topology) in sorted(described.items()):
+        response.devices.add(ID=identifier, health=health, topology=topology)
     return response
 
 
-class Listing:
-    """One resource, as the kubelet's streams are told of it."""
-
-    def __init__(self, resource: Resource) -> None:
-        self.resource = resource
-        self.message = device_list(resource)
-        self.ever_listed = {*resource.devices}
-        self._changed = asyncio.Event()
-        self._is_closed = False
-
-    @property
-    def healthy(self) -> frozenset[str]:
-        return frozenset(each.ID for each in self.message.devices if each.health == "Healthy")
-
-    def publish(self, resource: Resource) -> None:
-        """Send the list to open streams if it is another one now."""
-        self.resource = resource
-        self.ever_listed |= resource.devices.keys()
-        message = device_list(resource)
-        if message != self.message:
-            self.message = message
-            self.repeat()
-
-    def repeat(self) -> None:
-        """Send the list, even unchanged: the kubelet writes its checkpoint then."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._changed.set()
-
-    async def messages(self) -> AsyncIterator[pb.ListAndWatchResponse]:
-        while not self._is_closed:
-            changed = self._changed
-            yield self.message
-            await changed.wait()
-
-
-# ==== KUBELET SESSION: a resource's socket and registration, for as long as both of us live =======
-
-SOCKET_PREFIX = "tt-"
-REGISTERED = "registered with kubelet"
-REGISTER_TIMEOUT = 10.0  # seconds
-STREAM_PAUSE = 0.05  # seconds in which a kubelet notices that a stream has ended
-RIVAL_PATIENCE = 1.0  # seconds in which a kubelet has written what it was told
-BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-CHANNEL_OPTIONS = (
-    # By default channels share subchannels, and so the back-off from a dead socket.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
-)
-_endpoint_numbers = itertools.count(1)
-
-
-class RegistrationError(Exception):
-    """The kubelet cannot be reached, refuses, or has dropped us; in words."""
-
-
-class Disturbance(RegistrationError):
-    """What happened in the directory ends the attempt under way."""
-
-
-class Endpoint(rpc.DevicePluginServicer):
-    """One server on one socket, registered once.
-
-    Its name, "tt-n300.4711-1.sock", is new each time: kubelet 1.37 refuses one to which it still
-    has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path when it stops.
-    """
-
-    def __init__(self, listing: Listing, allocator: Allocator, directory: str) -> None:
-        loop = asyncio.get_running_loop()
-        self.opened = loop.create_future()  # the kubelet's stream
-        self.stream_has_ended = False
-        self.ended = loop.create_future()  # its use: why, in words
-        self.is_announced = False  # to the kubelet
-        self.kubelet: FileIdentity | None = None  # its socket when we last looked
-        self.registered_with: FileIdentity | None = None  # None: perhaps with its successor
-        self._listing = listing
-        self._allocator = allocator
-        self._file: FileIdentity | None = None
-        name = listing.resource.short_name[:18]  # see PLUGIN_DIR_MAX
-        number = next(_endpoint_numbers) % 100_000
-        self._path = f"{directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{number}.sock"
-        # A connection that says nothing is closed; the default is two minutes.
-        self._server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
-        rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-
-    async def serve(self) -> None:
-        """Bind and answer; raises RegistrationError."""
-        try:
-            self._server.add_insecure_port(f"unix:{self._path}")
-        except RuntimeError:  # gRPC does not pass on what bind() said
-            raise RegistrationError(f"cannot serve in {dirname(self._path)}") from None
-        self._file = file_identity(self._path)
-        await self._server.start()
-        if self._file is None:
-            raise RegistrationError(f"{self._path} has gone while it was made")
-
-    def is_lost(self) -> bool:
-        """Whether the socket is no longer where it was made."""
-        return self._file is not None and file_identity(self._path) != self._file
-
-    def is_fresh(self) -> bool:
-        """Whether it serves and was not announced."""
-        return self._file is not None and not self.is_lost() and not self.is_announced
-
-    async def find_kubelet(self, kubelet_socket: str) -> None:
-        """Wait until it listens; raises RegistrationError."""
-        for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
-            if listens(kubelet_socket):
-                self.kubelet = file_identity(kubelet_socket)  # it can have come just now
-                return
-            await asyncio.sleep(pause)
-        raise RegistrationError("waiting for kubelet (nobody listens on its socket)")
-
-    async def register(self, kubelet_socket: str) -> None:
-        """Register; raises RegistrationError. The kubelet opens its stream before it answers."""
-        if self.is_lost():  # swept by the kubelet that starts
-            raise RegistrationError(f"{self._path} has gone")
-        request = pb.RegisterRequest(
-            version="v1beta1",
-            endpoint=basename(self._path),
-            resource_name=self._listing.resource.name,
-            options=PLUGIN_OPTIONS,
-        )
-        self.is_announced = True
-        async with grpc.aio.insecure_channel(f"unix:{kubelet_socket}", CHANNEL_OPTIONS) as channel:
-            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                await stub.Register(request, timeout=REGISTER_TIMEOUT)
-                if file_identity(kubelet_socket) == self.kubelet:
-                    self.registered_with = self.kubelet
-            except grpc.aio.AioRpcError as error:
-                reason = f"refuses: {words_of(error)}"
-                if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"has not answered within {REGISTER_TIMEOUT:g} s"
-                raise RegistrationError(f"kubelet {reason}") from None
-
-    def lose(self, reason: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result(reason)
-
-    async def close(self, grace: float | None = None) -> None:
-        """Stop the server. grace: seconds that calls have."""
-        self._file = None
-        await self._server.stop(grace)
-
-    async def GetDevicePluginOptions(
-        self, request: pb.Empty, context: Context
-    ) -> pb.DevicePluginOptions:
-        return PLUGIN_OPTIONS
-
-    async def ListAndWatch(
-        self, request: pb.Empty, context: Context
-    ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        is_kubelet = self.is_announced and not self.opened.done()
-        if is_kubelet:
-            self.opened.set_result(None)
-        try:
-            async for message in self._listing.messages():
-                yield message
-        finally:
-            if is_kubelet:
-                self.stream_has_ended = True
-                self.lose("kubelet no longer watches the devices")
-
-    async def GetPreferredAllocation(
-        self, request: pb.PreferredAllocationRequest, context: Context
-    ) -> pb.PreferredAllocationResponse:
-        response = pb.PreferredAllocationResponse()
-        for each in request.container_requests:
-            question = (each.available_deviceIDs, each.must_include_deviceIDs, each.allocation_size)
-            try:
-                chosen = preferred_allocation(self._resource(), *question)
-            except Refusal as refusal:
-                await context.abort(refusal.code, str(refusal))
-            response.container_responses.add(deviceIDs=chosen)
-        return response
-
-    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
-        containers = [list(each.devices_ids) for each in request.container_requests]
-        try:
-            answers = await self._allocator.allocate(self._resource, containers)
-        except Refusal as refusal:
-            log.warning("%s: refused an allocation: %s", self._resource().name, refusal)
-            await context.abort(refusal.code, str(refusal))
-        log.debug("%s: allocated %s", self._resource().name, containers)
-        return pb.AllocateResponse(container_responses=answers)
-
-    async def PreStartContainer(
-        self, request: pb.PreStartContainerRequest, context: Context
-    ) -> pb.PreStartContainerResponse:
-        try:
-            await self._allocator.wait_until_free(self._resource, request.devices_ids)
-        except Refusal as refusal:
-            log.warning("%s: a container cannot start yet: %s", self._resource().name, refusal)
-            await context.abort(refusal.code, str(refusal))
-        return pb.PreStartContainerResponse()
-
-    def _resource(self) -> Resource:
-        return self._listing.resource
-
-
-def _take_note(task: asyncio.Task[None]) -> None:
-    """Look at a task's error, which asyncio logs else when a disturbance comes with it."""
-    if not task.cancelled():
-        task.exception()
-
-
-class KubeletSession:
-    """Keeps one resource registered, attempt after attempt: bind, register, stay until it is lost.
-
-    What happens in the directory starts the next at once; else there is a pause, which grows.
-    """
-
-    def __init__(
-        self, listing: Listing, allocator: Allocator, directory: str, changed: Callable[[], None]
-    ) -> None:
-        """changed: called when `state` is another."""
-        self.listing = listing
-        self.state = "starting"
-        self.registrations = 0  # that succeeded
-        self.tried_to_serve = asyncio.Event()  # or was closed before it could
-        self._allocator = allocator
-        self._directory = directory
-        self._changed = changed
-        self._endpoint: Endpoint | None = None
-        self._closing: set[asyncio.Task[None]] = set()  # former endpoints, for some milliseconds
-        self._disturbance = asyncio.get_running_loop().create_future()
-        self._pause = BACKOFF[0]
-        self._is_pausing = False
-        self._differs_since: float | None = None  # the kubelet's file from our list
-        self._task = asyncio.create_task(self._run())
-
-    @property
-    def name(self) -> str:
-        return self.listing.resource.name
-
-    async def close(self) -> None:
-        """End the session, and leave no task, server or socket."""
-        self.listing.close()
-        self._task.cancel()
-        await asyncio.wait({self._task, *self._closing})
-        if self._endpoint:
-            await self._endpoint.close(0.1)
-        self.tried_to_serve.set()
-
-    def check_sockets(self, *, is_disturbed: bool) -> None:
-        """Start anew if something is new. is_disturbed: by another's file, which ends a pause."""
-        concerns_us = is_disturbed and self._is_pausing
-        if self._endpoint:
-            kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
-            concerns_us |= self._endpoint.is_lost() or kubelet != self._endpoint.kubelet
-        if is_disturbed:
-            self._pause = BACKOFF[0]
-        if concerns_us:
-            self.start_anew()
-
-    def start_anew(self) -> None:
-        """End the attempt or the pause that is under way."""
-        if not self._disturbance.done():
-            self._disturbance.set_result(None)
-
-    def check_registered(self, healthy: frozenset[str], now: float) -> None:
-        """Compare our list with the IDs that the kubelet's file takes for healthy.
-
-        When another plugin registers our name, our stream stays open, but allocations go there
-        (manager.go, addEndpoint): its IDs tell. Else a writing was overtaken.
-        """
-        if self.state != REGISTERED or healthy == self.listing.healthy:
-            self._differs_since = None
-        elif self._differs_since is None:
-            self._differs_since = now
-        elif now - self._differs_since > RIVAL_PATIENCE:
-            self._differs_since = None
-            if healthy <= self.listing.ever_listed:
-                self.listing.repeat()
-            elif self._endpoint:
-                self._endpoint.lose("another plugin has registered this name; stop it")
-
-    async def _run(self) -> None:
-        while True:
-            self._disturbance = asyncio.get_running_loop().create_future()
-            started = monotonic()
-            with log_and_continue(f"the session of {self.name}"):
-                try:
-                    await self._attempt()
-                except Disturbance:
-                    self._pause = BACKOFF[0]
-                except RegistrationError as error:
-                    self._tell(str(error))
-            self.tried_to_serve.set()
-            if monotonic() - started > 30:  # seconds: it held
-                self._pause = BACKOFF[0]
-            self._is_pausing = True
-            await asyncio.wait({self._disturbance}, timeout=self._pause)
-            self._is_pausing = False
-            self._pause = min(2 * self._pause, BACKOFF[1])
-
-    async def _attempt(self) -> None:
-        """Bind, register, stay; raises RegistrationError in the end."""
-        kubelet_socket = f"{self._directory}/{KUBELET_SOCKET}"
-        endpoint = await self._bind(file_identity(kubelet_socket))
-        self.tried_to_serve.set()
-        if endpoint.kubelet is None:
-            raise RegistrationError(f"waiting for kubelet ({kubelet_socket} is not there)")
-        await self._undisturbed(endpoint.find_kubelet(kubelet_socket))
-        await self._undisturbed(endpoint.register(kubelet_socket))
-        self.registrations += 1
-        count = counted(len(self.listing.resource.distinct), "device")
-        log.info("%s: %s, %s", self.name, REGISTERED, count)
-        self._tell(REGISTERED)
-        await self._until(endpoint.opened, REGISTER_TIMEOUT)
-        if not endpoint.opened.done():
-            raise RegistrationError("kubelet took the registration but does not watch the devices")
-        await self._until(endpoint.ended)
-        raise RegistrationError(endpoint.ended.result())
-
-    async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
-        """Return an endpoint that was not announced."""
-        former = self._endpoint
-        if former and former.is_fresh():
-            former.kubelet = kubelet
-            return former
-        if former:
-            closing = asyncio.create_task(former.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            if former.is_announced and not former.stream_has_ended:
-                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
-                # registration (manager.go, PluginDisconnected): so the end comes first.
-                await asyncio.wait({closing})
-                if former.registered_with in (None, kubelet):
-                    await asyncio.sleep(STREAM_PAUSE)
-        if not isdir(self._directory):
-            raise RegistrationError(f"waiting for {self._directory}")
-        self._endpoint = Endpoint(self.listing, self._allocator, self._directory)
-        self._endpoint.kubelet = kubelet
-        await self._endpoint.serve()
-        return self._endpoint
-
-    async def _undisturbed(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do a piece of work to its end; raises Disturbance at once."""
-        task = asyncio.create_task(work)
-        task.add_done_callback(_take_note)
-        try:
-            await self._until(task)
-        finally:
-            task.cancel()
-        task.result()
-
-    async def _until(self, awaited: asyncio.Future[Any], seconds: float | None = None) -> None:
-        """Wait; raises Disturbance at once."""
-        first = asyncio.FIRST_COMPLETED
-        await asyncio.wait({awaited, self._disturbance}, timeout=seconds, return_when=first)
-        if self._disturbance.done():
-            raise Disturbance
-
-    def _tell(self, state: str) -> None:
-        if state == self.state:
-            return
-        self.state = state
-        if state != REGISTERED:  # which has its own line
-            level = logging.INFO if state.startswith("waiting") else logging.WARNING
-            log.log(level, "%s: %s", self.name, state)
-        self._changed()
-
-
-def words_of(error: grpc.aio.AioRpcError) -> str:
-    """Return a call's error on one line."""
-    return " ".join((error.details() or error.code().name).split())
-
-
-def listens(path: str) -> bool:
-    """Whether somebody accepts connections on a unix socket."""
-    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: the queue is full
-
-
-def remove_dead_sockets(directory: str) -> None:
-    """Remove what a killed daemon of ours has left."""
-    with suppress(OSError):
-        for name in os.listdir(directory):
-            path = f"{directory}/{name}"
-            if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name) and not listens(path):
-                os.unlink(path)
-
-
-# ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
-
-NAMES_PAUSE = 15.0  # seconds between two questions for the same pods
-PodNames = dict[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
-
-
-class PodResources:
-    """Asks which pods have devices (pod resources API v1), one question at a time.
-
-    Asked, a kubelet forgets the devices of pods that have ended (manager.go, GetDevices).
-    """
-
-    TIMEOUT = 1.0  # seconds
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._asking: asyncio.Task[PodNames] | None = None
-        self._has_complained = False
-        self._nameless: Collection[str] = ()
-        self._due_at = -inf
-
-    def is_due(self, nameless: Collection[str], now: float) -> bool:
-        """Whether to ask for these pods: new ones at once, the same ones after a pause."""
-        is_due = bool(nameless) and (nameless != self._nameless or now >= self._due_at)
-        if is_due:
-            self._due_at = now + NAMES_PAUSE
-        self._nameless = nameless
-        return is_due
-
-    async def names(self) -> PodNames:
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
-        return await asyncio.shield(self._asking)
-
-    async def _ask(self) -> PodNames:
-        try:
-            async with grpc.aio.insecure_channel(f"unix:{self.path}", CHANNEL_OPTIONS) as channel:
-                call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
-                answer = await call(b"", timeout=self.TIMEOUT)
-            pods = podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources
-        except (grpc.aio.AioRpcError, DecodeError) as error:
-            if not self._has_complained:
-                reason = words_of(error) if isinstance(error, grpc.aio.AioRpcError) else error
-                log.warning("kubelet does not tell the names of pods (%s): %s", self.path, reason)
-            self._has_complained = True
-            return {}
-        self._has_complained = False
-        names = {}
-        for pod in pods:
-            for container in pod.containers:
-                for devices in container.devices:
-                    for identifier in devices.device_ids:
-                        key = (devices.resource_name, identifier, container.name)
-                        names[key] = f"{pod.namespace}/{pod.name}"
-        return names
-
-
-# ==== WHAT OTHERS READ: CDI for runtimes, labels for NFD, metrics for Prometheus =================
+# ==== OUTPUTS: texts and values for others: CDI, labels, metrics, status, list. Pure ==============
 
 CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
+REGISTERED = "registered with kubelet"  # the state of a session
 
-# MiB of one device, by board: GDDR6 behind one node.
+# MiB of one device, by board: the GDDR6 behind one device file.
 MEMORY = {
     "n150": 12288,
     "n300": 24576,
@@ -3348,12 +2273,13 @@ MEMORY = {
     "galaxy-wormhole": 12288,
     "galaxy-blackhole": 32768,
 }
+MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
 
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0), of nodes, as runtimes refuse links; None without chips."""
+    """Return a CDI file (spec 0.5.0), None without chips. Runtimes refuse links in it."""
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
@@ -3383,11 +2309,10 @@ def cdi_spec(
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the nodes by device in a CDI file; raises ValueError."""
+    """Return the device files by device in a CDI file; raises ValueError."""
     try:
-        devices = json.loads(spec)["devices"]
         nodes = {}
-        for device in devices:
+        for device in json.loads(spec)["devices"]:
             first = device["containerEdits"]["deviceNodes"][0]
             nodes[device["name"]] = first["hostPath"]
         nodes.pop("all", None)
@@ -3397,14 +2322,14 @@ def cdi_nodes(spec: str) -> dict[str, str]:
 
 
 def feature_file(
-    listed: Iterable[Resource], chips: Collection[Chip], settings: Settings, driver: str | None
+    advertised: Iterable[Resource], chips: Iterable[Chip], settings: Settings, driver: str | None
 ) -> str:
     """Return labels for NFD's local source, of devices that exist, healthy or not."""
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
-    for resource in listed:
+    for resource in advertised:
         if resource.name != f"{settings.resource_domain}/{resource.short_name}":
-            continue  # a pod's, of another domain before
+            continue  # held by a pod, of a previous domain
         for key, value in _resource_labels(resource).items():
             labels[f"{resource.short_name}.{key}"] = value
     labels |= _version_labels("driver", driver or "")
@@ -3420,13 +2345,13 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
-    distinct = {each.addresses: each for each in resource.distinct}  # a pod's former ID is no more
-    devices = [each for each in distinct.values() if any(chip.present for chip in each.chips)]
+    unique = {each.addresses: each for each in resource.unique_devices}  # a retained ID adds none
+    devices = [each for each in unique.values() if any(chip.present for chip in each.chips)]
     chips = [chip for device in devices for chip in device.chips if chip.present]
     product = _common(chip.board_type for chip in chips)
-    if resource.replicas and resource.short_name == resource.unshared:
+    if resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
-    memory = {sum(MEMORY.get(chip.board_type, 0) for chip in each.chips) for each in devices}
+    memory = {sum(map(_memory_of, device.chips)) for device in devices}
     return {
         "count": str(len(devices)),
         "product": product,
@@ -3439,13 +2364,18 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     }
 
 
+def _memory_of(chip: Chip) -> int:
+    usual = MEMORY.get(chip.board_type, 0)
+    return MEMORY_BY_SUBSYSTEM.get(chip.function.subsystem or 0, usual)
+
+
 def _whole_boards(chips: Sequence[Chip]) -> set[object]:
     counts = Counter(chip.board for chip in chips)
     return {chip.board for chip in chips if counts[chip.board] == chip.board_chips}
 
 
 def _common(values: Iterable[str | None]) -> str:
-    """Return what all have, if anything; "mixed" where they differ."""
+    """Return the value that all have, "mixed" if they differ, "" if there is none."""
     found = {value for value in values if value}
     return "mixed" if len(found) > 1 else "".join(found)
 
@@ -3478,7 +2408,7 @@ def _families(
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """Return Prometheus' text format: nothing without a sample, no series twice."""
+    """Return Prometheus' text format: no metric without a sample, no series twice."""
     lines: list[str] = []
     for family in families:
         series = {}
@@ -3499,33 +2429,33 @@ def _label(key: str, value: object) -> str:
 
 
 CHIP_METRICS = {
-    "info": "A chip, and what it is.",
-    "healthy": "Whether nothing is wrong with a chip.",
-    "fault": "What is wrong with a chip, while it is.",
-    "temperature_celsius": "At the last poll.",
-    "temperature_limit_celsius": "Where it throttles.",
-    "thermal_trips_total": "As the firmware counts.",
+    "info": "Identity of a chip, value is always 1.",
+    "healthy": "Whether a chip is healthy.",
+    "fault": "Fault of a chip by kind, value is 1 while it lasts.",
+    "temperature_celsius": "Temperature in degrees Celsius at the last poll.",
+    "temperature_limit_celsius": "Temperature in degrees Celsius at which a chip throttles.",
+    "thermal_trips_total": "Thermal trips, as the firmware counts them.",
     **{sensor.metric: sensor.help for sensor in SENSORS},
-    "allocated": "A container that has it.",
+    "allocated": "Chip is allocated to this container, value is always 1.",
 }
 
 
-def chip_metrics(
-    chips: Collection[Chip], resource_of: Mapping[str, Resource], users: Iterable[ChipUser]
-) -> list[Family]:
-    """Return what is known of chips."""
+def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> list[Family]:
+    """Return the metrics of chips that had a device file since boot."""
     samples = defaultdict[str, list[Sample]](list)
-    for chip in chips:
-        device: dict[str, object] = {"device": chip.bdf}
-        facts = _facts(chip, resource_of.get(chip.bdf))
-        samples["info"].append((device | facts, 1))
-        samples["healthy"].append((device, chip.health.fault is None))
-        if chip.health.fault:
-            kind = chip.health.fault.name.lower()
-            samples["fault"].append((device | {"kind": kind}, 1))
-        if not is_readable(chip):
+    owners = decision.owners
+    seen = {bdf: chip for bdf, chip in decision.chips.items() if chip.seen}
+    for bdf, chip in seen.items():
+        device: dict[str, object] = {"device": bdf}
+        resource, _ = owners.get(bdf, (None, None))
+        samples["info"].append((device | _facts(chip, resource), 1))
+        samples["healthy"].append((device, chip.fault is None))
+        if chip.fault:
+            samples["fault"].append((device | {"kind": chip.fault.value}, 1))
+        record = records.get(bdf)
+        if not record or not _is_readable(chip):
             continue
-        telemetry = chip.telemetry or Telemetry()
+        telemetry = record.telemetry or Telemetry()
         if telemetry.temperature is not None:
             samples["temperature_celsius"].append((device, telemetry.temperature))
         if telemetry.throttles_at is not None:
@@ -3533,21 +2463,19 @@ def chip_metrics(
         if telemetry.trips is not None:
             samples["thermal_trips_total"].append((device, telemetry.trips))
         for sensor in SENSORS:
-            if sensor.attribute in chip.figures:
+            if sensor.attribute in record.sensors:
                 labels = {**device, **sensor.labels}
-                samples[sensor.metric].append((labels, chip.figures[sensor.attribute]))
-    known = {chip.bdf for chip in chips}
-    for user in users:
-        if user.bdf in known:
-            labels = dict(zip(("device", "namespace", "pod", "container"), user, strict=True))
-            samples["allocated"].append((labels, 1))
+                samples[sensor.metric].append((labels, record.sensors[sensor.attribute]))
+    names = ("device", "pod_namespace", "pod_name", "container_name")
+    for user in decision.users:
+        samples["allocated"].append((dict(zip(names, user, strict=True)), 1))
     return _families("tt_device_", CHIP_METRICS, samples)
 
 
-def is_readable(chip: Chip) -> bool:
-    """Whether what a chip said last is what it says now."""
+def _is_readable(chip: Chip) -> bool:
+    """Return whether the last values of a chip are its present ones."""
     dead = (Fault.GONE, Fault.BLOCKED, Fault.NO_RESPONSE, Fault.RESETTING, Fault.READ_ERROR)
-    return chip.present and chip.health.fault not in dead
+    return chip.present and chip.fault not in dead
 
 
 def _facts(chip: Chip, resource: Resource | None) -> dict[str, object]:
@@ -3562,374 +2490,2149 @@ def _facts(chip: Chip, resource: Resource | None) -> dict[str, object]:
     }
 
 
-class ChipUser(NamedTuple):
-    """A container that was given a chip."""
+class SessionState(NamedTuple):
+    """A resource's standing with the kubelet."""
 
-    bdf: str
-    namespace: str
-    pod: str  # its UID if the kubelet has not told its name
-    container: str
-
-
-def chip_users(custody: Custody, now: float) -> list[ChipUser]:
-    users = []
-    for allocation in custody.allocations(now):
-        if allocation.pod:
-            name = custody.names.get(allocation.pod, allocation.pod)
-            namespace, _, pod = name.rpartition("/")
-            for bdf in sorted(allocation.chips):
-                users.append(ChipUser(bdf, namespace, pod, allocation.container))
-    return users
-
-
-class ListedResource(NamedTuple):
-    """A resource, and how it stands with the kubelet."""
-
-    resource: Resource
-    state: str
-    registrations: int
+    state: str  # REGISTERED, or why it is not
+    registrations: int  # that succeeded
 
 
 PLUGIN_METRICS = {
-    "resource_devices": "IDs, as the kubelet has them.",
-    "kubelet_registered": "Whether it has a resource.",
-    "kubelet_registrations_total": "That succeeded.",
-    "allocations_total": "Requests for devices.",
-    "plugin_info": "What runs.",
-    "plugin_start_time_seconds": "Unix time.",
+    "driver_info": "Version of the loaded driver, value is always 1.",
+    "pci_functions": "Tenstorrent PCI functions by bound driver.",
+    "resource_devices": "Advertised device IDs by health: a shared device counts once per replica.",
+    "kubelet_registered": "Whether the resource is registered with the kubelet.",
+    "kubelet_registrations_total": "Successful registrations with the kubelet.",
+    "allocations_total": "Allocate requests by result.",
+    "plugin_info": "Version of tt-device-plugin, value is always 1.",
+    "plugin_start_time_seconds": "Start time of the daemon as Unix time.",
 }
 
 
 def plugin_metrics(
-    listed: Sequence[ListedResource], counts: Mapping[tuple[str, str], int], started: float
+    decision: Decision,
+    states: Mapping[str, SessionState],
+    counts: Mapping[tuple[str, str], int],
+    started: float,
 ) -> list[Family]:
-    """Return what is known of resources and daemon. started: Unix time."""
+    """Return the metrics of node and daemon.
+
+    counts: answers to Allocate by resource and result; started: Unix time.
+    """
     samples = defaultdict[str, list[Sample]](list)
-    for resource, state, registrations in listed:
-        label = {"resource": resource.name}
-        ill = sum(device.reason is not None for device in resource.devices.values())
-        well = len(resource.devices) - ill
-        for health, number in (("healthy", well), ("unhealthy", ill)):
+    if decision.driver is not None:
+        samples["driver_info"].append(({"version": decision.driver}, 1))
+    drivers = Counter(chip.function.driver for chip in decision.chips.values())
+    for driver, number in sorted((d, n) for d, n in drivers.items() if d is not None):
+        samples["pci_functions"].append(({"driver": driver}, number))
+    for name, resource in decision.resources.items():
+        label = {"resource": name}
+        unhealthy = sum(device.reason is not None for device in resource.devices.values())
+        healthy = len(resource.devices) - unhealthy
+        for health, number in (("healthy", healthy), ("unhealthy", unhealthy)):
             samples["resource_devices"].append((label | {"health": health}, number))
+        state, registrations = states.get(name, SessionState("", 0))
         samples["kubelet_registered"].append((label, state == REGISTERED))
         samples["kubelet_registrations_total"].append((label, registrations))
         for result in ("granted", "refused"):
-            count = counts.get((resource.name, result), 0)
+            count = counts.get((name, result), 0)
             samples["allocations_total"].append((label | {"result": result}, count))
     samples["plugin_info"].append(({"version": __version__}, 1))
     samples["plugin_start_time_seconds"].append(({}, started))
     return _families("tt_", PLUGIN_METRICS, samples)
 
 
-# ==== FLEET: the chips of the node, followed over time ============================================
+def driver_problem(chips: Iterable[Chip], driver: str | None) -> str | None:
+    """Return a message about cards on the bus without a driver."""
+    unbound = [chip.bdf for chip in chips if chip.function.driver == ""]
+    count = pluralize(len(unbound), "Tenstorrent PCI function")
+    if unbound and driver is None:
+        return f"driver not loaded, {count}; {LOAD_DRIVER}"
+    if unbound:
+        return f"{count} without a driver: {', '.join(unbound[:3])}; check dmesg"
+    return None
 
 
-class Fleet:
-    """The chips that were seen. What changes is logged, once."""
+def resource_summary(resource: Resource) -> str:
+    """Return a resource's part of the status: "8 × tenstorrent.com/n300, 8 healthy"."""
+    devices = resource.unique_devices
+    unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
+    summary = f"{len(devices)} × {resource.name}"
+    if resource.replicas:
+        summary += f", {resource.replicas} replicas each"
+    summary += f", {len(devices) - len(unhealthy)} healthy"
+    if unhealthy:
+        summary += f" ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
+    return summary
 
-    def __init__(self, remembered: Mapping[str, Any], on_bus: Collection[str]) -> None:
-        """remembered: by `memory`; on_bus: addresses of functions that are there."""
-        self.chips: dict[str, Chip] = {}  # by PCI address; none is ever taken out
-        self.oddities: tuple[str, ...] = ()  # what is there but not listed, and why
-        self.version = 0  # changes with what others learn
-        self._former: dict[str, Chip] = {}  # of this boot, and not seen by this process
-        for bdf, content in remembered.items():
-            chip = _recall_chip(bdf, content)
-            if chip:
-                self._former[bdf] = chip._replace(left_bus=chip.left_bus or bdf not in on_bus)
 
-    @property
-    def present(self) -> list[Chip]:
-        return [chip for chip in self.chips.values() if chip.present]
+def status_line(decision: Decision, states: Mapping[str, SessionState]) -> str:
+    """Return the daemon's status, as `systemctl status` shows it."""
+    parts = [decision.driver_problem] if decision.driver_problem else []
+    parts += decision.summaries
+    if not parts:
+        return "no Tenstorrent device on this node; waiting for one"
+    found = {states[name].state for name in decision.resources if name in states}
+    if len(found) > 1:
+        found = {
+            f"{name} {states[name].state}"
+            for name in decision.resources
+            if name in states and states[name].state != REGISTERED
+        }
+    if decision.unreadable:
+        found.add(decision.unreadable)
+    return "; ".join([*parts, *sorted(found)])
 
-    @property
-    def listed(self) -> list[Chip]:
-        return [chip for chip in self.chips.values() if chip.listed]
 
-    def observe(self, settings: Settings, *, is_thorough: bool = True) -> list[PciFunction]:
-        """Look at sysfs, thoroughly or only at what often changes; returns what is to be read."""
-        known = [] if is_thorough else [chip.function for chip in self.present]
-        found = scan(settings, known)
-        functions = found.functions.values()
-        oddities = [*found.oddities]
-        oddities += [f.node_fault for f in functions if f.node_fault and f.bdf not in self.chips]
-        for oddity in oddities:
-            if oddity not in self.oddities:
-                log.warning("not listed: %s", oddity)
-        self.oddities = tuple(oddities)
-        new = [function for function in functions if self._appears(function)]
-        for bdf in self.chips.keys() - found.functions.keys():
-            chip = self.chips[bdf]
-            on_bus = os.path.exists(pci_directory(settings, bdf))
-            health = gone(chip.health, bdf, on_bus=on_bus)
-            left_bus = chip.left_bus or not on_bus
-            self._update(chip._replace(present=False, left_bus=left_bus, health=health))
-        return new
+class ChipUser(NamedTuple):
+    """A container that holds a chip."""
 
-    def _appears(self, function: PciFunction) -> bool:
-        """Take over a function; returns whether it is new, back or elsewhere."""
-        bdf = function.bdf
-        known = self.chips.get(bdf)
-        if known is None and function.node_fault:
-            return False
-        if known and known.present and known.function == function:
-            return False
-        chip = known or self._former.pop(bdf, Chip(function))
-        if (chip.function.arch, chip.function.pci_card) != (function.arch, function.pci_card):
-            chip = Chip(function)  # another card at the same address
-        elif chip.left_bus:  # and perhaps this one, too
-            chip = chip._replace(identity=Identity(), left_bus=False)
-        self.chips.setdefault(bdf, chip)
-        self._update(chip._replace(function=function, present=True, telemetry=None))
-        return True
+    bdf: str
+    namespace: str
+    pod: str  # its UID while its name is unknown
+    container: str
 
-    def learn(
-        self,
-        readings: Iterable[Reading],
-        settings: HealthSettings,
-        now: float,
-    ) -> None:
-        """Take over what chips said."""
-        for function, telemetry, is_periodic, figures in readings:
-            chip = self.chips[function.bdf]
-            if not chip.present or chip.function != function:
-                continue  # it has gone since, or was renumbered
-            speaks = not (telemetry.is_silent or telemetry.error or telemetry.all_ones)
-            spoken = chip.has_spoken
-            look = Look(function, telemetry, now, is_periodic, spoken, self.mates(chip))
-            chip = chip._replace(
-                identity=telemetry.identity.or_else(chip.identity),
-                has_spoken=spoken or speaks,
-                listed=True,
-                health=judge(chip.health, look, settings),
-                telemetry=telemetry,
-                figures=chip.figures if figures is None else figures,
-            )
-            self._update(chip)
 
-    def mates(self, chip: Chip) -> list[str]:
-        """Return the p300's other chip, which a reset concerns, too."""
-        if chip.board_chips != 2 or not chip.identity.serial:
-            return []
-        return [
-            mate.bdf for mate in self.present if mate.board == chip.board and mate.bdf != chip.bdf
-        ]
+def chip_users(
+    allocations: Iterable[Allocation], names: Mapping[str, str]
+) -> Iterator[ChipUser]:
+    for allocation in allocations:
+        if allocation.pod:
+            namespace, _, pod = names.get(allocation.pod, allocation.pod).rpartition("/")
+            for bdf in sorted(allocation.chips):
+                yield ChipUser(bdf, namespace, pod, allocation.container)
 
-    def give_up_waiting(self, seconds_under_way: Callable[[str], float]) -> None:
-        """List chips that do not answer; at the deadline that is a fault."""
-        for chip in [*self.chips.values()]:
-            seconds = seconds_under_way(chip.bdf)
-            health = chip.health
-            if chip.present and seconds > READ_DEADLINE:
-                health = unhealthy(health, Fault.BLOCKED, BLOCKED)
-            if seconds > READ_PATIENCE:
-                self._update(chip._replace(listed=True, health=health))
 
-    def chip_at(self, path: str) -> str | None:
-        """Return the address of the chip with this node, or link to it."""
-        name = basename(path)
-        for chip in self.present:
-            if path == chip.function.path or name in (chip.bdf, chip.asic_name):
-                return chip.bdf
-        return None
+def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
+    """Return a pod's name for a sentence."""
+    if not allocation.pod:
+        return "a pod that is being admitted"
+    return names.get(allocation.pod, f"pod {allocation.pod}")
 
-    def show_former(self) -> None:
-        """Show chips that were seen since boot."""
-        for bdf, chip in self._former.items():
-            health = gone(chip.health, bdf, on_bus=not chip.left_bus)
-            self.chips[bdf] = chip._replace(present=False, listed=True, health=health)
 
-    def memory(self) -> dict[str, Any]:
-        chips = self._former | self.chips
-        return {bdf: _chip_memory(chip) for bdf, chip in chips.items()}
+def chip_row(
+    decision: Decision, chip: Chip, record: ChipRecord | None, *, knows_pods: bool
+) -> dict[str, Any]:
+    """Return a chip as `list --json` shows it."""
+    function = chip.function
+    resource, owner = decision.owners.get(chip.bdf, (None, None))
+    users = [user._asdict() for user in decision.users if user.bdf == chip.bdf]
+    pods = [{key: user[key] for key in ("namespace", "pod", "container")} for user in users]
+    processes = record.processes if record and chip.present else ()
+    telemetry = record.telemetry if record and _is_readable(chip) else None
+    sensors = record.sensors if record and _is_readable(chip) else {}
+    return {
+        "id": owner.identifier if owner else None,
+        "index": function.ordinal,
+        "path": function.path if chip.present and not function.file_fault else None,
+        "bdf": chip.bdf,
+        "card": chip.card_type,
+        "board": chip.board_type if chip.card_type else None,
+        "arch": function.arch,
+        "serial": chip.identity.serial,
+        "asic_id": chip.identity.asic_id,
+        "numa_node": function.numa_node,
+        "firmware": chip.identity.firmware,
+        "temperature": telemetry.temperature if telemetry else None,
+        "power": sensors.get("power1_input"),
+        "healthy": chip.fault is None,
+        "reason": chip.reason,
+        "withheld": decision.label(owner.holder) if owner and owner.holder else None,
+        "resource": resource.name if resource else None,
+        "replicas": resource.replicas if resource else 0,
+        "pods": pods if pods or knows_pods else None,
+        "processes": None if processes is None else [*map(_process_row, processes)],
+    }
 
-    def _update(self, chip: Chip) -> None:
-        before = self.chips[chip.bdf]
-        self.chips[chip.bdf] = chip
-        new = chip.health
-        what = f"{chip.bdf} ({chip.card_type or chip.function.arch})"
-        if before.health.throttles != new.throttles and not new.fault:
-            limit = chip.telemetry.throttles_at if chip.telemetry else None
-            news = f"has reached {limit:g} °C and throttles" if new.throttles else "is cool again"
-            log.info("%s: %s", what, news)
-        if before.shown == chip.shown:
-            return
-        self.version += 1
-        if chip.listed and not (before.listed and _introduction(before) == _introduction(chip)):
-            log.info("%s: %s", what, _introduction(chip))
-        if before.health.fault == new.fault:
-            return
-        if new.fault:
-            log.warning("%s: unhealthy: %s", what, new.reason)
-        else:
-            log.info("%s: healthy again", what)
+
+def _process_row(process: Process) -> dict[str, Any]:
+    of_pod = "kubepods" in process.cgroup
+    return {"pid": process.pid, "command": process.command, "of_pod": of_pod}
+
+
+# ==== DECISION: the desired state of everything. Pure =============================================
+
+
+class Observation(NamedTuple):
+    """Everything that decisions depend on, at one moment."""
+
+    settings: Settings
+    chips: Mapping[str, Chip]  # by PCI address
+    driver: str | None  # see driver_version()
+    allocations: tuple[Allocation, ...]  # in force, the newest last
+    names: Mapping[str, str]  # of pods, "namespace/name" by UID
+    unreadable: str | None  # why the checkpoint cannot be parsed
+    mounts: tuple[Mount, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The desired state: what is advertised, written and reported."""
+
+    chips: Mapping[str, Chip]  # with their reasons, and those that pods hold though they are gone
+    resources: Mapping[str, Resource]  # as advertised, by name
+    lists: Mapping[str, pb.ListAndWatchResponse]
+    users: tuple[ChipUser, ...]
+    driver: str | None
+    driver_problem: str | None
+    unreadable: str | None
+    unselected: tuple[str, ...]  # see unselected()
+    cdi: str | None
+    labels: str
+    label: Callable[[Allocation], str]  # the name of a pod
+
+    @functools.cached_property
+    def summaries(self) -> list[str]:
+        return [resource_summary(resource) for resource in self.resources.values()]
+
+    def advertises(self, chip: Chip) -> bool:
+        """Return whether a chip is a device, or will be once its board is known."""
+        return chip.listed or chip.bdf in self.owners
+
+    @functools.cached_property
+    def owners(self) -> dict[str, tuple[Resource, Device]]:
+        """The resource and device of each chip; a configured one before one that a pod retains."""
+        found: dict[str, tuple[Resource, Device]] = {}
+        for resource in self.resources.values():
+            for device in resource.unique_devices:
+                for chip in device.chips:
+                    if chip.bdf not in found or not device.is_retained:
+                        found[chip.bdf] = (resource, device)
+        return found
+
+
+def decide(seen: Observation) -> Decision:
+    """Return the desired state."""
+    settings = seen.settings
+    label = functools.partial(pod_label, names=seen.names)
+    chips = _explained_chips(seen)
+    listed = [chip for chip in chips.values() if chip.listed]
+    configured = configured_resources(listed, settings)
+    advertised = resources(configured, chips, seen.allocations, label)
+    usable = [each.function for each in listed if each.present and not each.function.file_fault]
+    return Decision(
+        chips=chips,
+        resources=advertised,
+        lists={name: device_list(resource) for name, resource in advertised.items()},
+        users=tuple(chip_users(seen.allocations, seen.names)),
+        driver=seen.driver,
+        driver_problem=driver_problem(chips.values(), seen.driver),
+        unreadable=seen.unreadable,
+        unselected=tuple(unselected(listed, settings)),
+        cdi=cdi_spec(usable, settings, seen.mounts),
+        labels=feature_file(advertised.values(), listed, settings, seen.driver),
+        label=label,
+    )
+
+
+def _explained_chips(seen: Observation) -> dict[str, Chip]:
+    """Return the chips with their reasons, and absent ones for those that only a pod knows."""
+    chips = dict(seen.chips)
+    pods = defaultdict[str, list[str]](list)
+    for allocation in seen.allocations:
+        for bdf in allocation.chips:
+            chips.setdefault(bdf, Chip(PciFunction(bdf), seen=True))
+            pods[bdf].append(pod_label(allocation, seen.names))
+    boards = defaultdict[object, list[str]](list)
+    for bdf, chip in chips.items():
+        if chip.present and chip.board_chips == 2:
+            boards[chip.board].append(bdf)
+    for bdf, chip in chips.items():
+        if chip.fault:
+            siblings = [each for each in boards.get(chip.board, ()) if each != bdf]
+            users = dict.fromkeys(chain(*(pods.get(each, ()) for each in (bdf, *siblings))))
+            reason = explain(chip, siblings, [*users], seen.driver)
+            chips[bdf] = chip._replace(reason=reason)
+    return dict(sorted(chips.items(), key=lambda item: address(item[0])))
+
+
+def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
+    """Yield log lines, each with its level, for the differences between two decisions."""
+    if after.driver_problem and after.driver is None and before.driver_problem is None:
+        yield logging.WARNING, after.driver_problem
+    for chip in after.chips.values():
+        yield from _chip_changes(before, after, chip)
+    old = _withheld(before)
+    new = _withheld(after)
+    for name, device in new.items():
+        if name not in old or old[name].holder != device.holder:
+            yield logging.WARNING, f"{name}: withheld: {device.withheld}"
+    for name in old.keys() - new.keys():
+        yield logging.INFO, f"{name}: no longer held by a pod under another name"
+    for message in after.unselected:
+        if message not in before.unselected:
+            yield logging.INFO, f"sharing: {message}"
+
+
+def _chip_changes(before: Decision, after: Decision, chip: Chip) -> Iterator[tuple[int, str]]:
+    former = before.chips.get(chip.bdf)
+    if not after.advertises(chip):
+        is_known = former and former.function.file_fault
+        if chip.function.file_fault and not is_known:
+            yield logging.WARNING, f"not listed: {chip.label}: {chip.reason}"
+        return
+    is_new = former is None or not before.advertises(former)
+    if former is None or is_new:
+        former = Chip(chip.function)
+    if chip.present and (is_new or _introduction(former) != _introduction(chip)):
+        yield logging.INFO, f"{chip.label}: {_introduction(chip)}"
+    if chip.fault and (is_new or chip.fault != former.fault):
+        yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
+    elif former.fault and not chip.fault:
+        yield logging.INFO, f"{chip.label}: healthy again"
+    if not chip.fault and former.verdict.throttles != chip.verdict.throttles:
+        state = "throttles: it has reached its own temperature limit"
+        yield logging.INFO, f"{chip.label}: {state if chip.verdict.throttles else 'no longer throttles'}"
 
 
 def _introduction(chip: Chip) -> str:
     identity = chip.identity
     facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
     known = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([chip.function.path, *(known or ["its firmware is silent"])])
+    return ", ".join([chip.function.path, *(known or ["no firmware telemetry"])])
 
 
-def _chip_memory(chip: Chip) -> dict[str, Any]:
+def _withheld(decision: Decision) -> dict[str, Device]:
+    """Return the devices that are withheld, by resource and ID."""
     return {
-        "function": chip.function._replace(number=None, node_fault=None)._asdict(),
-        "identity": chip.identity._asdict(),
-        "has_spoken": chip.has_spoken,
-        "left_bus": chip.left_bus,
-        "stalled_at": chip.health.heartbeat if chip.health.fault is Fault.STALLED else None,
+        f"{name} {device.identifier}": device
+        for name, resource in decision.resources.items()
+        for device in resource.unique_devices
+        if device.holder
     }
 
 
-def _recall_chip(bdf: str, content: Mapping[str, Any]) -> Chip | None:
-    """Return a chip by what can be any JSON; None if it is garbage."""
-    match content:
-        case {
-            "function": {
-                "arch": arch,
-                "pci_card": card,
-                "numa_node": numa_node,
-                "ordinal": ordinal,
-                "path": str(path),
-                "sysfs": str(sysfs),
-            },
-            "identity": dict(identity),
-        }:
-            pass
-        case _:
-            return None
-    if (
-        not _BDF.fullmatch(bdf)
-        or arch not in ARCHES.values()
-        or card not in (*CARDS.values(), None)
-        or type(ordinal) is not int
-        or not (numa_node is None or (type(numa_node) is int and 0 <= numa_node < ALL_ONES))
-    ):
+# ==== THREADS: telemetry, which the driver can block for seconds, is read off the loop ============
+
+SLOW_AFTER = 0.1  # seconds after which nothing waits for a read
+
+
+@contextmanager
+def log_and_continue(subject: str) -> Iterator[None]:
+    """The boundary at which the daemon survives an error of its own."""
+    try:
+        yield
+    except Exception:
+        log.exception("internal error in %s; continuing", subject)
+
+
+class ReadJob(NamedTuple):
+    """A chip to be read."""
+
+    function: PciFunction
+    periodic: bool  # by a poll, not because of an event
+    details: Settings | None  # to read sensors and processes, too
+    files: AttributeFiles
+
+
+class ReadBegan(NamedTuple):
+    bdf: str
+    at: float
+
+
+class ReadEnded(NamedTuple):
+    job: ReadJob
+    result: Reading | OSError | None  # OSError: of the daemon itself; None: an exception was logged
+
+
+Message = ReadBegan | ReadEnded | None  # None: a thread ends
+
+
+class TelemetryReaders:
+    """Reads chips on a thread, one after another; while a read blocks, another thread goes on.
+
+    Loop and threads share two queues, of jobs and of messages. A chip has one job at a time, so
+    there is at most one thread more than blocked reads. Threads end with their work.
+    """
+
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        read: Callable[[PciFunction, AttributeFiles], Telemetry] = read_telemetry,
+    ) -> None:
+        """wake: called on the loop when there is something to collect."""
+        self._loop = asyncio.get_running_loop()
+        self._wake = wake
+        self._read = read
+        self._jobs: queue.SimpleQueue[ReadJob] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
+        self._pending: dict[str, float | None] = {}  # when each read began; None: it waits
+        self._again: dict[str, Settings | None] = {}  # chips to be read again, and details
+        self._threads = 0
+        self._lacks_threads = False  # which was logged
+
+    def submit(
+        self, functions: Iterable[PciFunction], *, periodic: bool, details: Settings | None = None
+    ) -> None:
+        """Read these chips; one that is being read is read again for an event."""
+        for function in functions:
+            bdf = function.bdf
+            if bdf not in self._pending:
+                self._pending[bdf] = None
+                files = self._files.pop(bdf, None) or AttributeFiles()
+                self._jobs.put(ReadJob(function, periodic, details, files))
+            elif not periodic:
+                self._again[bdf] = details or self._again.get(bdf)
+        self._start_thread(monotonic())
+
+    def collect(self, now: float) -> list[Reading]:
+        """Return what was read; raises OSError for an error of the daemon itself."""
+        readings = []
+        error = None
+        while not self._messages.empty():
+            message = self._messages.get()
+            if isinstance(message, ReadBegan):
+                self._pending[message.bdf] = message.at
+            elif message is None:
+                self._threads -= 1
+            else:
+                self._end(message.job)
+                if isinstance(message.result, Reading):
+                    readings.append(message.result)
+                error = message.result if isinstance(message.result, OSError) else error
+        self._start_thread(now)
+        if error:
+            raise error
+        return readings
+
+    def _end(self, job: ReadJob) -> None:
+        bdf = job.function.bdf
+        del self._pending[bdf]
+        self._files[bdf] = job.files
+        if bdf in self._again:
+            self.submit([job.function], periodic=False, details=self._again.pop(bdf))
+
+    def slow(self, now: float) -> dict[str, float]:
+        """Return for how long reads that take too long have been under way."""
+        ages = {bdf: now - began for bdf, began in self._pending.items() if began is not None}
+        return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
+
+    def is_timed(self, now: float) -> bool:
+        """Return whether a read may soon be slow or blocked."""
+        begun = (began or now for began in self._pending.values())
+        return any(now - began <= READ_TIMEOUT + SLOW_AFTER for began in begun)
+
+    def is_settled(self, now: float) -> bool:
+        """Return whether no read is worth waiting for."""
+        return self._lacks_threads or len(self._pending) == len(self.slow(now))
+
+    def close_files(self, present: Collection[str]) -> None:
+        """Close the attributes of chips that are gone."""
+        for bdf in self._files.keys() - present:
+            self._files.pop(bdf).close()
+
+    def _start_thread(self, now: float) -> None:
+        """Start a thread if jobs wait and every other is blocked."""
+        if self._jobs.empty() or self._threads > len(self.slow(now)):
+            return
+        try:
+            _thread.start_new_thread(self._run, ())
+            self._threads += 1
+            self._lacks_threads = False
+        except RuntimeError as error:
+            if not self._lacks_threads:
+                log.error("no thread can be started, telemetry is not read: %s", error)
+            self._lacks_threads = True
+
+    def _run(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                self._messages.put(ReadBegan(job.function.bdf, monotonic()))
+                result: Reading | OSError | None = None
+                with log_and_continue(f"reading {job.function.bdf}"):
+                    result = self._read_chip(job)
+                self._messages.put(ReadEnded(job, result))
+        self._messages.put(None)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _read_chip(self, job: ReadJob) -> Reading | OSError:
+        function = job.function
+        sensors = processes = None
+        try:
+            if job.details:
+                sensors = read_sensors(function, job.files.find_hwmon(function))
+                processes = processes_on(job.details, function.ordinal or 0)
+            # After the sensors: it shows whether the chip was alive when they were read.
+            telemetry = self._read(function, job.files)
+        except OSError as error:
+            return error
+        if telemetry.all_ones or telemetry.error:
+            sensors = None if sensors is None else {}
+        return Reading(function, telemetry, monotonic(), job.periodic, sensors, processes)
+
+
+# ==== FILES: written for others, and to survive a restart =========================================
+
+
+class OutputFile:
+    """A file that is written as a whole when its text changes.
+
+    If a new version cannot be written, the stale file is removed; that works even on a full disk.
+    """
+
+    def __init__(self, path: str, *, is_state: bool = False) -> None:
+        """is_state: read by the daemon only; a stale one is better than none."""
+        self.path = path
+        self._is_state = is_state
+        self._kept: tuple[str | None, FileIdentity | None] | None = None  # text and file, if right
+        self._has_failed = False
+        self._failures: set[str] = set()  # that were logged
+
+    def keep(self, text: str | None, *, retry: bool) -> None:
+        """Write the file, or remove it, unless it is right. retry: even if that failed before."""
+        with suppress(OSError):
+            if self._kept == (text, file_identity(self.path)):
+                return
+        if not self._has_failed or retry:
+            self.write(text) if text is not None else self.remove()
+
+    @property
+    def is_removed(self) -> bool:
+        return self._kept == (None, None)
+
+    def write(self, text: str) -> None:
+        new = f"{dirname(self.path)}/.{basename(self.path)}.new"
+        self._has_failed = True
+        try:
+            self._write_new(new, text)
+            os.replace(new, self.path)
+            self._kept = (text, file_identity(self.path))
+            self._has_failed = False
+            self._failures.clear()
+        except FileNotFoundError:
+            self._kept = None  # without its directory nothing reads it
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(new)
+            self._log_failure(f"cannot be written: {error.strerror}")
+            if not self._is_state:
+                self.remove()
+
+    def _write_new(self, new: str, text: str) -> None:
+        """Write the file that is then renamed, never through another user's link."""
+        with suppress(FileNotFoundError):
+            os.unlink(new)  # left by a daemon that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o600 if self._is_state else 0o644)
+
+    def remove(self) -> None:
+        self._kept = None
+        try:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(self.path)
+            self._kept = (None, None)
+        except OSError as error:
+            self._has_failed = True
+            self._log_failure(f"is out of date and cannot be removed: {error.strerror}")
+
+    def _log_failure(self, reason: str) -> None:
+        if reason not in self._failures:
+            log.warning("%s %s", self.path, reason)
+        self._failures.add(reason)
+
+
+class StateFile:
+    """State that survives a restart of the daemon within the same boot.
+
+    A file that is not exactly as the daemon wrote it is discarded as a whole.
+    """
+
+    VERSION = 1
+
+    def __init__(self, settings: Settings) -> None:
+        self.files: list[str] = []  # written by a previous daemon, in any boot
+        self.chips: dict[str, Any] = {}
+        self.allocations: dict[str, Any] = {}
+        self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._saved: dict[str, Any] | None = None
+        self._text: str | None = None
+        self._file = None
+        if settings.state_dir:
+            self._file = OutputFile(f"{settings.state_dir}/state.json", is_state=True)
+            self._load(self._file.path)
+
+    def _load(self, path: str) -> None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                checksum, _, text = file.read().partition("\n")
+            content = json.loads(text)
+            if checksum != _checksum(text) or content["version"] != self.VERSION:
+                raise ValueError("not as it was written")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            log.warning("%s is discarded: %s", path, error)
+            return
+        self.files = content["files"]
+        if content["boot"] == self._boot:
+            self.chips = content["chips"]
+            self.allocations = content["allocations"]
+
+    def save(self, *, retry: bool, **parts: Any) -> None:
+        if self._file is None:
+            return
+        if parts != self._saved:
+            self._saved = parts
+            text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
+            self._text = f"{_checksum(text)}\n{text}"
+        self._file.keep(self._text, retry=retry)
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+class OutputFiles:
+    """The files for others, and those of previous configurations until they are removed."""
+
+    def __init__(self, state: StateFile) -> None:
+        self.state = state
+        self._files = {path: OutputFile(path) for path in state.files}
+
+    def keep(
+        self, wanted: Mapping[str, str | None], others: Collection[str], *, retry: bool
+    ) -> None:
+        """Bring the files in line with these texts by path; None: no file for now.
+
+        others: paths of files that touch() writes.
+        """
+        for path in {*wanted, *self._files}.difference(others):
+            file = self._files.setdefault(path, OutputFile(path))
+            file.keep(wanted.get(path), retry=retry)
+            if path not in wanted and file.is_removed:
+                del self._files[path]
+
+    def save_state(self, node: Node, *, retry: bool) -> None:
+        chips = node.inventory.to_state()
+        allocations = node.allocations.to_state()
+        files = sorted(self._files)
+        self.state.save(retry=retry, files=files, chips=chips, allocations=allocations)
+
+    def touch(self, path: str, text: str) -> None:
+        """Write a file even if it is unchanged: its time shows that the daemon is alive."""
+        self._files.setdefault(path, OutputFile(path)).write(text)
+
+
+def make_lock_directory(path: str) -> None:
+    """Create a directory where any container can make locks, and none can remove another's.
+
+    Its parent must belong to root; a container may own its /dev/shm. Raises OSError.
+    """
+    if path == "/dev/shm":
+        return
+    parent = dirname(path)
+    with suppress(FileExistsError):
+        os.mkdir(parent, 0o755)
+    status = os.lstat(parent)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, "not a directory, or another user's", parent)
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o755)
+        os.chmod(path, 0o1777)
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
+
+
+# ==== SYSTEMD: readiness, status, watchdog, and log lines with a priority =========================
+
+
+class ServiceManager:
+    """Notifies systemd, as a service of Type=notify does (sd_notify(3))."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._notifier = sdnotify.SystemdNotifier()
+        if self._notifier.socket:
+            self._notifier.socket.setblocking(False)  # a manager that hangs must not block us
+        self._status = ""
+        self._interval = inf  # seconds between WATCHDOG=1 notifications
+        self._fed_at = -inf
+        own = str(os.getpid())
+        microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
+        if microseconds > 0 and (environ.get("WATCHDOG_PID") or own) == own:
+            self._interval = microseconds / 4e6
+
+    def notify(self, *states: str) -> None:
+        # sdnotify encodes in Latin-1, systemd expects UTF-8.
+        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
+
+    def sockets(self, name: str) -> list[socket.socket]:
+        """Return the sockets of this name that systemd passed in (sd_listen_fds(3))."""
+        if self._environ.get("LISTEN_PID") != str(os.getpid()):
+            return []
+        count = decimal(self._environ.get("LISTEN_FDS")) or 0
+        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
+        return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
+
+    @property
+    def status(self) -> str:
+        return self._status
+
+    @status.setter
+    def status(self, text: str) -> None:
+        if text != self._status:
+            self._status = text
+            self.notify(f"STATUS={text}")
+
+    def feed_watchdog(self, now: float) -> None:
+        if now - self._fed_at >= self._interval:
+            self._fed_at = now
+            self.notify("WATCHDOG=1")
+
+
+class _JournalFormatter(logging.Formatter):
+    """Formats lines with the priority prefix of sd-daemon(3)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priorities = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}
+        priority = priorities.get(record.levelno, 3)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
+    """Shorten gRPC's log record for a request that is no protobuf."""
+    if record.exc_info and isinstance(record.exc_info[1], DecodeError):
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
+    """Log one event a line on stderr; the journal adds timestamps itself."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_without_traceback_of_garbage)
+    form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
+    handler.setFormatter(logging.Formatter(form))
+    with suppress(OSError):
+        status = os.fstat(2)  # systemd.exec(5): else it was redirected
+        if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
+            handler.setFormatter(_JournalFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+# ==== KERNEL EVENTS: of devices (netlink), and in the kubelet's directory (inotify) ===============
+
+NETLINK_KOBJECT_UEVENT = 15
+OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
+EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR: it cannot be written; systemd starts the daemon again
+EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL: another process has locked the directory
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Uevent(NamedTuple):
+    """A kernel event about a Tenstorrent device."""
+
+    action: str  # "add", "remove", "change", "bind", "unbind"
+    ordinal: int | None  # of the device file; None: the event is about a PCI function
+
+
+def open_uevent_socket() -> socket.socket:
+    """Return a socket that gets the kernel's uevents; raises OSError."""
+    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+    kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
+    kernel.bind((0, 1))  # the kernel's group; udevd's own messages go to group 2
+    return kernel
+
+
+def sent_by_kernel(sender: object) -> bool:
+    """Return whether a netlink message is the kernel's, which alone has port ID 0."""
+    return isinstance(sender, tuple) and sender[0] == 0
+
+
+def parse_uevent(message: bytes) -> Uevent | None:
+    """Return the event if it is about a Tenstorrent device."""
+    if b"tenstorrent" not in message and OUR_PCI_ID not in message:
         return None
-    health = Health()
-    if type(content.get("stalled_at")) is int:
-        health = Health(heartbeat=content["stalled_at"], misses=1_000_000)  # more than any setting
-    return Chip(
-        PciFunction(bdf, arch, card, numa_node, ordinal, path, sysfs),
-        identity=Identity.checked(identity),
-        has_spoken=content.get("has_spoken") is True,
-        left_bus=content.get("left_bus") is True,
-        health=health,
-    )
+    parts = message.decode("utf-8", "replace").split("\0")
+    variables = dict(part.split("=", 1) for part in parts if "=" in part)
+    action = variables.get("ACTION", "")
+    subsystem = variables.get("SUBSYSTEM")
+    if subsystem == "tenstorrent":
+        node = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
+        return Uevent(action, int(node[1]) if node else None)
+    is_driver = variables.get("DEVPATH") in (f"/module/{DRIVER}", f"/bus/pci/drivers/{DRIVER}")
+    is_function = subsystem == "pci" and OUR_PCI_ID in message
+    return Uevent(action, None) if is_function or is_driver else None
 
 
-class Monitor:
-    """Follows the chips: kernel events and telemetry in, changes of the fleet out."""
+def receive_uevents(
+    kernel: socket.socket, trusted: Callable[[object], bool]
+) -> Iterator[Uevent | None]:
+    """Yield the events that wait; None: messages were lost."""
+    while True:
+        try:
+            message, sender = kernel.recvfrom(8192)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOBUFS:
+                raise
+            yield None
+            continue
+        if trusted(sender) and (event := parse_uevent(message)):
+            yield event
 
-    GATHERING = 0.05  # seconds in which further kernel events are taken together
+
+class UeventSocket:
+    """Collects the kernel's uevents about Tenstorrent devices."""
+
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        open_socket: Callable[[], socket.socket] = open_uevent_socket,
+        trusted: Callable[[object], bool] = sent_by_kernel,
+    ) -> None:
+        """wake: called for events; trusted: returns whether a sender is the kernel."""
+        self.events: list[Uevent | None] = []  # None: messages were lost
+        self._wake = wake
+        self._open_socket = open_socket
+        self._trusted = trusted
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        try:
+            self._socket = self._open_socket()
+        except OSError as error:
+            log.warning("no kernel events (%s): polling for changes instead", error.strerror)
+            return
+        asyncio.get_running_loop().add_reader(self._socket, self._read, self._socket)
+
+    def close(self) -> None:
+        if self._socket:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+
+    def _read(self, kernel: socket.socket) -> None:
+        self.events += receive_uevents(kernel, self._trusted)
+        if self.events:
+            self._wake()
+
+
+class DirectoryError(Exception):
+    """The kubelet's directory cannot be used; the daemon exits with this status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PluginDirectory:
+    """The kubelet's device plugin directory: it exists, is locked by one daemon, and watched."""
+
+    # Moved from, moved to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
+    MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
+
+    def __init__(self, path: str, wake: Callable[[], None]) -> None:
+        """wake: called when a name has changed."""
+        self.path = path
+        self._wake = wake
+        self._names: set[str] = set()
+        self._directory = -1  # descriptor that has the lock
+        self._inotify = -1
+        self._watch = -1
+        self._is_refused = False  # which was logged
+
+    def open(self) -> None:
+        """Begin to watch; raises DirectoryError."""
+        self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._inotify >= 0:
+            asyncio.get_running_loop().add_reader(self._inotify, self._read)
+        else:
+            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_instances"
+            log.warning("no inotify instance (%s): polling for kubelet restarts", reason)
+        self.check()
+
+    def close(self) -> None:
+        for descriptor in (self._inotify, self._directory):
+            if descriptor >= 0:
+                asyncio.get_running_loop().remove_reader(descriptor)
+                os.close(descriptor)
+
+    def take_names(self) -> set[str]:
+        """Return the names that have changed since the last call; "": unknown ones."""
+        names = self._names
+        self._names = set()
+        return names
+
+    def check(self) -> None:
+        """Create, lock and watch the directory if it is another one now; raises DirectoryError."""
+        try:
+            if not isdir(self.path):
+                os.makedirs(self.path, 0o750, exist_ok=True)
+            status = os.stat(self.path)
+            if self._directory < 0 or not os.path.samestat(os.fstat(self._directory), status):
+                self._lock()
+                self._watch = -1
+                self._names.add("")
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EROFS, "cannot be written")
+        except OSError as error:
+            reason = f"{self.path} cannot be used: {error.strerror}; exiting"
+            raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
+        if self._watch < 0 <= self._inotify:
+            self._add_watch()
+
+    def _lock(self) -> None:
+        """Lock the directory at this path; raises DirectoryError, OSError."""
+        if self._directory >= 0:
+            os.close(self._directory)
+        self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _lock_holder(os.fstat(self._directory).st_ino)
+            reason = f"{self.path} is locked by {holder}; exiting"
+            raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
+
+    def _add_watch(self) -> None:
+        path = os.fsencode(self.path)
+        self._watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
+        if self._watch < 0 and not self._is_refused:
+            reason = os.strerror(ctypes.get_errno())
+            log.warning("cannot watch %s (%s): polling for kubelet restarts", self.path, reason)
+        self._is_refused = self._watch < 0
+
+    def _read(self) -> None:
+        buffer = os.read(self._inotify, 65536)
+        offset = 0
+        while offset < len(buffer):
+            watch, _, _, length = struct.unpack_from("iIII", buffer, offset)
+            start = offset + 16
+            offset = start + length
+            if watch in (self._watch, -1):  # else a previous one; -1: the queue overflowed
+                self._names.add(os.fsdecode(buffer[start:offset].rstrip(b"\0")))
+        self._wake()
+
+
+def _lock_holder(inode: int) -> str:
+    for line in (try_read("/proc/locks") or "").splitlines():
+        match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
+        if match:
+            return f"process {match[1]} ({try_read(f'/proc/{match[1]}/comm') or '?'})"
+    return "another process"
+
+
+# ==== NODE: observes this machine and decides. The daemon and the commands share it ===============
+
+
+class Node:
+    """The one owner of settings, inventory and allocations."""
 
     def __init__(
         self,
         settings: Settings,
-        remembered: Mapping[str, Any],
-        changed: Callable[[], None],
-        open_events: Callable[[], socket.socket] = open_uevent_socket,
-        trusted: Callable[[object], bool] = sent_by_kernel,
+        state: StateFile,
+        wake: Callable[[], None],
+        read: Callable[[PciFunction, AttributeFiles], Telemetry] = read_telemetry,
     ) -> None:
-        """changed: called for what was seen; trusted: whether a sender is the kernel."""
+        """wake: called when telemetry was read; read: reads it."""
         self.settings = settings
-        self.fleet = Fleet(remembered, functions_on_bus(settings))
-        self.readers = TelemetryReaders(self._telemetry_arrived)
-        self._changed = changed
-        self._open_events = open_events
-        self._trusted = trusted
-        self._news = asyncio.Event()
-        self._kernel: socket.socket | None = None
-        self._handled_at = -inf
-        self._gathering: asyncio.TimerHandle | None = None
-        self._events: list[Uevent | None] = []
+        self.inventory = Inventory(state.chips)
+        self.allocations = AllocationTracker(settings, state.allocations, monotonic())
+        self.readers = TelemetryReaders(wake, read)
+        self.kubelet: FileIdentity | None = None  # the kubelet's socket at the last observation
+        self._observation: Observation | None = None
+        self._decision: Decision | None = None
 
-    def open(self) -> None:
+    def rescan(self, ordinals: Collection[int | None] = ()) -> None:
+        """Look for chips; read the new ones and those with these ordinals. Raises OSError."""
+        new = self.inventory.observe(self.settings)
+        named = [each for each in self.inventory.present if each.ordinal in ordinals]
+        self.readers.submit({each.bdf: each for each in [*new, *named]}.values(), periodic=False)
+
+    def poll(self) -> None:
+        """Look for chips, and read each one, the only way to see one die. Raises OSError."""
+        self.inventory.observe(self.settings)
+        present = self.inventory.present
+        self.readers.close_files([function.bdf for function in present])
+        self.readers.submit(present, periodic=True)
+
+    def read_details(self) -> None:
+        """Read telemetry, sensors and processes of each chip."""
+        self.readers.submit(self.inventory.present, periodic=False, details=self.settings)
+
+    def collect(self, now: float) -> None:
+        """Apply what was read; raises OSError for an error of the daemon itself."""
+        self.inventory.apply(self.readers.collect(now), self.settings.health)
+        for bdf, seconds in self.readers.slow(now).items():
+            self.inventory.records[bdf].block(seconds)
+
+    def observe_allocations(self, now: float) -> None:
+        """Read the checkpoint and look at cgroups; raises OSError."""
+        ours = self._decision.resources if self._decision else ()
+        self.kubelet = self.allocations.observe(ours, self.inventory.chip_at, now)
+
+    def decide(self, now: float) -> Decision:
+        """Return the desired state, the same object while nothing has changed."""
+        observation = Observation(
+            self.settings,
+            self.inventory.chips,
+            self.inventory.driver,
+            self.allocations.in_force(now),
+            self.allocations.names,
+            self.allocations.unreadable,
+            existing_mounts(self.settings),
+        )
+        if self._decision is None or observation != self._observation:
+            self._decision = decide(observation)
+            self._observation = observation
+        return self._decision
+
+
+def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
+    """Return the mounts of containers: configured ones, or the hugepages if they exist."""
+    if settings.mounts:
+        return settings.mounts
+    names = ("hugepages-1G", "hugepages")
+    mounts = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
+    return tuple(mount for mount in mounts if os.path.exists(mount.host))
+
+
+def node_view(
+    node: Node, decision: Decision, states: Mapping[str, SessionState], **more: str | None
+) -> dict[str, Any]:
+    """Return everything that `list` and `check` show. more: the daemon's status and the like."""
+    settings = node.settings
+    resources = []
+    for name, resource in decision.resources.items():
+        unhealthy = {each.identifier: each.defect for each in resource.unique_devices if each.defect}
+        state = states[name].state if name in states else None
+        resources.append({"name": name, "state": state, "unhealthy": unhealthy})
+    chips = [
+        chip_row(
+            decision,
+            chip,
+            node.inventory.records.get(bdf),
+            knows_pods=node.allocations.has_read,
+        )
+        for bdf, chip in decision.chips.items()
+    ]
+    return {
+        "version": __version__,
+        **{key: getattr(settings, key) for key in NEEDS_RESTART},
+        **more,
+        "driver": decision.driver,
+        "unreadable": decision.unreadable,
+        "unselected": decision.unselected,
+        "resources": resources,
+        "faults": {bdf: chip.fault.value for bdf, chip in decision.chips.items() if chip.fault},
+        "chips": chips,
+    }
+
+
+# ==== REQUESTS: the kubelet's calls, each of which observes, decides and answers ==================
+
+LINK_TIMEOUT = 1.0  # seconds that udev has to make a link
+LINK_INTERVAL = 0.02
+GATE_TIMEOUT = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
+GATE_INTERVAL = 0.1
+
+
+class Allocator:
+    """Answers requests for devices, and delays starts of containers on chips still in use."""
+
+    def __init__(self, node: Node) -> None:
+        self.counts = Counter[tuple[str, str]]()  # by resource and result
+        self.is_closing = False
+        self._node = node
+
+    def _resource(self, name: str, now: float) -> Resource:
+        """Return a resource as it is advertised at this moment; raises OSError."""
+        self._node.observe_allocations(now)
+        return self._node.decide(now).resources.get(name, Resource(name, {}))
+
+    async def allocate(
+        self, name: str, containers: Sequence[Sequence[str]]
+    ) -> list[pb.ContainerAllocateResponse]:
+        """Return what containers with these IDs get; raises RequestError, OSError."""
+        deadline = monotonic() + LINK_TIMEOUT
+        answers = None
         try:
-            self._kernel = self._open_events()
-        except OSError as error:
-            log.warning("no kernel events (%s): the next poll sees what changes", error.strerror)
+            while answers is None:
+                may_wait = monotonic() < deadline
+                answers = self._answer(name, containers, may_wait=may_wait)
+                if answers is None:
+                    await asyncio.sleep(LINK_INTERVAL)
+        finally:
+            self.counts[name, "refused" if answers is None else "granted"] += 1
+        return answers
+
+    def _answer(
+        self, name: str, containers: Sequence[Sequence[str]], *, may_wait: bool
+    ) -> list[pb.ContainerAllocateResponse] | None:
+        """Return the answer, None to wait for a link; raises RequestError, OSError.
+
+        A kubelet keeps the answer for a pod's life: a link is better than the device file.
+        """
+        now = monotonic()
+        settings = self._node.settings
+        resource = self._resource(name, now)
+        check_request(resource, containers)
+        chips = [resource.chips(ids) for ids in containers]
+        links = {}
+        for chip in chain(*chips):
+            if fault := file_fault_now(chip.function):  # its event is under way
+                reason = f"device {chip.bdf} is unhealthy: device file is invalid: {fault}"
+                raise RequestError(Status.FAILED_PRECONDITION, reason)
+            if link := link_path(settings, chip.function):
+                links[chip.bdf] = link
+            elif may_wait and expects_links(settings):
+                return None
+        locks = lock_path(resource, chain(*containers), settings)
+        mounts = existing_mounts(settings)
+        for ids, theirs in zip(containers, chips, strict=True):
+            addresses = frozenset(chip.bdf for chip in theirs)
+            pending = Allocation(resource.name, frozenset(ids), addresses)
+            self._node.allocations.add_pending(pending, now)
+        return [container_edits(each, links, settings, mounts, locks) for each in chips]
+
+    def prefer(
+        self, name: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
+        """Return the best of the available IDs; raises RequestError, OSError."""
+        now = monotonic()
+        resource = self._resource(name, now)
+        allocations = self._node.allocations
+        free = frozenset(available).difference(must_include)
+        busy: set[str] = set()
+        for each in allocations.in_force(now):
+            is_free = each.resource == name and not free.isdisjoint(each.ids)
+            if is_free and allocations.is_running(each, now):
+                busy |= each.ids
+        return preferred_allocation(resource, available, must_include, size, busy)
+
+    async def wait_until_free(self, name: str, ids: Collection[str]) -> None:
+        """Wait until no other pod runs on these chips; raises RequestError, OSError.
+
+        A kubelet gives the device of a pod deleted by force to the next one while the first still
+        runs. It calls before each start, and again after an error (manager.go, PreStartContainer).
+        """
+        deadline = monotonic() + GATE_TIMEOUT
+        pod = self._other_pod(name, ids)
+        if pod:
+            log.info("%s: container start waits for %s to terminate", name, pod)
+        while pod:
+            if monotonic() > deadline or self.is_closing:
+                reason = f"{pod} still runs on the device and must end first"
+                raise RequestError(Status.UNAVAILABLE, reason)
+            await asyncio.sleep(GATE_INTERVAL)
+            pod = self._other_pod(name, ids)
+
+    def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
+        """Return the label of another pod that runs on these chips, unless they share them."""
+        now = monotonic()
+        addresses = {chip.bdf for chip in self._resource(name, now).chips(ids)}
+        in_force = self._node.allocations.in_force(now)
+        answer = (name, frozenset(ids))
+        own = [each.pod for each in in_force if (each.resource, each.ids) == answer][-1:]
+        for each in in_force:
+            shares_device = each.resource == name and all(map(is_replica, {*each.ids, *ids}))
+            if shares_device or each.pod in own or addresses.isdisjoint(each.chips):
+                continue
+            if self._node.allocations.is_running(each, now):
+                return pod_label(each, self._node.allocations.names)
+        return None
+
+
+def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
+    """Create and return the /dev/shm of containers with replicas, or None; raises RequestError."""
+    path = settings.sharing.lock_dir
+    if not path or not any(map(is_replica, ids)):
+        return None
+    if path != "/dev/shm":  # the host's own
+        path = f"{path}/{resource.short_name}"
+    try:
+        make_lock_directory(path)
+    except OSError as error:
+        reason = f"no directory for the locks of {resource.name}: {error.filename}"
+        raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
+    return path
+
+
+# ==== SESSION: a resource's device list, socket and registration (device plugin API v1beta1) ======
+
+SOCKET_PREFIX = "tt-"
+REGISTER_TIMEOUT = 10.0  # seconds
+STREAM_DELAY = 0.05  # seconds in which a kubelet notices that a stream has ended
+CHECKPOINT_TIMEOUT = 1.0  # seconds in which a kubelet has written a list to its checkpoint
+MAX_RESENDS = 2
+BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
+CHANNEL_OPTIONS = (
+    # By default channels share subchannels, and so the back-off from a dead socket.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
+)
+PLUGIN_OPTIONS = pb.DevicePluginOptions(
+    pre_start_required=True, get_preferred_allocation_available=True
+)
+Context = grpc.aio.ServicerContext[Any, Any]
+_endpoint_numbers = itertools.count(1)
+
+
+class RegistrationError(Exception):
+    """Why a resource is not registered: the kubelet cannot be reached, rejects, or has ended it."""
+
+
+class DeviceListStream:
+    """The device list of one resource, for all its open ListAndWatch streams."""
+
+    def __init__(self, message: pb.ListAndWatchResponse) -> None:
+        self.message = message
+        self.healthy = _healthy_ids(message)
+        self.ever_advertised = {device.ID for device in message.devices}
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def update(self, message: pb.ListAndWatchResponse) -> None:
+        """Send the list to open streams if it is a different one."""
+        if message is self.message or message == self.message:
             return
-        asyncio.get_running_loop().add_reader(self._kernel, self._uevents_arrived, self._kernel)
+        self.message = message
+        self.healthy = _healthy_ids(message)
+        self.ever_advertised |= {device.ID for device in message.devices}
+        self.resend()
+
+    def resend(self) -> None:
+        """Send the list, even unchanged: the kubelet then writes its checkpoint."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def close(self) -> None:
-        if self._kernel:
-            asyncio.get_running_loop().remove_reader(self._kernel)
-            self._kernel.close()
-        if self._gathering:
-            self._gathering.cancel()
+        self._is_closed = True
+        self._changed.set()
 
-    def look(self) -> None:
-        """Look for chips, and read those that are new."""
-        self._read(self.fleet.observe(self.settings))
+    async def messages(self) -> AsyncIterator[pb.ListAndWatchResponse]:
+        while not self._is_closed:
+            changed = self._changed
+            yield self.message
+            await changed.wait()
 
-    def poll(self, *, is_thorough: bool, wants_figures: bool = False) -> None:
-        """Look at every chip, the only way to see one die."""
-        self.fleet.observe(self.settings, is_thorough=is_thorough)
-        present = self.fleet.present
-        self.readers.release([chip.bdf for chip in present])
-        self.readers.submit(
-            ReadJob(chip.function, None if is_thorough else chip.telemetry, True, wants_figures)
-            for chip in present
+
+def _healthy_ids(message: pb.ListAndWatchResponse) -> frozenset[str]:
+    return frozenset(each.ID for each in message.devices if each.health == "Healthy")
+
+
+class Endpoint(rpc.DevicePluginServicer):
+    """One server on one socket, registered once.
+
+    Its name, "tt-n300.4711-1.sock", is new each time: kubelet 1.37 rejects one to which it still
+    has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path when it stops.
+    """
+
+    def __init__(
+        self, name: str, stream: DeviceListStream, allocator: Allocator, directory: str
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.opened = loop.create_future()  # done when the kubelet opens its stream
+        self.ended = loop.create_future()  # done when its use ends: why
+        self.has_stream = False  # the kubelet's
+        self.announced_to: FileIdentity | None = None  # the kubelet that was sent Register
+        self._name = name
+        self._stream = stream
+        self._allocator = allocator
+        self._file: FileIdentity | None = None
+        short_name = name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
+        number = next(_endpoint_numbers) % 100_000
+        self._path = f"{directory}/{SOCKET_PREFIX}{short_name}.{os.getpid()}-{number}.sock"
+        # A connection without a handshake is closed; the default is after two minutes.
+        self._server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
+        rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+
+    async def serve(self) -> None:
+        """Bind and answer; raises RegistrationError."""
+        try:
+            self._server.add_insecure_port(f"unix:{self._path}")
+        except RuntimeError:  # gRPC does not pass on the error of bind()
+            raise RegistrationError(f"cannot create sockets in {dirname(self._path)}") from None
+        self._file = file_identity(self._path)
+        await self._server.start()
+        if self._file is None:
+            raise RegistrationError(f"{self._path} was deleted while being created")
+
+    def is_lost(self) -> bool:
+        """Return whether the socket is no longer where it was bound."""
+        return self._file is not None and file_identity(self._path) != self._file
+
+    def is_fresh(self) -> bool:
+        """Return whether it serves and was not announced."""
+        return self._file is not None and not self.announced_to and not self.is_lost()
+
+    async def register(self, kubelet_socket: str, kubelet: FileIdentity) -> None:
+        """Register; raises RegistrationError. The kubelet calls back before it answers."""
+        request = pb.RegisterRequest(
+            version="v1beta1",
+            endpoint=basename(self._path),
+            resource_name=self._name,
+            options=PLUGIN_OPTIONS,
         )
+        self.announced_to = kubelet
+        async with grpc.aio.insecure_channel(f"unix:{kubelet_socket}", CHANNEL_OPTIONS) as channel:
+            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.Register(request, timeout=REGISTER_TIMEOUT)
+            except grpc.aio.AioRpcError as error:
+                reason = f"rejected Register: {grpc_message(error)}"
+                if error.code() == Status.DEADLINE_EXCEEDED:
+                    reason = f"did not answer Register within {REGISTER_TIMEOUT:g} s"
+                raise RegistrationError(f"kubelet {reason}") from None
 
-    async def measure(self) -> None:
-        """Read sensors, too."""
-        self.readers.submit(
-            ReadJob(chip.function, chip.telemetry, wants_figures=True)
-            for chip in self.fleet.present
-        )
-        await self.until_settled()
+    def end(self, reason: str) -> None:
+        """End its use; a session then makes the next attempt."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
 
-    async def until_settled(self) -> None:
-        """Wait until each chip has answered, or has taken too long."""
-        while not self.readers.pool.is_settled():
-            await self.wait(None)
+    async def close(self, grace: float | None = None) -> None:
+        """Stop the server. grace: seconds that calls have."""
+        self._file = None
+        await asyncio.shield(self._server.stop(grace))  # it goes on if this call is cancelled
 
-    async def wait(self, seconds: float | None) -> None:
-        """Wait for news, so long at most."""
-        self._news.clear()
-        await event_within(self._news, seconds)
+    async def GetDevicePluginOptions(
+        self, request: pb.Empty, context: Context
+    ) -> pb.DevicePluginOptions:
+        return PLUGIN_OPTIONS
 
-    def _read(self, functions: Iterable[PciFunction]) -> None:
-        self.readers.submit(ReadJob(function) for function in functions)
+    async def ListAndWatch(
+        self, request: pb.Empty, context: Context
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        is_kubelet = self.announced_to is not None and not self.opened.done()
+        if is_kubelet:
+            self.has_stream = True
+            self.opened.set_result(None)
+        try:
+            async for message in self._stream.messages():
+                yield message
+        finally:
+            if is_kubelet:
+                self.has_stream = False
+                self.end("kubelet closed the ListAndWatch stream")
 
-    def _uevents_arrived(self, kernel: socket.socket) -> None:
-        """Act on an event at once, on those that follow closely together."""
-        self._events += receive_uevents(kernel, self._trusted)
-        if self._events and not self._gathering:
-            pause = self._handled_at + self.GATHERING - monotonic()
-            if pause <= 0:
-                self._handle_events()
-            else:
-                loop = asyncio.get_running_loop()
-                self._gathering = loop.call_later(pause, self._handle_events)
+    async def GetPreferredAllocation(
+        self, request: pb.PreferredAllocationRequest, context: Context
+    ) -> pb.PreferredAllocationResponse:
+        response = pb.PreferredAllocationResponse()
+        async with _rejecting(context, f"{self._name}: rejected GetPreferredAllocation"):
+            for each in request.container_requests:
+                question = (each.available_deviceIDs, each.must_include_deviceIDs)
+                ids = self._allocator.prefer(self._name, *question, each.allocation_size)
+                response.container_responses.add(deviceIDs=ids)
+        return response
 
-    def _handle_events(self) -> None:
-        log.debug("kernel events: %s", self._events)
-        ordinals = {event.ordinal for event in self._events if event}
-        self._events = []
-        self._gathering = None
-        found = {function.bdf: function for function in self.fleet.observe(self.settings)}
-        for chip in self.fleet.present:
-            if chip.function.ordinal in ordinals:
-                found[chip.bdf] = chip.function
-        self._read(found.values())
-        self._handled_at = monotonic()
-        self._seen()
+    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
+        containers = [list(each.devices_ids) for each in request.container_requests]
+        async with _rejecting(context, f"{self._name}: rejected Allocate"):
+            answers = await self._allocator.allocate(self._name, containers)
+        log.debug("%s: allocated %s", self._name, containers)
+        return pb.AllocateResponse(container_responses=answers)
 
-    def _telemetry_arrived(self, readings: list[Reading]) -> None:
-        self.fleet.learn(readings, self.settings.health, monotonic())
-        self.fleet.give_up_waiting(self.readers.pool.seconds_under_way)
-        self._seen()
-
-    def _seen(self) -> None:
-        self._news.set()
-        self._changed()
+    async def PreStartContainer(
+        self, request: pb.PreStartContainerRequest, context: Context
+    ) -> pb.PreStartContainerResponse:
+        async with _rejecting(context, f"{self._name}: container start delayed"):
+            await self._allocator.wait_until_free(self._name, request.devices_ids)
+        return pb.PreStartContainerResponse()
 
 
-async def event_within(event: asyncio.Event, seconds: float | None) -> None:
+@asynccontextmanager
+async def _rejecting(context: Context, subject: str) -> AsyncIterator[None]:
+    """Turn errors into the call's status, and log them."""
+    try:
+        yield
+        return
+    except RequestError as error:
+        code = error.code
+        reason = str(error)
+    except OSError as error:  # of the daemon itself
+        code = Status.UNAVAILABLE
+        reason = f"internal error: {error}"
+    log.warning("%s: %s", subject, reason)
+    await context.abort(code, reason)
+
+
+def grpc_message(error: grpc.aio.AioRpcError) -> str:
+    """Return a call's error on one line."""
+    return " ".join((error.details() or error.code().name).split())
+
+
+def accepts_connections(path: str) -> bool:
+    """Return whether a process accepts connections on a unix socket."""
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: the queue is full
+
+
+def remove_dead_sockets(directory: str) -> None:
+    """Remove the sockets of a daemon that was killed."""
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            path = f"{directory}/{name}"
+            is_ours = re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name)
+            if is_ours and not accepts_connections(path):
+                os.unlink(path)
+
+
+@dataclass(slots=True)
+class Retry:
+    """When the next attempt is due."""
+
+    pause: float = BACKOFF[0]
+    due_at: float = -inf
+
+    def schedule(self, now: float) -> None:
+        self.due_at = now + self.pause
+        self.pause = min(2 * self.pause, BACKOFF[1])
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """A difference between our list and the checkpoint's."""
+
+    since: float
+    resends: int = 0
+
+
+class KubeletSession:
+    """Keeps one resource registered, by one attempt after another: bind, register, serve.
+
+    An attempt lasts as long as the kubelet's stream. reconcile() cancels it if it is out of date.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        message: pb.ListAndWatchResponse,
+        allocator: Allocator,
+        directory: str,
+        wake: Callable[[], None],
+    ) -> None:
+        """wake: called when an attempt has ended, or `state` has changed."""
+        self.name = name
+        self.state = "starting"
+        self.registrations = 0  # that succeeded
+        self.stream = DeviceListStream(message)
+        self._allocator = allocator
+        self._directory = directory
+        self._wake = wake
+        self._endpoint: Endpoint | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        self._kubelet: FileIdentity | None = None  # whose socket the attempt is for
+        self._retry = Retry()
+        self._mismatch: Mismatch | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Return whether it has bound a socket, or could not."""
+        return self.state != "starting"
+
+    @property
+    def retry_at(self) -> float:
+        """Return when the next attempt is due; inf: one is under way."""
+        return self._retry.due_at if self._attempt and self._attempt.done() else inf
+
+    def reconcile(
+        self,
+        message: pb.ListAndWatchResponse,
+        kubelet: FileIdentity | None,
+        now: float,
+        *,
+        is_disturbed: bool,
+    ) -> None:
+        """Bring list and registration in line with the node.
+
+        kubelet: its socket now. is_disturbed: the directory has changed, which ends a pause.
+        """
+        self.stream.update(message)
+        if is_disturbed:
+            self._retry = Retry()
+        is_lost = self._endpoint is not None and self._endpoint.is_lost()
+        if is_lost or kubelet not in (None, self._kubelet):
+            self._retry = Retry()
+            self._start(kubelet)
+        elif (self._attempt is None or self._attempt.done()) and now >= self._retry.due_at:
+            self._start(kubelet)
+
+    def _start(self, kubelet: FileIdentity | None) -> None:
+        previous = self._attempt
+        if previous:
+            previous.cancel()
+        self._kubelet = kubelet or self._kubelet
+        self._attempt = asyncio.create_task(self._run(previous, kubelet))
+        self._attempt.add_done_callback(lambda _: self._wake())
+
+    async def _run(self, previous: asyncio.Task[None] | None, kubelet: FileIdentity | None) -> None:
+        if previous:
+            try:
+                await asyncio.wait({previous})
+            finally:
+                if not previous.done():  # cancelled, too: never two attempts at a time
+                    await asyncio.wait({previous})
+        started = monotonic()
+        with log_and_continue(f"the session of {self.name}"):
+            try:
+                await self._register(kubelet)
+            except RegistrationError as error:
+                self._set_state(str(error))
+        if monotonic() - started > 30:  # seconds: it held
+            self._retry = Retry()
+        self._retry.schedule(monotonic())
+
+    async def _register(self, kubelet: FileIdentity | None) -> None:
+        """Bind, register and serve; raises RegistrationError in the end."""
+        kubelet_socket = f"{self._directory}/{KUBELET_SOCKET}"
+        endpoint = await self._bind(kubelet)
+        if kubelet is None:
+            raise RegistrationError(f"waiting for kubelet ({kubelet_socket} does not exist)")
+        for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
+            if accepts_connections(kubelet_socket):
+                break
+            await asyncio.sleep(pause)
+        else:
+            raise RegistrationError("waiting for kubelet (its socket refuses connections)")
+        await endpoint.register(kubelet_socket, kubelet)
+        self.registrations += 1
+        count = pluralize(len(self.stream.message.devices), "device ID")
+        log.info("%s: %s, %s", self.name, REGISTERED, count)
+        self._set_state(REGISTERED)
+        done, _ = await asyncio.wait({endpoint.opened}, timeout=REGISTER_TIMEOUT)
+        if not done:
+            raise RegistrationError("kubelet accepted Register but opened no ListAndWatch stream")
+        raise RegistrationError(await asyncio.shield(endpoint.ended))
+
+    async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
+        """Return an endpoint that was not announced; raises RegistrationError."""
+        former = self._endpoint
+        if former and former.is_fresh():
+            return former
+        if former:
+            had_stream = former.has_stream and former.announced_to == kubelet
+            await former.close()
+            if had_stream:
+                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
+                # registration (manager.go, PluginDisconnected): so the end comes first.
+                await asyncio.sleep(STREAM_DELAY)
+        self._endpoint = Endpoint(self.name, self.stream, self._allocator, self._directory)
+        await self._endpoint.serve()
+        if not self.is_serving:
+            self._set_state("waiting for kubelet")
+        return self._endpoint
+
+    def compare(self, registered: frozenset[str], now: float) -> None:
+        """Compare our list with the IDs that the checkpoint has as healthy.
+
+        If another plugin registers our name, our stream stays open, but allocations go there
+        (manager.go, addEndpoint). Otherwise a write was overtaken by an older one.
+        """
+        if self.state != REGISTERED or registered == self.stream.healthy:
+            self._mismatch = None
+        elif self._mismatch is None:
+            self._mismatch = Mismatch(now)
+        elif now - self._mismatch.since > CHECKPOINT_TIMEOUT:
+            is_known = registered <= self.stream.ever_advertised
+            if is_known and self._mismatch.resends < MAX_RESENDS:
+                self._mismatch = Mismatch(now, self._mismatch.resends + 1)
+                self.stream.resend()
+            elif self._endpoint:
+                self._mismatch = None
+                self._endpoint.end("another plugin has registered this name; stop it")
+
+    async def close(self) -> None:
+        """End the session, and leave no task, server or socket."""
+        self.stream.close()
+        if self._attempt:
+            self._attempt.cancel()
+            await asyncio.wait({self._attempt})
+        if self._endpoint:
+            await self._endpoint.close(0.1)
+
+    def _set_state(self, state: str) -> None:
+        if state == self.state:
+            return
+        self.state = state
+        if state != REGISTERED and state != "waiting for kubelet":
+            level = logging.INFO if state.startswith("waiting") else logging.WARNING
+            log.log(level, "%s: %s", self.name, state)
+        self._wake()
+
+
+class Sessions:
+    """A session for each resource."""
+
+    def __init__(self, allocator: Allocator, directory: str, wake: Callable[[], None]) -> None:
+        self.allocator = allocator
+        self._directory = directory
+        self._wake = wake
+        self._sessions: dict[str, KubeletSession] = {}  # by the resource's name
+        self._closing: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def states(self) -> dict[str, SessionState]:
+        return {
+            name: SessionState(each.state, each.registrations)
+            for name, each in self._sessions.items()
+        }
+
+    @property
+    def are_serving(self) -> bool:
+        return all(session.is_serving for session in self._sessions.values())
+
+    def reconcile(
+        self,
+        lists: Mapping[str, pb.ListAndWatchResponse],
+        kubelet: FileIdentity | None,
+        now: float,
+        *,
+        is_disturbed: bool,
+    ) -> None:
+        """Bring the sessions in line with these lists. See KubeletSession.reconcile()."""
+        for name in self._sessions.keys() - lists.keys():
+            log.info("%s: no devices left; endpoint closed", name)
+            task = asyncio.create_task(self._sessions.pop(name).close())
+            self._closing[name] = task
+            task.add_done_callback(lambda _: self._wake())
+        self._closing = {name: task for name, task in self._closing.items() if not task.done()}
+        for name, message in lists.items():
+            if name in self._closing:  # it returns once the former session has ended
+                continue
+            if name not in self._sessions:
+                parts = (self.allocator, self._directory, self._wake)
+                self._sessions[name] = KubeletSession(name, message, *parts)
+            session = self._sessions[name]
+            session.reconcile(message, kubelet, now, is_disturbed=is_disturbed)
+
+    def compare(self, registered: Mapping[str, frozenset[str]], now: float) -> None:
+        """Compare the lists with the checkpoint's healthy IDs, by resource."""
+        for name, session in self._sessions.items():
+            session.compare(registered.get(name, session.stream.healthy), now)
+
+    @property
+    def retry_at(self) -> float:
+        """Return when the next attempt is due."""
+        return min((session.retry_at for session in self._sessions.values()), default=inf)
+
+    def resend_one(self) -> None:
+        """Have the kubelet write its checkpoint."""
+        for session in self._sessions.values():
+            if session.state == REGISTERED:
+                session.stream.resend()
+                return
+
+    async def close(self) -> None:
+        self.allocator.is_closing = True
+        closing = (session.close() for session in self._sessions.values())
+        await asyncio.gather(*closing, *self._closing.values())
+
+
+# ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
+
+NAMES_INTERVAL = 15.0  # seconds between two requests for the same pods
+NAMES_TIMEOUT = 1.0  # seconds
+
+
+class PodResources:
+    """Asks which pods have devices (pod resources API v1), one request at a time.
+
+    The request also makes the kubelet release the devices of ended pods (manager.go, GetDevices).
+    """
+
+    def __init__(self, apply: Callable[[PodNames], None]) -> None:
+        """apply: gets the names."""
+        self._apply = apply
+        self._task: asyncio.Task[None] | None = None
+        self._has_failed = False  # which was logged
+        self._nameless: Collection[str] = ()
+        self._due_at = -inf
+
+    def is_due(self, nameless: Collection[str], now: float) -> bool:
+        """Return whether to ask for these pods: new ones at once, the same ones after a pause."""
+        is_due = bool(nameless) and (nameless != self._nameless or now >= self._due_at)
+        if is_due:
+            self._due_at = now + NAMES_INTERVAL
+        self._nameless = nameless
+        return is_due
+
+    def ask(self, path: str) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._ask(path))
+
+    def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+
+    async def _ask(self, path: str) -> None:
+        try:
+            self._apply(await list_pods(path))
+            self._has_failed = False
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            reason = grpc_message(error) if isinstance(error, grpc.aio.AioRpcError) else error
+            if not self._has_failed:
+                log.warning("cannot get pod names from the kubelet (%s): %s", path, reason)
+            self._has_failed = True
+            self._apply({})
+
+
+async def list_pods(path: str) -> PodNames:
+    """Return the names of pods with devices; raises AioRpcError, DecodeError."""
+    async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
+        call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
+        answer = await call(b"", timeout=NAMES_TIMEOUT)
+    names = {}
+    for pod in podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources:
+        for container in pod.containers:
+            for devices in container.devices:
+                for identifier in devices.device_ids:
+                    key = (devices.resource_name, identifier, container.name)
+                    names[key] = f"{pod.namespace}/{pod.name}"
+    return names
+
+
+# ==== METRICS SERVER: Prometheus' HTTP requests, on a socket that systemd passes in ===============
+
+
+class MetricsServer:
+    """Serves `GET /metrics`. A client can only delay its own connection."""
+
+    MAX_CONNECTIONS = 32
+    HEAD_MAX = 8192  # bytes of a request
+    TIMEOUT = 5.0  # seconds for all of it
+    RENDER_TIMEOUT = 4.0  # seconds after which a client gets the last rendering
+
+    def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        self._render = render
+        self._rendering: asyncio.Task[str] | None = None  # for all that ask meanwhile
+        self._last = ""
+        self._accepting: list[asyncio.Task[None]] = []
+        self._open: dict[asyncio.Task[None], None] = {}  # connections, the oldest first
+
+    def start(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._accepting.append(asyncio.create_task(self._accept(listening)))
+
+    async def close(self) -> None:
+        tasks = [*self._accepting, *self._open]
+        if self._rendering:
+            tasks.append(self._rendering)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def text(self) -> str:
+        """Return the metrics; simultaneous calls share one rendering."""
+        if self._rendering is None or self._rendering.done():
+            self._rendering = asyncio.create_task(self._render())
+        await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
+        if self._rendering.done():
+            self._last = self._rendering.result()
+        return self._last
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while len(self._open) >= self.MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                oldest.cancel()
+                await asyncio.wait({oldest})
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                log.warning("metrics: cannot accept a connection: %s", error.strerror)
+                await asyncio.sleep(self.TIMEOUT)
+                continue
+            task = asyncio.create_task(self._serve(connection))
+            self._open[task] = None
+            task.add_done_callback(lambda task: self._open.pop(task, None))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(asyncio.TimeoutError, OSError):
+            await asyncio.wait_for(self._answer(connection), self.TIMEOUT)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        head = b""
+        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+            received = await loop.sock_recv(connection, self.HEAD_MAX)
+            head += received
+            if not received or len(head) > self.HEAD_MAX:
+                return
+        method, path, *_ = [*head.decode("latin-1").split(None, 2), "", ""]
+        status = "404 Not Found"
+        text = "use /metrics\n"
+        if method not in ("GET", "HEAD"):
+            status = "405 Method Not Allowed"
+            text = "use GET /metrics\n"
+        elif path.partition("?")[0] == "/metrics":
+            text = await self.text()
+            status = "200 OK" if text else "503 Service Unavailable"
+        lines = [
+            f"HTTP/1.1 {status}",
+            "Content-Type: text/plain; version=0.0.4; charset=utf-8",
+            f"Content-Length: {len(text.encode())}",
+            "Connection: close",
+        ]
+        body = "" if method == "HEAD" else text
+        await loop.sock_sendall(connection, "\r\n".join([*lines, "", body]).encode())
+
+
+# ==== DAEMON: one loop that observes, decides and applies =========================================
+
+TICK = 1.0  # seconds between two turns of the loop without an event
+START_TICK = 0.02  # likewise, before READY=1
+DEBOUNCE = 0.05  # seconds in which further kernel events are handled together
+RESCAN_INTERVAL = 0.5  # seconds between two scans before READY=1: events can be lost
+BIND_TIMEOUT = 10.0  # seconds that the driver has to bind to the cards
+METRICS_INTERVAL = 15.0  # seconds for which sensor values count as new
+STATUS_SOCKET = "status.sock"  # in the runtime directory
+
+
+@dataclass(slots=True)
+class Agenda:
+    """The work for the next turns of the loop, recorded by events."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    turned: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end of a turn
+    exit_status: int | None = None
+    reload: bool = False
+    rescanned_at: float = -inf
+    polled_at: float = -inf
+    details_at: float = -inf  # when sensors were last read
+    metrics_at: float = -inf  # when the metrics file was last written
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Condition:
+    """The daemon's stage, and its troubles."""
+
+    stage: Literal["starting", "serving", "ready"] = "starting"
+    serving_since: float = 0.0
+    bound_since: float | None = None  # since when the driver has bound to all cards
+    rejected: str = ""  # why the configuration on disk is not the one in force
+    failure: str = ""  # why the last observation failed
+    started: float = field(default_factory=time.time)  # Unix time
+
+
+class Daemon:
+    """The life of the service. Events only record work and wake the loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], Settings],
+        manager: ServiceManager,
+        open_socket: Callable[[], socket.socket] = open_uevent_socket,
+        trusted: Callable[[object], bool] = sent_by_kernel,
+    ) -> None:
+        """load: reads the configuration; open_socket, trusted: see UeventSocket."""
+        self._agenda = Agenda()
+        wake = self._agenda.wake.set
+        self._files = OutputFiles(StateFile(settings))
+        self.node = Node(settings, self._files.state, wake)
+        self.sessions = Sessions(Allocator(self.node), settings.device_plugin_dir, wake)
+        self._directory = PluginDirectory(settings.device_plugin_dir, wake)
+        self._uevents = UeventSocket(wake, open_socket, trusted)
+        self._metrics = MetricsServer(self._render_metrics)
+        self._pod_resources = PodResources(self._apply_names)
+        self._condition = Condition()
+        self._manager = manager
+        self._load = load
+        self._applied = self.node.decide(monotonic())
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; return the exit status."""
+        agenda = self._agenda
+        servers = await self._open()
+        try:
+            while agenda.exit_status is None:
+                await event_within(agenda.wake, self._pause(monotonic()))
+                agenda.wake.clear()
+                with log_and_continue("a turn of the loop"):
+                    self._turn(monotonic())
+                agenda.turned.set()
+                agenda.turned = asyncio.Event()
+            return agenda.exit_status
+        finally:
+            for server in servers:
+                server.close()
+            await self._close()
+
+    def end(self, status: int) -> None:
+        """Have run() return this."""
+        self._agenda.exit_status = status
+        self._agenda.wake.set()
+
+    def reload(self) -> None:
+        """Have the next turn read the configuration again."""
+        self._agenda.reload = True
+        self._agenda.wake.set()
+
+    async def _open(self) -> list[asyncio.AbstractServer]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.end, 0)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        log.setLevel(self.node.settings.log_level.upper())
+        try:
+            self._directory.open()
+        except DirectoryError as error:
+            log.error("%s", error)
+            self.end(error.status)
+            return []
+        remove_dead_sockets(self._directory.path)
+        self._uevents.open()
+        for listening in self._manager.sockets("metrics"):
+            self._metrics.start(listening)
+        if not self.node.settings.runtime_dir:
+            return []
+        path = f"{self.node.settings.runtime_dir}/{STATUS_SOCKET}"
+        with suppress(OSError):
+            os.unlink(path)
+        try:
+            server = await asyncio.start_unix_server(self._serve_view, path)
+            os.chmod(path, 0o600)
+        except OSError as error:
+            log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
+            return []
+        return [server]
+
+    async def _close(self) -> None:
+        self._manager.notify("STOPPING=1")
+        for task in self._agenda.tasks:
+            task.cancel()
+        self._pod_resources.close()
+        self._uevents.close()
+        await self._metrics.close()
+        await self.sessions.close()
+        self._directory.close()
+
+    def _pause(self, now: float) -> float:
+        """Return seconds until the next turn, if no event comes."""
+        agenda = self._agenda
+        interval = self.node.settings.health.interval
+        due = [now + TICK, agenda.polled_at + interval, self.sessions.retry_at]
+        if self._condition.stage != "ready":
+            due.append(now + START_TICK)
+        if self._uevents.events:
+            due.append(agenda.rescanned_at + DEBOUNCE)
+        if self.node.readers.is_timed(now):
+            due.append(now + SLOW_AFTER)
+        return max(0.0, min(due) - now)
+
+    def _turn(self, now: float) -> None:
+        """Observe, decide, apply."""
+        is_reloading = self._agenda.reload and self._condition.stage == "ready"
+        if is_reloading:
+            microseconds = time.monotonic_ns() // 1000
+            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={microseconds}")
+        if self._agenda.reload:
+            self._reload()
+        try:
+            self._directory.check()
+            is_poll = self._observe(now)
+        except DirectoryError as error:
+            log.error("%s", error)
+            self.end(error.status)
+        except OSError as error:
+            if not self._condition.failure:
+                log.warning("cannot observe the node, nothing changes until then: %s", error)
+            self._condition.failure = str(error)
+        else:
+            if self._condition.failure:
+                log.info("the node can be observed again")
+            self._condition.failure = ""
+            if self._condition.stage != "starting":
+                self._apply(now, is_poll=is_poll)
+            self._manager.feed_watchdog(now)
+        if is_reloading:
+            self._manager.notify("READY=1")
+
+    def _observe(self, now: float) -> bool:
+        """Look at all that may have changed; return whether it was a poll. Raises OSError."""
+        agenda = self._agenda
+        condition = self._condition
+        is_poll = now - agenda.polled_at >= self.node.settings.health.interval
+        since_scan = now - agenda.rescanned_at
+        is_starting = condition.stage != "ready" and since_scan >= RESCAN_INTERVAL
+        if (self._uevents.events and since_scan >= DEBOUNCE) or is_starting:
+            log.debug("kernel events: %s", self._uevents.events)
+            self.node.rescan([event.ordinal for event in self._uevents.events if event])
+            self._uevents.events.clear()
+            agenda.rescanned_at = now
+        if is_poll:
+            self.node.poll()
+            agenda.polled_at = now
+        self.node.collect(now)
+        self.node.observe_allocations(now)
+        if condition.stage == "starting" and self.node.readers.is_settled(now):
+            condition.stage = "serving"
+            condition.serving_since = now
+        return is_poll
+
+    def _apply(self, now: float, *, is_poll: bool) -> None:
+        """Bring sessions, files, status and state in line with the decision."""
+        node = self.node
+        settings = node.settings
+        decision = node.decide(now)
+        for level, line in changes(self._applied, decision):
+            log.log(level, "%s", line)
+        if decision is not self._applied or is_poll:
+            for resource in decision.resources.values():  # containers start with them again
+                with suppress(RequestError):  # Allocate answers with it
+                    lock_path(resource, resource.devices, settings)
+        self._applied = decision
+        wanted: dict[str, str | None] = {}
+        if settings.cdi_dir:
+            wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
+        if settings.labels_dir:
+            wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
+        self._files.keep(wanted, [settings.metrics_file], retry=is_poll)
+        names = self._directory.take_names()
+        foreign = [each for each in names if not each.startswith((SOCKET_PREFIX, "."))]
+        is_disturbed = foreign not in ([], [CHECKPOINT])
+        self.sessions.reconcile(decision.lists, node.kubelet, now, is_disturbed=is_disturbed)
+        self.sessions.compare(node.allocations.checkpoint.registered, now)
+        self._files.save_state(node, retry=is_poll)
+        if is_poll:
+            self._poll_outside(decision, now)
+        waiting = self._check_ready(decision, now)
+        self._manager.status = waiting or self._status()
+
+    def _poll_outside(self, decision: Decision, now: float) -> None:
+        """Ask for pod names, and write the metrics file."""
+        node = self.node
+        in_force = {each.pod for each in node.allocations.in_force(now)}
+        nameless = in_force - node.allocations.names.keys() - {""}
+        is_due = self._pod_resources.is_due(nameless, now)
+        if is_due or self._is_withholding(decision):
+            self._pod_resources.ask(node.settings.pod_resources_socket)
+        path = node.settings.metrics_file
+        if path and isdir(dirname(path)) and now - self._agenda.metrics_at >= METRICS_INTERVAL:
+            self._agenda.metrics_at = now
+            task = asyncio.create_task(self._write_metrics())
+            self._agenda.tasks.add(task)
+            task.add_done_callback(self._agenda.tasks.discard)
+
+    def _is_withholding(self, decision: Decision) -> bool:
+        devices = chain(*(each.devices.values() for each in decision.resources.values()))
+        return any(device.holder for device in devices)
+
+    def _apply_names(self, names: PodNames) -> None:
+        """Record pods' names. The kubelet has released ended pods: have it write that."""
+        self.node.allocations.apply_names(names)
+        if self._is_withholding(self._applied):
+            self.sessions.resend_one()
+        self._agenda.wake.set()
+
+    def _check_ready(self, decision: Decision, now: float) -> str | None:
+        """Notify readiness once all is served; return the reason why not yet, for the status."""
+        condition = self._condition
+        if condition.stage == "ready":
+            return None
+        missing = [] if decision.driver is None else self._unlisted(decision)
+        if missing and now - condition.serving_since < BIND_TIMEOUT:
+            return f"waiting for the driver to create a device file for {missing[0]}"
+        if condition.bound_since is None:
+            condition.bound_since = now
+            if missing:
+                log.warning(
+                    "%s: no device file after %g s; starting without it", missing[0], BIND_TIMEOUT
+                )
+        present = self.node.inventory.present
+        settings = self.node.settings
+        is_bare = decision.driver is None or not present
+        if settings.fail_on_init_error and is_bare:
+            driver_missing = decision.driver is None
+            log.error("%s", "driver is not loaded" if driver_missing else "no Tenstorrent device")
+            self.end(1)
+            return None
+        lacks_links = any(not link_path(settings, each) for each in present)
+        may_wait = now - condition.bound_since < LINK_TIMEOUT
+        if not self.sessions.are_serving or (
+            lacks_links and may_wait and expects_links(settings)
+        ):
+            return None
+        driver = "driver is not loaded"
+        if decision.driver is not None:
+            driver = f"driver {decision.driver or 'of unknown version'}"
+        devices = pluralize(len(present), "device")
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, devices)
+        condition.stage = "ready"
+        self._manager.status = self._status()
+        self._manager.notify("READY=1")
+        return None
+
+    def _unlisted(self, decision: Decision) -> list[str]:
+        """Return the cards that the driver can have, and that are not advertised yet."""
+        on_bus = [chip for chip in decision.chips.values() if chip.function.driver is not None]
+        unlisted = [chip for chip in on_bus if not chip.listed]
+        return [chip.bdf for chip in unlisted if can_be_bound(chip.function)]
+
+    def _status(self) -> str:
+        status = status_line(self._applied, self.sessions.states)
+        rejected = self._condition.rejected
+        return f"{status}; {rejected}" if rejected else status
+
+    def _reload(self) -> None:
+        """Apply a new configuration as far as a running daemon can; nothing of an invalid one."""
+        self._agenda.reload = False
+        try:
+            loaded = self._load()
+        except ConfigError as error:
+            log.error("reload failed, keeping the old configuration: %s", error)
+            self._condition.rejected = f"the configuration on disk is rejected: {error}"
+            return
+        self._condition.rejected = ""
+        before = self.node.settings
+        kept = {key: getattr(before, key) for key in (*NEEDS_RESTART, "state_dir", "runtime_dir")}
+        for key in NEEDS_RESTART:
+            if getattr(loaded, key) != kept[key]:
+                log.warning("%s changes only with a restart; still %s", key, kept[key])
+        if before.sharing.lock_dir != loaded.sharing.lock_dir:
+            log.warning("lock_dir changed: restart pods; old and new ones share no locks")
+        by_cdi = "cdi" in (before.device_list_strategy, loaded.device_list_strategy)
+        if by_cdi and before.resource_domain != loaded.resource_domain:
+            log.warning("resource_domain changed: restart pods, their CDI names are gone")
+        self.node.settings = replace(loaded, **kept)
+        log.setLevel(loaded.log_level.upper())
+        log.info("configuration reloaded")
+
+    async def _read_details(self, max_age: float) -> None:
+        """Have sensors and processes read, unless they are that new."""
+        now = monotonic()
+        if now - self._agenda.details_at >= max_age:
+            self._agenda.details_at = now
+            self.node.read_details()
+            while not self.node.readers.is_settled(monotonic()):
+                await self._agenda.turned.wait()
+
+    async def _render_metrics(self) -> str:
+        await self._read_details(METRICS_INTERVAL)
+        families = chip_metrics(self._applied, self.node.inventory.records)
+        counts = self.sessions.allocator.counts
+        started = self._condition.started
+        families += plugin_metrics(self._applied, self.sessions.states, counts, started)
+        return exposition(families)
+
+    async def _write_metrics(self) -> None:
+        text = await self._metrics.text()
+        if path := self.node.settings.metrics_file:
+            self._files.touch(path, text)
+
+    async def _serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the view to a command, as JSON."""
+        with suppress(OSError):
+            await self._read_details(0.0)
+            more = {"status": self._status(), "rejected": self._condition.rejected}
+            view = node_view(self.node, self._applied, self.sessions.states, **more)
+            writer.write(json.dumps(view).encode())
+            await writer.drain()
+        writer.close()
+
+
+async def event_within(event: asyncio.Event, seconds: float) -> None:
     waiter = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({waiter}, timeout=seconds)
@@ -3937,590 +4640,41 @@ async def event_within(event: asyncio.Event, seconds: float | None) -> None:
         waiter.cancel()
 
 
-# ==== PUBLICATION: files and metrics, brought in line with what there is ==========================
-
-METRICS_PAUSE = 15.0  # seconds for which figures count as new
-
-
-class Publication:
-    """What others read: the CDI file, the feature file and the metrics."""
-
-    def __init__(self, settings: Settings, memory: Memory) -> None:
-        self._memory = memory
-        self._started = time.time()
-        self._cdi: OutputFile | None = None
-        self._labels: OutputFile | None = None
-        self._metrics: OutputFile | None = None
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take over which files are wanted."""
-        self.settings = settings
-        self._made_of: object = None  # what CDI and feature file were made of
-        self._cdi = _file_at(self._cdi, settings.cdi_dir, CDI_FILE)
-        self._labels = _file_at(self._labels, settings.labels_dir, LABELS_FILE)
-        self._metrics = _file_at(self._metrics, *os.path.split(settings.metrics_file))
-
-    def describe(
-        self, chips: Sequence[Chip], listed: Sequence[Resource], mounts: Sequence[Mount]
-    ) -> None:
-        """Bring the CDI and feature files in line; remove what is no longer wanted."""
-        files = [file.path for file in (self._cdi, self._labels, self._metrics) if file]
-        if files != self._memory.files:
-            for path in self._memory.files:
-                if path not in files:
-                    OutputFile(path).remove()
-            self._memory.files = files
-            self._memory.save(files=files)
-        driver = driver_version(self.settings)
-        made_of = ([chip.shown for chip in chips], listed, mounts, driver)
-        if made_of != self._made_of:
-            self._made_of = made_of
-            present = [chip.function for chip in chips if chip.present]
-            usable = [function for function in present if not function.node_fault]
-            if self._cdi:
-                self._cdi.want(cdi_spec(usable, self.settings, mounts))
-            if self._labels:
-                self._labels.want(feature_file(listed, chips, self.settings, driver))
-        for file in filter(None, (self._cdi, self._labels)):
-            file.keep()
-
-    def wants_metrics(self) -> bool:
-        """Whether somebody takes the metrics from the file."""
-        return self._metrics is not None and isdir(dirname(self._metrics.path))
-
-    def write_metrics(self, text: str) -> None:
-        if self._metrics:
-            self._metrics.want(text)
-            self._metrics.write()  # even the same: its age says that we work
-
-    def render_metrics(
-        self,
-        chips: Sequence[Chip],
-        registrar: Registrar,
-        now: float,
-    ) -> str:
-        listed = registrar.listed()
-        resource_of = {}
-        for each in listed:
-            for device in each.resource.distinct:
-                resource_of.update({chip.bdf: each.resource for chip in device.chips})
-        families = chip_metrics(chips, resource_of, chip_users(registrar.custody, now))
-        families += plugin_metrics(listed, registrar.allocator.counts, self._started)
-        return exposition(families)
-
-
-def _file_at(former: OutputFile | None, directory: str, name: str) -> OutputFile | None:
-    path = os.path.join(directory, name)
-    if former and former.path == path:
-        return former
-    return OutputFile(path) if directory else None
-
-
-class MetricsServer:
-    """`GET /metrics` by HTTP. What a client does costs its own connection only."""
-
-    MOST = 32  # connections
-    HEAD_MAX = 8192  # bytes of a request
-    SECONDS = 5.0  # for all of it
-
-    def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        self._render = render
-        self._rendering: asyncio.Task[str] | None = None  # for all who ask meanwhile
-        self._idle: dict[asyncio.StreamWriter, None] = {}  # connections, the oldest first
-
-    async def start(self, listening: socket.socket) -> None:
-        await asyncio.start_server(self._connected, sock=listening, limit=self.HEAD_MAX)
-
-    async def text(self) -> str:
-        if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(self._render())
-        return await asyncio.shield(self._rendering)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._idle) >= self.MOST:  # who says nothing keeps nobody out
-            next(iter(self._idle)).transport.abort()
-        self._idle[writer] = None
-        try:
-            await asyncio.wait_for(self._answer(reader, writer), self.SECONDS)
-        except (asyncio.TimeoutError, asyncio.CancelledError, OSError, ValueError):
-            pass  # ValueError: a line is too long; CancelledError, which would be logged: the end
-        finally:
-            self._idle.pop(writer, None)
-            writer.transport.abort()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        lines: list[bytes] = []
-        while not lines or lines[-1].strip():
-            lines.append(await reader.readline())
-            if not lines[-1] or sum(map(len, lines)) > self.HEAD_MAX:
-                return
-        self._idle.pop(writer, None)
-        method, path, *_ = [*lines[0].decode("latin-1").split(), "", ""]
-        status = "404 Not Found"
-        text = "there is /metrics\n"
-        if method not in ("GET", "HEAD"):
-            status = "405 Method Not Allowed"
-            text = "GET /metrics\n"
-        elif path.partition("?")[0] == "/metrics":
-            status = "200 OK"
-            text = await self.text()
-        head = [
-            f"HTTP/1.1 {status}",
-            "Content-Type: text/plain; version=0.0.4; charset=utf-8",
-            f"Content-Length: {len(text.encode())}",
-            "Connection: close",
-        ]
-        body = "" if method == "HEAD" else text
-        writer.write("\r\n".join([*head, "", body]).encode())
-        writer.close()
-        await writer.wait_closed()
-
-
-# ==== DAEMON: what ties the parts together ========================================================
-
-BIND_PATIENCE = 10.0  # seconds
-THOROUGH = 12  # every so many polls everything is read again
-EXIT_LOST = 74  # EX_IOERR: the sandbox has lost the directory; systemd starts us again
-EXIT_SECOND = 75  # EX_TEMPFAIL: another daemon serves the directory
-
-
-class Registrar:
-    """Keeps the kubelet in line: a session for each resource, by who has what."""
-
-    def __init__(
-        self, settings: Settings, fleet: Fleet, memory: Memory, changed: Callable[[], None]
-    ) -> None:
-        """changed: called for what others should learn."""
-        self.settings = settings
-        self.custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
-        self.allocator = Allocator(settings, self.custody, self.refresh, self._save)
-        self.sessions: dict[str, KubeletSession] = {}  # by the resource's name
-        self._fleet = fleet
-        self._memory = memory
-        self._changed = changed
-        self._pod_resources = PodResources(settings.pod_resources_socket)
-        self._configured: Mapping[str, Resource] = {}  # by the configuration
-        self._nodes: Mapping[str, str] = {}  # paths by address, when the checkpoint was read
-        self._published: object = None  # what the lists were made of
-        self._offered: set[Offered] = set()
-        self._withheld: dict[str, str] = {}  # and why, which was logged
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def configure(self, settings: Settings) -> None:
-        self.settings = settings
-        self.allocator.settings = settings
-        if self._pod_resources.path != settings.pod_resources_socket:
-            self._pod_resources = PodResources(settings.pod_resources_socket)
-        self._published = None
-        self.publish()
-
-    def refresh(self) -> None:
-        """Publish what follows if the checkpoint has changed."""
-        if self.custody.refresh(self._configured, self._fleet.chip_at, monotonic()):
-            self.publish()
-
-    def publish(self) -> None:
-        """Bring sessions in line with chips, configuration and custody."""
-        custody = self.custody
-        allocations = custody.allocations(monotonic())
-        filed = frozenset(filter(custody.is_filed, allocations))
-        seen = dict(custody.cgroups.seen)  # what is saved below
-        names = dict(custody.names)
-        lost = frozenset(custody.lost)
-        made_of = (self._fleet.version, allocations, filed, lost, custody.unreadable, names, seen)
-        if made_of == self._published:
-            return
-        chips = self._fleet.listed
-        configured = configured_resources(chips, self.settings)
-        nodes = {chip.bdf: chip.function.path for chip in self._fleet.present}
-        # Entries under new names count, and others' answers name nodes.
-        if (configured.keys(), nodes) != (self._configured.keys(), self._nodes):
-            self._configured = configured
-            self._nodes = nodes
-            custody.reread()
-            if custody.refresh(configured, self._fleet.chip_at, monotonic()):
-                return self.publish()
-        self._published = made_of
-        more = (custody.describe, custody.unreadable, self._offered)
-        claims = Claims(allocations, filed, lost, *more)
-        listed = resources(configured, chips, claims)
-        if not custody.unreadable:
-            self._offered = {
-                Offered(name, identifier, device.addresses)
-                for name, resource in listed.items()
-                for identifier, device in resource.devices.items()
-                if not device.withheld
-            }
-        self._log_withheld(listed)
-        self._bring_sessions(listed)
-        self._memory.save(chips=self._fleet.memory(), custody=custody.memory())
-        self._changed()
-
-    def _bring_sessions(self, listed: Mapping[str, Resource]) -> None:
-        directory = self.settings.device_plugin_dir
-        for name in self.sessions.keys() - listed.keys():
-            log.info("%s: no device is of this resource any longer", name)
-            ending = self.sessions.pop(name)
-            ending.listing.resource = Resource(name, {})  # for a call that is under way
-            self._run(ending.close())
-        for name, resource in listed.items():
-            self._make_locks(resource)
-            if name in self.sessions:
-                self.sessions[name].listing.publish(resource)
-            else:
-                session = (Listing(resource), self.allocator, directory, self._changed)
-                self.sessions[name] = KubeletSession(*session)
-
-    def _make_locks(self, resource: Resource) -> None:
-        """Make what containers start with again after a reboot."""
-        with suppress(Refusal):  # which Allocate answers with
-            self.allocator.make_locks(resource, resource.devices)  # pods' former ones, too
-
-    def _log_withheld(self, listed: Mapping[str, Resource]) -> None:
-        before = self._withheld
-        self._withheld = {
-            f"{name} {device.identifier}": device.withheld
-            for name, resource in listed.items()
-            for device in resource.devices.values()
-            if device.withheld and device.withheld != self.custody.unreadable
-        }
-        for what, reason in sorted(self._withheld.items() - before.items()):
-            log.warning("%s: unhealthy: %s", what, reason)
-        for what in sorted(before.keys() - self._withheld.keys()):
-            log.info("%s: nobody holds it under another name any longer", what)
-
-    def poll(self) -> None:
-        """Look at what no event tells of."""
-        now = monotonic()
-        self.custody.look(now)
-        self.refresh()
-        self.publish()
-        for name, session in self.sessions.items():
-            self._make_locks(session.listing.resource)
-            healthy = self.custody.checkpoint.registered.get(name, session.listing.healthy)
-            session.check_registered(healthy, now)
-        pods = {each.pod for each in self.custody.allocations(now)}
-        is_due = self._pod_resources.is_due(pods - self.custody.names.keys() - {""}, now)
-        if self._withheld or self.custody.has_doubts():
-            self._run(self._prune())
-        elif is_due:
-            self._run(self.learn_names())
-
-    async def learn_names(self) -> None:
-        """Learn pods' names; the kubelet forgets those that have ended."""
-        self.custody.learn_names(await self._pod_resources.names())
-        self.publish()
-
-    async def _prune(self) -> None:
-        """Have the kubelet forget ended pods, and write its checkpoint."""
-        await self.learn_names()
-        for session in self.sessions.values():
-            if session.state == REGISTERED:
-                self.custody.expect_writing(monotonic())
-                session.listing.repeat()
-                return
-
-    def directory_changed(self, names: Collection[str]) -> None:
-        """Act on what happened to these names; "": to any."""
-        if {CHECKPOINT, KUBELET_SOCKET, ""}.intersection(names):
-            self.refresh()
-        foreign = [name for name in names if not name.startswith((SOCKET_PREFIX, "."))]
-        for session in self.sessions.values():
-            session.check_sockets(is_disturbed=foreign not in ([], [CHECKPOINT]))
-
-    def listed(self) -> list[ListedResource]:
-        return [
-            ListedResource(each.listing.resource, each.state, each.registrations)
-            for each in self.sessions.values()
-        ]
-
-    async def close(self) -> None:
-        closing = (session.close() for session in self.sessions.values())
-        await asyncio.gather(*closing, *self._tasks)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _save(self) -> None:
-        self._memory.save(custody=self.custody.memory())
-
-
-class Daemon:
-    """The life of the service: start, polls, reload, end."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        load: Callable[[], Settings],
-        manager: ServiceManager,
-        open_events: Callable[[], socket.socket] = open_uevent_socket,
-        trusted: Callable[[object], bool] = sent_by_kernel,
-    ) -> None:
-        """load: reads the configuration; open_events, trusted: Monitor's."""
-        memory = Memory(settings)
-        self.settings = settings
-        self.monitor = Monitor(settings, memory.chips, self._chips_changed, open_events, trusted)
-        self.registrar = Registrar(settings, self.monitor.fleet, memory, self._show_status)
-        self._publication = Publication(settings, memory)
-        self._scrapes = MetricsServer(self._take_metrics)
-        self._load = load
-        self._manager = manager
-        self._lock = DirectoryLock(settings.device_plugin_dir)
-        self._watch = DirectoryWatch(settings.device_plugin_dir, self._directory_changed)
-        self._refused = ""  # why the configuration on disk is not the one in force
-        self._stage: Literal["starting", "serving", "ready"] = "starting"
-        self._wake = asyncio.Event()  # from the pause between polls
-        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._measured_at = -inf
-
-    async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.end, 0)
-        loop.add_signal_handler(signal.SIGHUP, self.reload)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        log.setLevel(self.settings.log_level.upper())
-        self._check_directory()
-        if self._status.done():
-            self._lock.release()
-            return self._status.result()
-        self.monitor.open()
-        self._watch.open(loop)
-        remove_dead_sockets(self.settings.device_plugin_dir)
-        serving = loop.create_task(self._serve())
-        try:
-            await asyncio.wait({serving, self._status}, return_when=asyncio.FIRST_COMPLETED)
-            return self._status.result() if self._status.done() else serving.result()
-        finally:
-            self._manager.notify("STOPPING=1")
-            serving.cancel()
-            self.monitor.close()
-            self._watch.close(loop)
-            await self.registrar.close()
-            self._lock.release()
-
-    def end(self, status: int) -> None:
-        """Have run() return this."""
-        if not self._status.done():
-            self._status.set_result(status)
-
-    async def _serve(self) -> int:
-        self.monitor.look()
-        await self.monitor.until_settled()
-        self._stage = "serving"
-        self.registrar.configure(self.settings)  # a SIGHUP may have come meanwhile
-        self.registrar.refresh()  # pods have chips, though none is here
-        for listening in self._manager.sockets("metrics"):
-            await self._scrapes.start(listening)
-        await self._until_bound()
-        version = driver_version(self.settings)
-        fleet = self.monitor.fleet
-        driver = "no Tenstorrent driver is loaded" if version is None else f"driver {version}"
-        if self.settings.fail_on_init_error and not fleet.chips:
-            log.error("%s", driver if version is None else "there is no Tenstorrent device")
-            return 1
-        count = counted(len(fleet.chips), "device")
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
-        self._log_sharing()
-        for session in [*self.registrar.sessions.values()]:
-            await session.tried_to_serve.wait()
-        await wait_for_links(self.settings, fleet.present)
-        await self._describe()
-        self._stage = "ready"
-        self._show_status()
-        self._manager.notify("READY=1")
-        await self._poll_for_ever()
-
-    async def _until_bound(self) -> None:
-        """Wait for the driver to bind: without these chips a kubelet refuses pods."""
-        deadline = monotonic() + BIND_PATIENCE
-        on_bus = functions_on_bus(self.settings)
-        while driver_version(self.settings) is not None:
-            await self._describe()  # what is offered already
-            listed = [chip.bdf for chip in self.monitor.fleet.listed]
-            unlisted = (bdf for bdf in on_bus if bdf not in listed)
-            missing = [bdf for bdf in unlisted if is_for_driver(self.settings, bdf)]
-            left = deadline - monotonic()
-            if not missing:
-                return
-            if left <= 0:
-                what = f"no node of the driver's in {BIND_PATIENCE:g} s; ready without it"
-                log.warning("%s: %s", missing[0], what)
-                return
-            self._manager.status(f"waiting for the driver to make a node for {missing[0]}")
-            await self.monitor.wait(min(left, 0.5))  # events can be lost
-            self.monitor.look()
-
-    async def _poll_for_ever(self) -> NoReturn:
-        polls = 0
-        polled_at = monotonic()
-        is_sound = True
-        while True:
-            due = polled_at + self.settings.health.interval - monotonic()
-            await event_within(self._wake, max(0, min(due, self._manager.watchdog_pause)))
-            self._wake.clear()
-            with log_and_continue("the files for others"):
-                await self._describe()
-            if monotonic() - polled_at >= self.settings.health.interval:
-                polled_at = monotonic()
-                polls += 1
-                is_sound = False
-                with log_and_continue("a poll"):
-                    await self._poll(is_thorough=polls % THOROUGH == 0)
-                    is_sound = True
-            if is_sound and self._manager.watchdog_pause < inf:
-                self._manager.notify("WATCHDOG=1")  # polls that fail are no life
-
-    async def _poll(self, *, is_thorough: bool) -> None:
-        self._check_directory()
-        self._watch.check()
-        self.registrar.poll()
-        is_due = monotonic() - self._measured_at >= METRICS_PAUSE
-        wants_figures = is_due and self._publication.wants_metrics()
-        self.monitor.poll(is_thorough=is_thorough, wants_figures=wants_figures)
-        await self._describe()
-        if wants_figures:
-            self._measured_at = monotonic()
-            await self.monitor.until_settled()
-            self._publication.write_metrics(await self._scrapes.text())
-
-    async def _describe(self) -> None:
-        mounts = await self.registrar.allocator.existing_mounts(must_answer=False)
-        listed = [each.resource for each in self.registrar.listed()]
-        self._publication.describe(self.monitor.fleet.listed, listed, mounts)
-
-    async def _take_metrics(self) -> str:
-        if monotonic() - self._measured_at >= METRICS_PAUSE:
-            self._measured_at = monotonic()
-            await self.monitor.measure()
-            await self.registrar.learn_names()
-        chips = self.monitor.fleet.listed
-        return self._publication.render_metrics(chips, self.registrar, monotonic())
-
-    def reload(self) -> None:
-        """Take over what a running daemon can, nothing of a bad configuration."""
-        if self._stage == "ready":
-            microseconds = time.monotonic_ns() // 1000
-            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={microseconds}")
-        try:
-            loaded = self._load()
-        except ConfigError as error:
-            log.error("configuration is not reloaded, the old one stays: %s", error)
-            self._refused = f"the configuration on disk is refused: {error}"
-        else:
-            self._refused = ""
-            self._take_over(loaded)
-        self._show_status()
-        if self._stage == "ready":
-            self._manager.notify("READY=1")
-
-    def _take_over(self, loaded: Settings) -> None:
-        before = self.settings
-        kept = {key: getattr(before, key) for key in NEEDS_RESTART}
-        for key, value in kept.items():
-            if getattr(loaded, key) != value:
-                log.warning("%s needs a restart to change; until then it is %s", key, value)
-        if before.sharing.lock_dir != loaded.sharing.lock_dir:
-            log.warning("lock_dir has changed: containers from before and after share no locks")
-        by_cdi = "cdi" in (before.device_list_strategy, loaded.device_list_strategy)
-        if by_cdi and before.resource_domain != loaded.resource_domain:
-            log.warning("resource_domain has changed: containers of before find no CDI device")
-        self.settings = self.monitor.settings = settings = replace(loaded, **kept)
-        log.setLevel(settings.log_level.upper())
-        log.info("configuration reloaded")
-        self._publication.configure(settings)
-        if self._stage != "starting":
-            self.registrar.configure(settings)
-            self._log_sharing()
-        self._wake.set()
-
-    def _log_sharing(self) -> None:
-        for what in unselected(self.monitor.fleet.listed, self.settings):
-            log.info("sharing: %s", what)
-
-    def _chips_changed(self) -> None:
-        if self._stage != "starting":
-            self.registrar.publish()
-
-    def _directory_changed(self, names: Collection[str]) -> None:
-        if "" in names:  # it can be there only now, and another's
-            self._check_directory()
-        if self._stage != "starting" and not self._status.done():
-            self.registrar.directory_changed(names)
-
-    def _check_directory(self) -> None:
-        directory = self.settings.device_plugin_dir
-        holder = self._lock.holder()
-        if holder:
-            log.error("%s: another tt-device-plugin serves it already, %s", directory, holder)
-            self.end(EXIT_SECOND)
-        elif self._lock.has_lost_write_access():
-            log.error("%s was made anew, and this service's sandbox forbids it", directory)
-            self.end(EXIT_LOST)
-
-    def _show_status(self) -> None:
-        self._wake.set()  # the files for others follow
-        status = status_line(self.registrar.listed())
-        self._manager.status(f"{status}; {self._refused}" if self._refused else status)
-
-
-def status_line(listed: Sequence[ListedResource]) -> str:
-    """Return what `systemctl status` shows: "8 × tenstorrent.com/n300, 8 healthy; …"."""
-    if not listed:
-        return "no Tenstorrent device on this node; waiting for one"
-    parts = []
-    for resource, _, _ in listed:
-        devices = resource.distinct
-        ill = [f"{device.identifier}: {device.reason}" for device in devices if device.reason]
-        part = f"{len(devices)} × {resource.name}"
-        if resource.replicas:
-            part += f", shared by {resource.replicas}"
-        part += f", {len(devices) - len(ill)} healthy"
-        if ill:
-            part += f" ({ill[0]}, …)" if len(ill) > 1 else f" ({ill[0]})"
-        parts.append(part)
-    states = {each.state for each in listed}
-    if len(states) > 1:
-        lagging = (each for each in listed if each.state != REGISTERED)
-        states = {f"{each.resource.name} {each.state}" for each in lagging}
-    return "; ".join([*parts, *sorted(states)])
-
-
 # ==== COMMAND LINE ================================================================================
 
-Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; what is so and what to do
+View = Mapping[str, Any]  # see node_view()
+Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; text, with the remedy
+
+VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
+WIDTH = 110  # columns of `list`, at most
 
 DESCRIPTION = """\
 Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
 
 commands:
-  run     the daemon: serves the kubelet's device plugin API until SIGTERM; SIGHUP reads the
-          configuration again
-  list    a row for each chip, with its health, its resource and who uses it; --json for programs
-  check   whether this node is fit: driver, devices, hugepages, kubelet, configuration
+  run     the daemon: serves the kubelet's device plugin API until SIGTERM; SIGHUP reloads the
+          configuration
+  list    one row per chip: health, resource and users; --json for programs
+  check   preflight for this node: service, driver, devices, hugepages, kubelet, configuration
 """
 
 EPILOG = """\
 Each option can also be set by the environment variable in brackets, or in the configuration file
-under the flag's name, with underscores. A flag wins over the environment, that over the file. The
-file can say more: [health], [sharing], [[sharing.resources]], [[mounts]]; tt-device-plugin(8).
+by the flag's name with underscores. Precedence: flag, environment variable, file, default. Only
+the file has [health], [sharing], [[sharing.resources]] and [[mounts]]; see tt-device-plugin(8).
 
-exit status: 0 in order; 1 check failed, or nothing found with --fail-on-init-error; 2 usage;
-74 the directory was lost; 75 another daemon serves it; 78 bad configuration
+exit status: 0 success; 1 check failed, or no device with --fail-on-init-error; 2 usage;
+74 directory unusable; 75 already running; 78 invalid configuration
 """
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """A path is one word."""
+        """Wrap a text; a path is one word."""
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """A switch takes its value with "=" only."""
+        """Format a flag; a switch takes its value with "=" only."""
         return super()._format_action_invocation(action).replace(" [=", "[=")
 
 
@@ -4537,7 +4691,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("command", nargs="?", choices=("run", "list", "check"), help=argparse.SUPPRESS)
     add("--version", action="version", version=f"tt-device-plugin {__version__}")
     add("--json", action="store_true", help="with list: an array of objects")
-    add("--config-only", action="store_true", help="with check: the configuration, nothing else")
+    add("--config-only", action="store_true", help="with check: only the configuration")
     file = f"default {DEFAULT_CONFIG_FILE}, which may be absent [TTDP_CONFIG_FILE]"
     add("--config-file", metavar="FILE", help=file)
     defaults = Settings()
@@ -4553,9 +4707,9 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit status (see EPILOG)."""
+    """Run the program; return its exit status (see EPILOG)."""
     words = sys.argv[1:] if arguments is None else arguments
-    if "run" in words:  # until the daemon handles it, a SIGHUP waits
+    if "run" in words:  # a SIGHUP waits until the daemon handles it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     options = _parsed_options(words)
     set_up_logging(os.environ, has_timestamps=options.command == "run")
@@ -4563,14 +4717,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "run":
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        log.setLevel("ERROR")  # what a survey finds is in its answer, not in the log
+        log.setLevel("ERROR")  # the answer has everything that sampling would log
     if options.command == "check":
         return check(load, config_only=options.config_only)
     try:
         settings = load()
     except ConfigError as error:
         log.error("%s", error)
-        return EXIT_CONFIG
+        if options.command == "run":
+            return EXIT_CONFIG
+        settings = _settings_without_file(load)
     if options.command == "list":
         return list_devices(settings, as_json=options.json)
 
@@ -4580,366 +4736,421 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return asyncio.run(run())
 
 
+def _settings_without_file(load: Callable[..., Settings]) -> Settings:
+    """Return the settings by flags and environment, else the defaults: commands must still work."""
+    with suppress(ConfigError):
+        return load(ignore_file=True)
+    return Settings()
+
+
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options, or end with usage and status 2."""
+    """Return the options, or exit with usage and status 2."""
     parser = argument_parser()
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for name in (word.partition("=")[0] for word in words):
         if name.startswith("--") and name not in flags:
-            parser.error(f"there is no option {name}{nearest(name, flags)}")
-    # What follows a bare switch is the next word, such as a command.
+            parser.error(f"unknown option {name}{did_you_mean(name, flags)}")
+    # The word after a bare switch is not its value, but for example a command.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
     if options.json and options.command != "list":
-        parser.error("--json goes with list")
+        parser.error("--json requires list")
     if options.config_only and options.command != "check":
-        parser.error("--config-only goes with check")
+        parser.error("--config-only requires check")
     return options
 
 
-def say(text: str) -> None:
-    """Print what may hold others' names; an ASCII terminal gets ASCII."""
+def print_safely(text: str, stream: Any = None) -> None:
+    """Print a text that may contain others' names; an ASCII terminal gets ASCII."""
+    stream = stream or sys.stdout
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+    if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.replace("×", "x").replace("…", "...").replace("°", " ")
         shown = shown.encode("ascii", "replace").decode()
-    print(shown)
+    print(shown, file=stream)
 
 
-class Survey(NamedTuple):
-    """A node, as `list` and `check` see it."""
+def get_view(settings: Settings) -> tuple[View, str | None]:
+    """Return the daemon's view, or a sample of the node and why the daemon has not answered."""
+    path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
+    reason = "is not running"
+    if settings.runtime_dir:
+        try:
+            view = _ask_daemon(path)
+            if all(view[key] == getattr(settings, key) for key in NEEDS_RESTART):
+                return view, None
+            reason = f"uses other directories ({view['device_plugin_dir']})"
+        except PermissionError:
+            reason = f"cannot be asked: run as root (permission denied: {path})"
+        except (FileNotFoundError, ConnectionRefusedError):
+            pass
+        except (OSError, ValueError, LookupError) as error:
+            reason = f"does not answer on {path}: {error or type(error).__name__}"
+    return asyncio.run(sample(settings)), f"the service {reason}"
 
-    settings: Settings
-    fleet: Fleet
-    custody: Custody
-    listed: Mapping[str, Resource]
-    users: Sequence[ChipUser]
-    knows_pods: bool  # the kubelet's checkpoint can be read
 
-    def pods(self, bdf: str) -> list[ChipUser]:
-        return [user for user in self.users if user.bdf == bdf]
+def _ask_daemon(path: str) -> View:
+    """Return the view; raises OSError, ValueError, LookupError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(VIEW_TIMEOUT)
+        connection.connect(path)
+        with connection.makefile("rb") as file:
+            view: View = json.loads(file.read())
+    return view
 
 
-async def survey(settings: Settings) -> Survey:
-    """Look twice, a second apart: a stalled heartbeat shows only then."""
-    memory = Memory(settings)
+async def sample(settings: Settings) -> View:
+    """Look at the node twice, a second apart: a stalled heartbeat shows only then."""
     rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
-    monitor = Monitor(rules, memory.chips, lambda: None)
-    fleet = monitor.fleet
-    under_way = monitor.readers.pool.seconds_under_way
+    turned = asyncio.Event()
+    node = Node(rules, StateFile(settings), turned.set)
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
-        monitor.poll(is_thorough=True, wants_figures=True)
-        await monitor.until_settled()
-        while any(0 < under_way(bdf) <= READ_DEADLINE for bdf in fleet.chips):
-            await monitor.wait(None)
-    fleet.show_former()
-    chips = fleet.chips.values()
-    configured = configured_resources(chips, settings)
-    custody = Custody(settings.device_plugin_dir, settings.sysfs_root, memory.custody)
-    now = monotonic()
-    custody.refresh(configured, fleet.chip_at, now)
-    custody.look(now)
-    custody.learn_names(await PodResources(settings.pod_resources_socket).names())
-    now += LINGERING  # a pod whose cgroup has gone has ended
-    users = chip_users(custody, now)
-    allocations = custody.allocations(now)
-    listed = resources(configured, chips, Claims(allocations, allocations, (), custody.describe))
-    is_readable = os.access(f"{settings.device_plugin_dir}/{CHECKPOINT}", os.R_OK)
-    return Survey(settings, fleet, custody, listed, users, is_readable and not custody.unreadable)
+        node.poll()
+        await _settle(node, turned)
+    node.read_details()
+    await _settle(node, turned)
+    with suppress(OSError):  # not root
+        for _ in range(2):  # another plugin's entries count under names that the first one decides
+            node.decide(monotonic())
+            node.observe_allocations(monotonic())
+    with suppress(grpc.aio.AioRpcError, DecodeError):
+        node.allocations.apply_names(await list_pods(settings.pod_resources_socket))
+    return node_view(node, node.decide(monotonic()), {}, status=None, rejected=None)
+
+
+async def _settle(node: Node, turned: asyncio.Event) -> None:
+    """Wait until each chip was read, or its read is blocked."""
+    node.collect(monotonic())
+    while node.readers.is_timed(monotonic()):
+        turned.clear()
+        await event_within(turned, SLOW_AFTER)
+        node.collect(monotonic())
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
-    found = asyncio.run(survey(settings))
-    for oddity in found.fleet.oddities:
-        print(f"not listed: {oddity}", file=sys.stderr)
-    rows = list(_rows(found))
+    view, problem = get_view(settings)
+    if problem:
+        print_safely(f"{problem}; this is a sample", sys.stderr)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(view["chips"], indent=2))
         return 0
-    for line in _table_lines(rows) if rows else ["no Tenstorrent device on this node"]:
-        say(line)
+    width = WIDTH
+    with suppress(OSError):
+        width = min(width, os.get_terminal_size(1).columns)
+    for line in list_lines(view, width):
+        print_safely(line)
     return 0
 
 
-def _rows(found: Survey) -> Iterator[dict[str, Any]]:
-    """Yield chips as `list --json` has them."""
-    owners: dict[str, tuple[Resource, Device | None]] = {}
-    for each in found.listed.values():
-        for device in each.distinct:
-            if not device.is_former:
-                owners.update({chip.bdf: (each, device) for chip in device.chips})
-    for bdf in sorted(found.fleet.chips, key=address):
-        chip = found.fleet.chips[bdf]
-        function = chip.function
-        resource, owner = owners.get(bdf, (Resource("", {}), None))
-        reason = chip.health.reason or (owner.reason if owner else "its board is not known yet")
-        pods = [user._asdict() for user in found.pods(bdf)]
-        for pod in pods:
-            del pod["bdf"]
-        processes = processes_on(found.settings, function.ordinal) if chip.present else []
-        yield {
-            "id": owner.identifier if owner else None,
-            "index": function.ordinal,
-            "path": function.path if chip.present and not function.node_fault else None,
-            "bdf": bdf,
-            "card": chip.card_type,
-            "board": chip.board_type if chip.card_type else None,
-            "arch": function.arch,
-            "serial": chip.identity.serial,
-            "asic_id": chip.identity.asic_id,
-            "numa_node": function.numa_node,
-            "firmware": chip.identity.firmware,
-            "temperature": chip.telemetry.temperature if chip.telemetry else None,
-            "power": chip.figures.get("power1_input"),
-            "healthy": reason is None,
-            "reason": reason,
-            "resource": resource.name or None,
-            "replicas": resource.replicas,
-            "pods": pods if found.knows_pods else None,
-            "processes": None if processes is None else [*map(_process_row, processes)],
-        }
+def list_lines(view: View, width: int) -> Iterator[str]:
+    """Yield what `list` prints, no line wider than this."""
+    rows = view["chips"]
+    if not rows:
+        yield "no Tenstorrent device on this node"
+        return
+    driver = {None: "not loaded", "": "of unknown version"}.get(view["driver"], view["driver"])
+    firmware = _common(row["firmware"] for row in rows) or "unknown"
+    yield f"driver {driver}, firmware {firmware}"
+    yield from _table_lines(rows, view["faults"], width)
+    for subject, reason in _reasons(view):
+        yield from textwrap.wrap(
+            f"{subject}: {reason}", width, subsequent_indent="    ", break_on_hyphens=False
+        )
+    unhealthy = sum(not row["healthy"] for row in rows)
+    in_use = sum(_users(row) not in ("-", "?") for row in rows)
+    yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
-def _process_row(process: Process) -> dict[str, Any]:
-    return {"pid": process.pid, "command": process.command, "of_pod": process.is_of_pod}
+def _reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Yield the reasons for devices that cannot be used: of chips, and of boards as a whole."""
+    for row in view["chips"]:
+        if row["reason"]:
+            yield row["bdf"], row["reason"]
+        elif row["withheld"]:
+            yield row["bdf"], f"withheld: held by {row['withheld']} under another name"
+        elif row["id"] is None:
+            yield row["bdf"], "waiting for the serial number of its board"
+    explained = {row["bdf"] for row in view["chips"] if row["reason"]}
+    for resource in view["resources"]:
+        for identifier, reason in resource["unhealthy"].items():
+            if identifier not in explained and not reason.startswith(tuple(explained)):
+                yield identifier, reason
 
 
-def _table_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a table of 110 columns, where names are of usual length."""
-    keys = {
-        "ADDRESS": "bdf",
-        "ID": "id",
-        "CARD": "card",
-        "SERIAL": "serial",
-        "NUMA": "numa_node",
-        "FIRMWARE": "firmware",
+def _table_lines(rows: Sequence[View], faults: Mapping[str, str], width: int) -> Iterator[str]:
+    """Yield the table. Columns are left out until it fits, then the last ones are cut."""
+    columns: dict[str, list[Any]] = {
+        "N": [row["index"] for row in rows],
+        "ADDRESS": [row["bdf"] for row in rows],
+        "ID": [row["id"] for row in rows],
+        "CARD": [row["card"] for row in rows],
+        "SERIAL": [row["serial"] for row in rows],
+        "NUMA": [row["numa_node"] for row in rows],
+        "FIRMWARE": [row["firmware"] for row in rows],
+        "RESOURCE": [_resource_cell(row) for row in rows],
+        "°C": [row["temperature"] and round(row["temperature"]) for row in rows],
+        "W": [row["power"] and round(row["power"]) for row in rows],
+        "HEALTH": [_health_word(row, faults) for row in rows],
+        "USED BY": [_users(row) for row in rows],
     }
-    if all(row["id"] in (row["bdf"], None) for row in rows):
-        del keys["ID"]
-    lines = [["N", *keys, "RESOURCE", "°C", "W", "HEALTH", "USED BY"]]
-    for row in rows:
-        number = row["index"] if row["path"] else None
-        cells = [number, *(row[key] for key in keys.values())]
-        shared = f" ×{row['replicas']}" if row["replicas"] else ""
-        cells.append(row["resource"] and row["resource"].partition("/")[2] + shared)
-        for figure in (row["temperature"], row["power"]):
-            cells.append(figure if figure is None else round(figure))
-        cells.append(f"UNHEALTHY: {row['reason']}" if row["reason"] else "healthy")
-        cells.append(_users(row))
-        lines.append(["-" if cell is None else str(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        yield "  ".join(map(str.ljust, line, widths)).rstrip()
+    if columns["ID"] == columns["ADDRESS"] or not any(columns["ID"]):
+        del columns["ID"]
+    cells = {
+        name: [name, *("-" if each is None else str(each) for each in column)]
+        for name, column in columns.items()
+    }
+    for name in ("FIRMWARE", "SERIAL", "NUMA", "CARD", ""):
+        widths = {name: max(map(len, column)) for name, column in cells.items()}
+        if sum(widths.values()) + 2 * len(widths) - 2 <= width:
+            break
+        cells.pop(name, None)
+    for line in zip(*cells.values(), strict=True):
+        text = "  ".join(map(str.ljust, line, widths.values())).rstrip()
+        yield text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _users(row: Mapping[str, Any]) -> str:
-    """Return who uses a chip; a process of a pod is the pod."""
+def _resource_cell(row: View) -> str | None:
+    replicas = f" ×{row['replicas']}" if row["replicas"] else ""
+    return row["resource"] and row["resource"].partition("/")[2] + replicas
+
+
+def _health_word(row: View, faults: Mapping[str, str]) -> str:
+    if row["bdf"] in faults:
+        return faults[row["bdf"]].upper()
+    return "withheld" if row["withheld"] else "healthy"
+
+
+def _users(row: View) -> str:
+    """Return who uses a chip: two names and a count. A process of a pod is the pod."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
     users = [*dict.fromkeys(pods)]
     for process in row["processes"] or ():
         if not (pods and process["of_pod"]):
             users.append(f"{process['command']}[{process['pid']}]")
-    is_unknown = None in (row["pods"], row["processes"])
-    return ", ".join(users) or ("?" if is_unknown else "-")
+    if not users:
+        return "?" if None in (row["pods"], row["processes"]) else "-"
+    more = f" +{len(users) - 2}" if len(users) > 2 else ""
+    return ", ".join(users[:2]) + more
 
 
-def check(load: Callable[[], Settings], *, config_only: bool) -> int:
-    """Say whether a node is fit; returns 1 if anything FAILs."""
+def check(load: Callable[..., Settings], *, config_only: bool) -> int:
+    """Report whether a node is fit; return 1 if anything FAILs."""
     findings: list[Finding] = []
     try:
         settings = load()
         findings.append(("ok", "configuration", "valid"))
     except ConfigError as error:
-        settings = Settings()
-        more = "" if config_only else "; the rest is checked with the defaults"
+        settings = _settings_without_file(load)
+        more = "" if config_only else "; everything else is checked without the file"
         findings.append(("FAIL", "configuration", f"{error}{more}"))
     if not config_only:
-        found = asyncio.run(survey(settings))
-        for part in (
-            _check_driver,
-            _check_chips,
-            _check_hugepages,
-            _check_sharing,
-            _check_cdi,
-            _check_kubelet,
-        ):
-            findings += part(found)
+        view, problem = get_view(settings)
+        findings += _check_service(view, problem)
+        for part in (_check_driver, _check_chips, _check_hugepages, _check_files, _check_kubelet):
+            findings += part(view, settings)
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
-        say(f"{level:4}  {subject:{width}}  {text}")
+        print_safely(f"{level:4}  {subject:{width}}  {text}")
     return int(any(level == "FAIL" for level, _, _ in findings))
 
 
-def _check_driver(found: Survey) -> Iterator[Finding]:
-    version = driver_version(found.settings)
+def _check_service(view: View, problem: str | None) -> Iterator[Finding]:
+    if problem and problem.endswith("is not running"):
+        yield "FAIL", "service", "not running; start it: systemctl start tt-device-plugin"
+    elif problem:
+        yield "FAIL" if "does not answer" in problem else "warn", "service", problem
+    elif view["rejected"]:
+        yield "FAIL", "service", view["rejected"]
+    else:
+        yield "ok", "service", f"{view['version']}: {view['status']}"
+
+
+def _check_driver(view: View, settings: Settings) -> Iterator[Finding]:
+    version = view["driver"]
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None:
-        yield "FAIL", "driver", "not loaded; install tt-kmd and run: modprobe tenstorrent"
+        yield "FAIL", "driver", f"not loaded; install tt-kmd, then {LOAD_DRIVER}"
     elif numbers and tuple(map(int, numbers.groups())) < (2, 7):
-        advice = "firmware that stops is not noticed; update to 2.7"
-        yield "warn", "driver", f"{version} shows no heartbeat: {advice}"
+        advice = "update to 2.7 or stopped firmware goes unnoticed"
+        yield "warn", "driver", f"{version} reports no heartbeat; {advice}"
     else:
-        yield "ok", "driver", version or "loaded; it does not say its version"
+        yield "ok", "driver", version or "loaded, version unknown"
 
 
-def _check_chips(found: Survey) -> Iterator[Finding]:
-    fleet = found.fleet
-    settings = found.settings
-    on_bus = functions_on_bus(settings)
-    if not fleet.chips and not fleet.oddities:
-        advice = "the driver has none of them" if on_bus else "look for them with: lspci -d 1e52:"
-        yield "warn", "devices", f"{len(on_bus) or 'none'} on this node; {advice}"
-    for bdf in on_bus if driver_version(settings) is not None else ():
-        if bdf not in fleet.chips and not link_name(f"{pci_directory(settings, bdf)}/driver"):
-            advice = f"look into dmesg, then: echo {bdf} > /sys/bus/pci/drivers/tenstorrent/bind"
-            yield "warn", bdf, f"no driver is bound to it; {advice}"
-    for oddity in fleet.oddities:
-        advice = "reload the driver: modprobe -r tenstorrent && modprobe tenstorrent"
-        yield "FAIL", "devices", f"{oddity}; {advice}"
-    reasons = {row["bdf"]: row["reason"] for row in _rows(found)}
-    for bdf, chip in fleet.chips.items():
-        what = f"{chip.card_type or chip.function.arch}, {chip.function.path}"
-        if reasons[bdf] and not reasons[bdf].startswith("held by"):
-            yield "FAIL", bdf, f"{what}: {reasons[bdf]}"
+def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
+    if not view["chips"]:
+        yield "warn", "devices", "none on this node; list PCI devices with: lspci -d 1e52:"
+    for row in view["chips"]:
+        what = row["card"] or row["arch"]
+        is_unbound = row["index"] is None and row["resource"] is None
+        if row["healthy"]:
+            withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
+            yield "ok", row["bdf"], f"{what}, {row['path']}, healthy{withheld}"
+            yield from _check_chip(row, settings)
         else:
-            yield "ok", bdf, f"{what}, healthy"
-            yield from _check_chip(found, chip)
+            yield "warn" if is_unbound else "FAIL", row["bdf"], f"{what}: {row['reason']}"
+    for resource in view["resources"]:
+        for identifier, reason in resource["unhealthy"].items():
+            if not BDF.fullmatch(identifier):
+                yield "FAIL", resource["name"], f"{identifier}: {reason}"
 
 
-def _check_chip(found: Survey, chip: Chip) -> Iterator[Finding]:
-    bdf = chip.bdf
-    path = chip.function.path
-    if chip.telemetry and chip.telemetry.is_silent:
-        yield "warn", bdf, "its firmware is silent; if it stays so, look into dmesg"
-    width = chip.figures.get("current_link_width")
-    most = chip.figures.get("max_link_width")
-    if width and most and width < most:
-        advice = "reseat the card, and look at its slot"
-        yield "warn", bdf, f"PCI link of {width:g} lanes where it can have {most:g}; {advice}"
-    processes = processes_on(found.settings, chip.function.ordinal) or ()
-    strangers = [f"{each.command} ({each.pid})" for each in processes if not each.is_of_pod]
-    for user in found.pods(bdf)[:1] if strangers else ():
-        what = f"was given it, and {strangers[0]} of the host has it open; end that"
-        yield "warn", bdf, f"{user.namespace}/{user.pod} {what}"
-    try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-    except OSError as error:
-        yield "FAIL", bdf, f"{path}: {error.strerror}"
-        return
-    if mode & 0o666 != 0o666:
-        advice = "who is not root cannot open it; install the driver's udev rules"
-        yield "warn", bdf, f"{path} has mode {mode:04o}, not 0666: {advice}"
+def _check_chip(row: View, settings: Settings) -> Iterator[Finding]:
+    bdf = row["bdf"]
+    if row["temperature"] is None and row["firmware"] is None:
+        yield "warn", bdf, "no firmware telemetry; if this persists, check dmesg"
+    directory = f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
+    width = decimal(try_read(f"{directory}/current_link_width"))
+    most = decimal(try_read(f"{directory}/max_link_width"))
+    if width and most and width < most < 63:
+        advice = "reseat the card, or check its slot"
+        yield "warn", bdf, f"PCIe link is x{width}, card supports x{most}; {advice}"
+    host_processes = [each for each in row["processes"] or () if not each["of_pod"]]
+    for process in host_processes[:1] if row["pods"] else ():
+        stop = f"stop {process['command']} ({process['pid']}) on the host"
+        yield "warn", bdf, f"{stop}: it has this pod's chip open"
+    with suppress(OSError):
+        mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
+        if mode & 0o666 != 0o666:
+            advice = "install the driver's udev rules: not every user can open it"
+            yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {advice}"
 
 
-def _check_hugepages(found: Survey) -> Iterator[Finding]:
-    """Look for 4 pages of 1 GiB for each chip of a Wormhole without an IOMMU that translates."""
-    settings = found.settings
-    needy = []
-    for chip in found.fleet.present:
-        group = read_quick(f"{pci_directory(settings, chip.bdf)}/iommu_group/type") or ""
-        if chip.function.arch == "wormhole" and not group.startswith("DMA"):
-            needy.append(8 if chip.board_type == "n300" else 4)
-    chips = f"{counted(len(needy), 'Wormhole')} without IOMMU"
-    wanted = sum(needy)
+def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
+    """Check for 4 pages of 1 GiB for each chip of a Wormhole without an IOMMU that translates."""
+    required = []
+    for row in view["chips"]:
+        directory = f"{settings.sysfs_root}/bus/pci/devices/{row['bdf']}"
+        group = try_read(f"{directory}/iommu_group/type") or ""
+        if row["arch"] == "wormhole" and row["path"] and not group.startswith("DMA"):
+            required.append(8 if row["board"] == "n300" else 4)
+    chips = f"{pluralize(len(required), 'Wormhole')} without IOMMU"
     directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
-    there = decimal(read_quick(f"{directory}/nr_hugepages")) or 0
+    available = decimal(try_read(f"{directory}/nr_hugepages")) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
-    mounts = ""
-    with suppress(OSError), open(f"{settings.proc_root}/mounts", "rb") as file:
-        mounts = file.read().decode(errors="replace")
-    if needy and not isdir(directory):
-        advice = "this kernel has none; use an IOMMU, or a kernel with pages of 4 KiB"
-        yield "warn", "hugepages", f"{chips} cannot have them of 1 GiB: {advice}"
-    elif needy and there < wanted:
-        advice = f"boot with hugepagesz=1G hugepages={wanted}, or install tt-system-tools"
-        yield "warn", "hugepages", f"{there} of 1 GiB for {chips}; {advice}"
-    elif needy and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
-        yield "warn", "hugepages", f"{there} of 1 GiB, but {mount} is not mounted; mount it there"
+    mounts = try_read(f"{settings.proc_root}/mounts") or ""
+    if required and not isdir(directory):
+        advice = "enable the IOMMU, or boot a kernel with 4 KiB base pages"
+        yield "warn", "hugepages", f"{chips}, and this kernel has none of 1 GiB; {advice}"
+    elif required and available < sum(required):
+        boot = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
+        yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {boot}"
+    elif required and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
+        advice = f"mount hugetlbfs (pagesize=1G) on {mount}"
+        yield "warn", "hugepages", f"{available} × 1 GiB; {advice}"
     else:
-        yield "ok", "hugepages", f"{there} of 1 GiB{'' if needy else '; none are needed'}"
+        yield "ok", "hugepages", f"{available} × 1 GiB{'' if required else ', not needed'}"
 
 
-def _check_sharing(found: Survey) -> Iterator[Finding]:
-    for what in unselected(found.fleet.chips.values(), found.settings):
-        yield "warn", "sharing", what
+def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
+    """Check what is shared, mounted and written for containers."""
+    for message in view["unselected"]:
+        yield "warn", "sharing", message
+    lock_dir = settings.sharing.lock_dir
+    if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
+        yield from _check_locks(lock_dir)
+    for mount in settings.mounts or ():
+        if not os.path.exists(mount.host):
+            yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
+    yield from _check_cdi(view, settings)
 
 
-def _check_cdi(found: Survey) -> Iterator[Finding]:
-    path = f"{found.settings.cdi_dir}/{CDI_FILE}"
-    by_cdi = found.settings.device_list_strategy == "cdi"
-    nodes = {chip.bdf: chip.function.path for chip in found.fleet.present}
+def _check_locks(lock_dir: str) -> Iterator[Finding]:
+    try:
+        status = os.lstat(lock_dir)
+    except OSError as error:
+        yield "warn", "locks", f"{lock_dir}: {error.strerror}; run: systemctl start run-ttdp-shm.mount"
+        return
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid:
+        yield "warn", "locks", f"{lock_dir} must be a directory of root; remove it"
+    elif lock_dir == Settings().sharing.lock_dir and not os.path.ismount(lock_dir):
+        yield "warn", "locks", f"{lock_dir} is not mounted; run: systemctl start run-ttdp-shm.mount"
+    for name in names_in(lock_dir):
+        status = os.lstat(f"{lock_dir}/{name}")
+        if status.st_uid or stat.S_IMODE(status.st_mode) != 0o1777:
+            yield "warn", "locks", f"{lock_dir}/{name} was changed by a container; remove it when idle"
+
+
+def _check_cdi(view: View, settings: Settings) -> Iterator[Finding]:
+    path = f"{settings.cdi_dir}/{CDI_FILE}"
+    by_cdi = settings.device_list_strategy == "cdi"
+    nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"] and row["resource"]}
     try:
         with open(path, encoding="utf-8") as file:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
-        if by_cdi or (found.settings.cdi_dir and os.path.exists(path)):
+        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
             reason = getattr(error, "strerror", None) or error
             yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
     else:
-        known = described.keys() | nodes
-        false = sorted(bdf for bdf in known if described.get(bdf) != nodes.get(bdf))
-        if false:
-            yield "FAIL", "CDI", f"{path} is false of {few(false)}; is the service running?"
+        stale = sorted(
+            bdf for bdf in described.keys() | nodes if described.get(bdf) != nodes.get(bdf)
+        )
+        if stale:
+            yield "FAIL", "CDI", f"{path} is stale for {abbreviate(stale)}; is the service running?"
         else:
             yield "ok", "CDI", f"{path} describes the devices"
-    with suppress(OSError, subprocess.SubprocessError):
-        version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", _output("containerd", "--version"))
-        if by_cdi and version and tuple(map(int, version.groups())) < (1, 7):
-            advice = "update to 1.7, or leave device-specs"
-            yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; {advice}"
+    version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", _output("containerd", "--version"))
+    if by_cdi and version and tuple(map(int, version.groups())) < (1, 7):
+        advice = 'update to 1.7, or set device_list_strategy = "device-specs"'
+        yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; {advice}"
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    return ""
 
 
-def _check_kubelet(found: Survey) -> Iterator[Finding]:
-    directory = found.settings.device_plugin_dir
-    kubelet = f"{directory}/{KUBELET_SOCKET}"
+def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
+    directory = settings.device_plugin_dir
     try:
-        os.stat(f"{directory}/.")
+        mode = os.stat(f"{directory}/.").st_mode
     except PermissionError:
-        yield "warn", "kubelet", f"{directory}: you may not look there; run as root"
+        yield "warn", "kubelet", f"{directory}: run as root (permission denied)"
         return
     except OSError:
-        advice = "is kubelet installed, and is this its directory? device_plugin_dir says so"
-        yield "warn", "kubelet", f"{directory} is not there (yet); {advice}"
+        advice = "if the kubelet uses another directory, set device_plugin_dir"
+        yield "warn", "kubelet", f"{directory} does not exist; {advice}"
         return
     if os.access(directory, os.W_OK | os.X_OK):
-        yield "ok", "kubelet", f"{directory} can be written to"
+        yield "ok", "kubelet", f"{directory} is writable"
     else:
-        advice = "run as root, and look at its mount"
-        yield "FAIL", "kubelet", f"{directory} cannot be written to; {advice}"
-    if not os.path.exists(kubelet):
-        yield "warn", "kubelet", f"{kubelet} is not there; kubelet is not running"
+        advice = "run as root, or check how it is mounted"
+        yield "FAIL", "kubelet", f"{directory} is not writable; {advice}"
+    if mode & 0o007:
+        advice = f"run: chmod o-rwx {directory}"
+        yield "warn", "kubelet", f"other users can enter {directory} and lock it; {advice}"
+    kubelet = f"{directory}/{KUBELET_SOCKET}"
+    is_running = os.access(kubelet, os.W_OK) and accepts_connections(kubelet)
+    if is_running:
+        yield "ok", "kubelet", f"{kubelet} accepts connections"
+    elif not os.path.exists(kubelet):
+        yield "warn", "kubelet", f"start the kubelet: {kubelet} does not exist"
     elif not os.access(kubelet, os.W_OK):
-        yield "warn", "kubelet", f"{kubelet} may not be connected to; run as root"
-    elif not listens(kubelet):
-        yield "warn", "kubelet", f"nobody listens on {kubelet}; kubelet is not running"
+        yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
     else:
-        yield "ok", "kubelet", f"{kubelet} answers"
-    if found.custody.unreadable:
-        yield "warn", "kubelet", f"{found.custody.unreadable}; what is offered anew is withheld"
-    for name, ids in found.custody.checkpoint.registered.items():
-        resource = found.listed.get(name)
-        if resource and ids and ids.isdisjoint(resource.devices):
-            advice = "another plugin has registered this name; stop it"
-            yield "FAIL", "kubelet", f"{name} has the devices {few(sorted(ids))}: {advice}"
+        yield "warn", "kubelet", f"start the kubelet: {kubelet} refuses connections"
+    if view["unreadable"]:
+        yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
+    for resource in view["resources"]:
+        state = resource["state"]
+        if is_running and state not in (None, REGISTERED):
+            yield "FAIL", "kubelet", f"{resource['name']} is not registered: {state}"
     yield from _check_sandbox(directory)
 
 
 def _check_sandbox(directory: str) -> Iterator[Finding]:
-    with suppress(OSError, subprocess.SubprocessError):
-        show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
-        shown = _output(*show, "tt-device-plugin.service").split()
-        paths = [os.path.normpath(path.lstrip("-+")) for path in shown]
-        if paths and not any(f"{directory}/".startswith(f"{path}/") for path in paths):
-            advice = "a drop-in opens it, see tt-device-plugin(8)"
-            yield "FAIL", "sandbox", f"the service may not write to {directory}; {advice}"
+    show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
+    shown = _output(*show, "tt-device-plugin.service").split()
+    paths = [os.path.normpath(path.lstrip("-+")) for path in shown]
+    if paths and not any(f"{directory}/".startswith(f"{path}/") for path in paths):
+        advice = "allow it in a drop-in: see examples/kubelet-dir.conf"
+        yield "FAIL", "sandbox", f"the service cannot write to {directory}; {advice}"
 
 
 if __name__ == "__main__":

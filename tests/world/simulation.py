@@ -16,6 +16,7 @@ import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,10 +140,10 @@ class RunningDaemon:
 
     @property
     def sessions(self) -> dict[str, ttdp.KubeletSession]:
-        return self.daemon.registrar.sessions
+        return self.daemon.sessions._sessions
 
     def chip(self, bdf: str) -> ttdp.Chip:
-        return self.daemon.monitor.fleet.chips[bdf]
+        return self.daemon.node.decide(time.monotonic()).chips[bdf]
 
 
 @contextlib.contextmanager
