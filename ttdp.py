@@ -32,8 +32,6 @@ import re
 import signal
 import socket
 import stat
-import struct
-import subprocess
 import sys
 import textwrap
 import time
@@ -56,7 +54,7 @@ from itertools import chain
 from math import inf
 from os.path import basename, dirname, isdir
 from time import monotonic
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import grpc
 import sdnotify
@@ -87,12 +85,6 @@ def abbreviate(names: Sequence[str]) -> str:
 
 
 # ==== CONFIGURATION: flag, then environment variable, then file, then default ====================
-
-ResourceNaming = Literal["board", "card", "arch"]
-VisibleDevices = Literal["bdf", "index", "none"]
-Unit = Literal["chip", "board"]
-DeviceListStrategy = Literal["device-specs", "cdi"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
@@ -136,18 +128,16 @@ def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: Tr
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    """Return the rule for a path, which is made absolute; "" stays ""."""
     rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
     return rule._replace(convert=lambda path: path and os.path.abspath(path))
 
 
-def _normal(path: str) -> str:
-    return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
-
-
 def _absolute(valid: str, *forbidden: str) -> Rule:
-    rule = _text(valid, "/.*", lambda path: path.isprintable() and _normal(path) not in forbidden)
-    return rule._replace(convert=_normal)
+    def normal(path: str) -> str:
+        return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
+
+    rule = _text(valid, "/.*", lambda path: path.isprintable() and normal(path) not in forbidden)
+    return rule._replace(convert=normal)
 
 
 def _is_selection(value: Any) -> bool:
@@ -157,10 +147,9 @@ def _is_selection(value: Any) -> bool:
 
 
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_TARGET = _absolute(
-    "an absolute path other than /, /dev, /proc, /sys, /dev/tenstorrent",
-    *("/", "/dev", "/proc", "/sys", "/dev/tenstorrent"),
-)
+_BOOLEAN = _one_of(*TRUE, *FALSE)._replace(convert=lambda text: text in TRUE)
+_RESERVED = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
+_TARGET = _absolute(f"an absolute path other than {', '.join(_RESERVED)}", *_RESERVED)
 _DIRECTORY = _path("the path of a directory")
 _OR_NONE = _path("a path, or empty", r"[^\0]*")
 _SOCKET = _path(f"a unix socket's path of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
@@ -181,24 +170,21 @@ _SELECTION = Rule(
     _is_selection,
     lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
 )
-_DEGREES = _number("", 1, 200)
 _LIMIT = Rule(
     'a number of °C from 1 to 200, or "card"',
-    lambda value: value == "card" or _DEGREES.accepts(value),
+    lambda value: value == "card" or (type(value) in (int, float) and 1 <= value <= 200),
 )
-_UNSUPPORTED = "removed: a chip cannot be partitioned, only time-shared"
+_PARTITIONING = ("memory_gb", "memory", "mps", "cores", "timeslice")  # other plugins' keys
 
-# Names that the program itself gives to resources.
+# A name that the program itself gives to a resource.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Declare a key of the file; all manuals show `help`."""
     return field(default=default, metadata={"rule": rule, "help": help})
 
 
 def _section(default: Any, kind: type) -> Any:
-    """Declare a table of the file, or, if the default is not one, an array of such tables."""
     return field(default=default, metadata={"kind": kind})
 
 
@@ -215,15 +201,11 @@ class Mount:
 class HealthSettings:
     """Section [health]."""
 
-    interval: float = _key(
-        5.0,
-        _number("a number of seconds from 0.1 to 3600", 0.1, 3600),  # a heartbeat takes 0.1 s
-        "seconds between two polls",
+    interval: float = _key(  # a heartbeat takes 0.1 s
+        5.0, _number("a number of seconds from 0.1 to 3600", 0.1, 3600), "seconds between two polls"
     )
-    temperature_limit: float | Literal["card"] | None = _key(
-        None,
-        _LIMIT,
-        '°C from which a chip is too hot, or "card" for its own limit; default: no limit',
+    temperature_limit: Any = _key(
+        None, _LIMIT, '°C from which a chip is too hot, or "card" for its own limit; default: none'
     )
     heartbeat_misses: int = _key(
         2,
@@ -243,17 +225,15 @@ class SharedResource:
 
     name: str = _key(MISSING, _RESOURCE_NAME, "unshared name of the resource")
     replicas: int = _key(
-        MISSING,
-        _number("a whole number from 2 to 100", 2, 100, (int,)),
-        "number of containers per device",
+        MISSING, _number("a whole number from 2 to 100", 2, 100, (int,)), "containers per device"
     )
     rename: str | None = _key(None, _RESOURCE_NAME, "name of the shared resource")
-    devices: Literal["all"] | int | tuple[str, ...] = _key(
+    devices: str | int | tuple[str, ...] = _key(
         "all", _SELECTION, "devices to share; the others stay exclusive"
     )
 
     @property
-    def named_devices(self) -> frozenset[str]:
+    def named(self) -> frozenset[str]:
         return frozenset(self.devices if isinstance(self.devices, tuple) else ())
 
 
@@ -261,9 +241,7 @@ class SharedResource:
 class Sharing:
     """Section [sharing]."""
 
-    rename_by_default: bool = _key(
-        False, _SWITCH, "append .shared to the name of a shared resource"
-    )
+    rename_by_default: bool = _key(False, _SWITCH, "append .shared to names of shared resources")
     fail_requests_greater_than_one: bool = _key(
         True, _SWITCH, "refuse a container that requests more than one replica"
     )
@@ -276,7 +254,6 @@ class Sharing:
     resources: tuple[SharedResource, ...] = _section((), SharedResource)
 
     def shared_name(self, entry: SharedResource) -> str:
-        """Return the name, without the domain, under which devices are shared."""
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
@@ -291,38 +268,36 @@ class Settings:
     dev_root: str = _key("/dev", _DIRECTORY, "directory of the device files")
     proc_root: str = _key("/proc", _DIRECTORY, "mount point of procfs")
     resource_domain: str = _key("tenstorrent.com", _DOMAIN, "domain of all resource names")
-    resource_naming: ResourceNaming = _key(
+    resource_naming: str = _key(
         "board",
-        _one_of(*get_args(ResourceNaming)),
+        _one_of("board", "card", "arch"),
         "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
     )
-    visible_devices: VisibleDevices = _key(
+    visible_devices: str = _key(
         "bdf",
-        _one_of(*get_args(VisibleDevices)),
+        _one_of("bdf", "index", "none"),
         "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
     )
-    unit: Unit = _key(
+    unit: str = _key(
         "chip",
-        _one_of(*get_args(Unit)),
+        _one_of("chip", "board"),
         "one device is one chip, or one board (a p300's 2 chips, a Galaxy tray's 8)",
     )
-    device_list_strategy: DeviceListStrategy = _key(
+    device_list_strategy: str = _key(
         "device-specs",
-        _one_of(*get_args(DeviceListStrategy)),
+        _one_of("device-specs", "cdi"),
         "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
     )
-    cdi_dir: str = _key(
-        "/var/run/cdi", _OR_NONE, "directory of CDI files, used if it exists; empty: no file"
-    )
+    cdi_dir: str = _key("/var/run/cdi", _OR_NONE, "directory of CDI files; empty: no file")
     labels_dir: str = _key(
         "/etc/kubernetes/node-feature-discovery/features.d",
         _OR_NONE,
-        "directory of NFD feature files, used if it exists; empty: no file",
+        "directory of feature files for node-feature-discovery; empty: no file",
     )
     metrics_file: str = _key(
         "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
         _OR_NONE,
-        "metrics for node_exporter, written if the directory exists; empty: no file",
+        "metrics for node_exporter's textfile collector; empty: no file",
     )
     pod_resources_socket: str = _key(
         "/var/lib/kubelet/pod-resources/kubelet.sock",
@@ -330,9 +305,11 @@ class Settings:
         "socket of the kubelet's pod resources API, the source of pod names",
     )
     fail_on_init_error: bool = _key(
-        False, _SWITCH, "exit with status 1 if there is no driver or no device at start"
+        False, _SWITCH, "exit with status 1 if there is no driver or device at start"
     )
-    log_level: LogLevel = _key("info", _one_of(*get_args(LogLevel)), "minimum level to log")
+    log_level: str = _key(
+        "info", _one_of("debug", "info", "warning", "error"), "minimum level to log"
+    )
     health: HealthSettings = _section(HealthSettings(), HealthSettings)
     sharing: Sharing = _section(Sharing(), Sharing)
     mounts: tuple[Mount, ...] = _section((), Mount)  # (): the hugepages below dev_root
@@ -351,23 +328,18 @@ class Option(NamedTuple):
     is_switch: bool
 
 
-OPTIONS = [
-    Option(
-        key=each.name,
-        flag="--" + each.name.replace("_", "-"),
-        variable="TTDP_" + each.name.upper(),
-        is_switch=each.type == "bool",  # annotations are texts here
-        **each.metadata,
-    )
-    for each in fields(Settings)
-    if "rule" in each.metadata
-]
+def _option(name: str, rule: Rule, help: str) -> Option:
+    flag = "--" + name.replace("_", "-")
+    return Option(name, flag, f"TTDP_{name.upper()}", rule, help, is_switch=rule is _SWITCH)
+
+
+OPTIONS = [_option(key.name, **key.metadata) for key in fields(Settings) if "rule" in key.metadata]
 
 
 def load_settings(
     flags: Mapping[str, str | None], environ: Mapping[str, str], *, ignore_file: bool = False
 ) -> Settings:
-    """Return the settings by flags, environment and file; raises ConfigError."""
+    """Return the settings; raises ConfigError."""
     named_by = "--config-file"
     path = flags.get("config_file")
     if path is None:
@@ -388,11 +360,10 @@ def load_settings(
             option.flag: flags.get(option.key),
         }
         for source, text in texts.items():
-            if text is not None and option.is_switch:
-                values[option.key] = _checked(_one_of(*TRUE, *FALSE), text.lower(), source) in TRUE
-            elif text is not None:
-                values[option.key] = _checked(option.rule, text, source)
             if text is not None:
+                rule = _BOOLEAN if option.is_switch else option.rule
+                value = text.lower() if option.is_switch else text
+                values[option.key] = _checked(rule, value, source)
                 sources[option.key] = source
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
@@ -418,7 +389,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
-    """Return arguments for Settings; named_by: the flag or variable with this path, or ""."""
+    """Return arguments for Settings. named_by: the flag or variable with this path."""
     try:
         with open(path, "rb") as file:
             document = tomllib.loads(file.read().decode("utf-8-sig"))
@@ -443,45 +414,38 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _table(source: str, name: str, table: object, kind: Any) -> dict[str, Any]:
-    """Return a table's values by a dataclass's rules; raises ConfigError."""
     if not isinstance(table, dict):
         raise _invalid(f"{source}{name}", table, f"a table: [{name}]")
     known = {key.name: key for key in fields(kind) if key.metadata}
     heading = name and (f"[{name}] " if kind in (HealthSettings, Sharing) else f"[[{name}]] ")
     source = f"{source}{heading}"
+    values = {}
     for key, each in known.items():
         if each.default is MISSING and key not in table:
             raise ConfigError(f"{source}{key} is missing")
-    values = {}
     for key, value in table.items():
-        if kind is SharedResource and key in ("memory_gb", "memory", "mps", "cores", "timeslice"):
-            raise _invalid(f"{source}{key}", value, _UNSUPPORTED)
+        if kind is SharedResource and key in _PARTITIONING:
+            valid = "removed: a chip cannot be partitioned, only time-shared"
+            raise _invalid(f"{source}{key}", value, valid)
         if key not in known:
             nearest = did_you_mean(key, known)
             keys = f"valid keys: {', '.join(known)}"
             raise ConfigError(f"{source}{key!r} is not a known key{nearest}; {keys}")
-        metadata = known[key].metadata
-        if "rule" in metadata:
-            values[key] = _checked(metadata["rule"], value, f"{source}{key}")
+        if "rule" in known[key].metadata:
+            values[key] = _checked(known[key].metadata["rule"], value, f"{source}{key}")
+            continue
+        inner = known[key].metadata["kind"]
+        place = (source.removesuffix(heading), f"{name}.{key}".lstrip("."))
+        if known[key].default != ():
+            values[key] = inner(**_table(*place, value, inner))
+        elif isinstance(value, list):
+            values[key] = tuple(inner(**_table(*place, each, inner)) for each in value)
         else:
-            place = source.removesuffix(heading)
-            full_name = f"{name}.{key}" if name else key
-            values[key] = _tables(place, full_name, value, known[key])
+            raise _invalid("".join(place), value, f"tables: [[{place[1]}]]")
     return values
 
 
-def _tables(source: str, name: str, value: object, key: Any) -> Any:
-    """Return the dataclass of a table, or those of an array of tables; raises ConfigError."""
-    kind = key.metadata["kind"]
-    if key.default != ():
-        return kind(**_table(source, name, value, kind))
-    if not isinstance(value, list):
-        raise _invalid(f"{source}{name}", value, f"tables: [[{name}]]")
-    return tuple(kind(**_table(source, name, each, kind)) for each in value)
-
-
 def _checked_mounts(settings: Settings, source: str) -> tuple[Mount, ...]:
-    """Return the mounts, each with a path in the container; raises ConfigError."""
     mounts: dict[str, Mount] = {}
     has_locks = settings.sharing.resources and settings.sharing.lock_dir
     for mount in settings.mounts:
@@ -495,7 +459,6 @@ def _checked_mounts(settings: Settings, source: str) -> tuple[Mount, ...]:
 
 
 def _checked_sharing(settings: Settings, source: str) -> Sharing:
-    """Return the section with names without domain; raises ConfigError."""
     sharing = settings.sharing
     entries: list[SharedResource] = []
     for entry in sharing.resources:
@@ -523,7 +486,7 @@ def _sharing_conflict(
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one for rename"
-        duplicates = entry.named_devices & other.named_devices
+        duplicates = entry.named & other.named
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or duplicates):
             return f"{abbreviate(sorted(duplicates)) or 'every device'} is selected twice"
     return None
@@ -559,14 +522,14 @@ DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
 DEAD_VALUE = 4_293_967_296  # the least of hwmon's other conversions of all ones
 
-# Errors of the daemon itself: no attribute or directory is to blame.
-OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's: no file is to blame
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 FileIdentity = tuple[int, int, int]
+Result = TypeVar("Result")
 
 
 class PciFunction(NamedTuple):
@@ -574,22 +537,18 @@ class PciFunction(NamedTuple):
 
     bdf: str  # PCI address "0000:03:00.0", which survives resets and renumbering
     arch: Arch | None = None  # None: only its address is known
-    subsystem: int | None = None  # PCI subsystem ID
+    subsystem: int = 0  # PCI subsystem ID
     numa_node: int | None = None  # None: unknown to the platform
     directory: str = ""  # in sysfs
     driver: str | None = None  # bound driver; "": no driver is bound; None: not on the bus
     ordinal: int | None = None  # N of /dev/tenstorrent/N; None: no device file
-    path: str = ""  # device file on the host, "" without one
+    path: str = ""  # device file on the host
     file_fault: str | None = None  # why the device file cannot be used
 
     @property
     def sysfs(self) -> str:
         """Return the directory of its class device, with the tt_* attributes."""
         return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
-
-    @property
-    def pci_card(self) -> str | None:
-        return CARDS.get(self.subsystem or 0)
 
     def without_device(self, driver: str | None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
@@ -603,26 +562,8 @@ class Identity(NamedTuple):
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
 
-    @classmethod
-    def checked(cls, texts: Mapping[str, str]) -> Identity:
-        """Return the values that have the driver's form; a half of all ones was torn by a reset."""
-        return cls(
-            _word(texts.get("card"), "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]"),
-            _word(texts.get("serial"), _ID),
-            _word(texts.get("asic_id"), _ID),
-            _word(texts.get("firmware"), r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}"),
-        )
-
     def or_else(self, former: Identity) -> Identity:
-        """Return this identity, completed by a former one."""
         return Identity(*(new or old for new, old in zip(self, former, strict=True)))
-
-
-_ID = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"
-
-
-def _word(text: str | None, form: str) -> str | None:
-    return text if text and re.fullmatch(form, text) else None
 
 
 class Telemetry(NamedTuple):
@@ -634,13 +575,7 @@ class Telemetry(NamedTuple):
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
     all_ones: bool = False  # every register that can show it reads as ones
-    off_bus: bool = False  # and so does its PCI configuration space
     error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the firmware offers nothing."""
-        return self == Telemetry()
 
 
 class Process(NamedTuple):
@@ -648,11 +583,11 @@ class Process(NamedTuple):
 
     pid: int
     command: str  # "?": hidden, or ended while a child keeps the descriptor
-    cgroup: str  # /proc/<pid>/cgroup
+    of_pod: bool
 
 
 class Reading(NamedTuple):
-    """Everything that was read of a chip at one moment, off the loop."""
+    """What was read of a chip at one moment."""
 
     function: PciFunction
     telemetry: Telemetry
@@ -664,63 +599,42 @@ class Reading(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)  # every poll sorts by it
 def address(bdf: str) -> tuple[int, ...]:
-    """Return a PCI address as numbers, for sorting."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
-def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time: inode numbers are reused. None: it does not exist."""
+def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
+    """Return what a function finds at a path, None if nothing is there."""
     try:
-        status = os.stat(path)
+        return look(path)
     except OSError as error:
         if error.errno in ABSENT:
             return None
         raise
-    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def file_identity(path: str) -> FileIdentity | None:
+    """Return device, inode and time: inode numbers are reused."""
+    status = if_exists(os.stat, path)
+    return status and (status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def names_in(directory: str) -> list[str]:
+    return if_exists(os.listdir, directory) or []
 
 
 def read_attribute(path: str) -> str | None:
-    """Return an attribute's text, None if it or its device does not exist; raises OSError."""
+    """Return an attribute's text, None if it does not exist."""
+    files = AttributeFiles()
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return _read_open(descriptor, path)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
-
-
-def _read_open(descriptor: int, path: str) -> str:
-    try:
-        return os.pread(descriptor, 4096, 0).decode("ascii", "replace").strip()  # a page at most
-    except OSError as error:
-        error.filename = path
-        raise
+        return if_exists(files.read, path)
+    finally:
+        files.close()
 
 
 def try_read(path: str) -> str | None:
     """Return a whole file's text; None if it cannot be read."""
     with suppress(OSError), open(path, "rb", 0) as file:
         return file.read().decode("utf-8", "replace").strip()
-    return None
-
-
-def names_in(directory: str) -> list[str]:
-    """Return the names in a directory, none if it does not exist; raises OSError."""
-    try:
-        return os.listdir(directory)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return []
-        raise
-
-
-def link_name(path: str) -> str | None:
-    with suppress(OSError):
-        return basename(os.readlink(path))
     return None
 
 
@@ -738,16 +652,16 @@ def _celsius(text: str | None) -> float | None:
     return millidegrees / 1000 if millidegrees else None
 
 
-def _pci_id(path: str) -> int | None:
+def _pci_id(path: str) -> int:
     text = read_attribute(path) or ""
-    return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else None
+    return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else 0
 
 
 def driver_version(settings: Settings) -> str | None:
-    """Return the loaded driver's version, such as "2.10.0"; "": unknown; None: not loaded."""
+    """Return the loaded driver's version, or "unknown"; None: not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
     if isdir(module) or isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
-        return try_read(f"{module}/version") or ""
+        return try_read(f"{module}/version") or "unknown"
     return None
 
 
@@ -757,55 +671,57 @@ def can_be_bound(function: PciFunction) -> bool:
     return (function.driver or override or DRIVER) in (DRIVER, "(null)")
 
 
+def pci_directory(settings: Settings, bdf: str = "") -> str:
+    return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
+
+
 def scan(
     settings: Settings, known: Mapping[str, PciFunction | None]
 ) -> dict[str, PciFunction | None]:
     """Return the functions on the PCI bus by address, in order; None: another vendor's.
 
-    Never blocks; raises OSError. known: the last result; the IDs of a function are read once. A
-    class device is read below its function: by its name in the class, a late read after a
-    renumbering leads to another chip.
+    known: the last result, as the IDs of a function are read once.
     """
-    bus = f"{settings.sysfs_root}/bus/pci/devices"
     found: dict[str, PciFunction | None] = {}
-    for bdf in sorted(filter(BDF.fullmatch, names_in(bus)), key=address):
-        function = known[bdf] if bdf in known else _read_function(f"{bus}/{bdf}", bdf)
+    for bdf in sorted(filter(BDF.fullmatch, names_in(pci_directory(settings))), key=address):
+        function = known[bdf] if bdf in known else _read_function(settings, bdf)
         found[bdf] = function and _with_device(settings, function)
     return found
 
 
-def _read_function(directory: str, bdf: str) -> PciFunction | None:
-    """Return a PCI function, None if it is not a Tenstorrent chip; raises OSError."""
+def _read_function(settings: Settings, bdf: str) -> PciFunction | None:
+    directory = pci_directory(settings, bdf)
     if _pci_id(f"{directory}/vendor") != VENDOR:
         return None
-    arch = ARCHES.get(_pci_id(f"{directory}/device") or 0)
-    numa_node = _below(ALL_ONES, read_attribute(f"{directory}/numa_node"))
+    arch = ARCHES.get(_pci_id(f"{directory}/device"))
     subsystem = _pci_id(f"{directory}/subsystem_device")
+    numa_node = _below(ALL_ONES, read_attribute(f"{directory}/numa_node"))
     return PciFunction(bdf, arch, subsystem, numa_node, directory) if arch else None
 
 
 def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
-    """Return a function with its driver and device file as they are now; raises OSError."""
+    """Return a function with its driver and device file as they are now.
+
+    Its class device is below it. By the name in the class, a late read after a renumbering leads to
+    another chip.
+    """
     for name in names_in(f"{function.directory}/{DRIVER}"):
         if match := re.fullmatch(rf"{DRIVER}!(\d{{1,5}})", name):
-            ordinal = int(match[1])
-            path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
-            function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
+            path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
+            function = function._replace(driver=DRIVER, ordinal=int(match[1]), path=path)
             return function._replace(file_fault=file_fault_now(function))
-    return function.without_device(link_name(f"{function.directory}/driver") or "")
+    driver = if_exists(os.readlink, f"{function.directory}/driver")
+    return function.without_device(basename(driver or ""))
 
 
 def file_fault_now(function: PciFunction) -> str | None:
-    """Return why a chip's device file cannot be used at this moment; raises OSError."""
+    """Return why a chip's device file cannot be used at this moment."""
     path = function.path
     number = read_attribute(f"{function.sysfs}/dev")
     if number is None:
         return f"{path} is being removed"
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise
+    status = if_exists(os.stat, path)
+    if status is None:
         return f"{path} does not exist"
     if not stat.S_ISCHR(status.st_mode):
         return f"{path} is not a character device"
@@ -814,7 +730,7 @@ def file_fault_now(function: PciFunction) -> str | None:
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
-    """Return the openers of a device file; None: unknown. Can block for seconds.
+    """Return the openers of a device file, None: unknown. Can block for seconds.
 
     The driver lists them since 2.5; 0 is a process of another PID namespace.
     """
@@ -823,10 +739,11 @@ def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
     if text is None or 0 in pids:
         return None
-    return [
-        Process(pid, try_read(f"{proc}/{pid}/comm") or "?", try_read(f"{proc}/{pid}/cgroup") or "")
-        for pid in sorted(pids)
-    ]
+    processes = []
+    for pid in sorted(pids):
+        of_pod = "kubepods" in (try_read(f"{proc}/{pid}/cgroup") or "")
+        processes.append(Process(pid, try_read(f"{proc}/{pid}/comm") or "?", of_pod))
+    return processes
 
 
 def link_path(settings: Settings, function: PciFunction) -> str | None:
@@ -849,46 +766,52 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-class AttributeFiles:
-    """The attributes of a chip, kept open between polls: that halves a poll's cost.
+def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
+    """Return the mounts of containers: configured ones, or the hugepages if they exist."""
+    names = () if settings.mounts else ("hugepages-1G", "hugepages")
+    mounts = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
+    return settings.mounts or tuple(mount for mount in mounts if os.path.exists(mount.host))
 
-    The thread that reads the chip has them for that time. For a device that is gone the kernel
-    returns ENODEV, never another chip's value.
+
+class AttributeFiles:
+    """Attributes of a chip, kept open between polls: that halves a poll's cost.
+
+    For a device that is gone the kernel returns ENODEV, never another chip's value.
     """
 
     def __init__(self) -> None:
-        self.hwmon = ""  # directory of the sensors; its number has no meaning
+        self._hwmon = ""
         self._open: dict[str, int] = {}
 
-    def find_hwmon(self, function: PciFunction) -> str:
-        if not self.hwmon:
-            names = names_in(f"{function.directory}/hwmon")
-            self.hwmon = f"{function.directory}/hwmon/{min(names)}" if names else ""
-        return self.hwmon
+    def hwmon(self, function: PciFunction) -> str:
+        """Return the directory of the sensors: its number has no meaning."""
+        directory = f"{function.directory}/hwmon"
+        if not self._hwmon and (names := names_in(directory)):
+            self._hwmon = f"{directory}/{min(names)}"
+        return self._hwmon
 
-    def read(self, path: str) -> str | None:
-        """Return an attribute's text, None if it does not exist; raises OSError."""
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            self._open[path] = descriptor
-        return _read_open(descriptor, path)
+    def read(self, path: str) -> str:
+        try:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.pread(self._open[path], 4096, 0).decode("ascii", "replace").strip()
+        except OSError as error:
+            error.filename = path
+            raise
 
     def close(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
-        self.hwmon = ""
+        self._hwmon = ""
 
 
-_IDENTITY = {  # attributes by Identity's fields
-    "card": "tt_card_type",
-    "serial": "tt_serial",
-    "firmware": "tt_fw_bundle_ver",
-    "asic_id": "tt_asic_id",
+_ID = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"  # a half of all ones: torn by a reset
+_IDENTITY = {  # attributes and forms by Identity's fields
+    "tt_card_type": "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]",
+    "tt_serial": _ID,
+    "tt_asic_id": _ID,
+    "tt_fw_bundle_ver": r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}",
 }
 _DEAD = {  # values of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
@@ -897,16 +820,16 @@ _DEAD = {  # values of a chip that does not respond
     "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
 }
-_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY.values(), "tt_therm_trip_count")
+_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY, "tt_therm_trip_count")
 
 
 def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
-    """Return telemetry by the attributes' texts."""
     shown = [raw[name] == dead for name, dead in _DEAD.items() if name in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
+    texts = [(raw.get(name, ""), form) for name, form in _IDENTITY.items()]
     return Telemetry(
-        Identity.checked({key: raw[name] for key, name in _IDENTITY.items() if name in raw}),
+        Identity(*(text if re.fullmatch(form, text) else None for text, form in texts)),
         decimal(raw.get("tt_heartbeat")),  # all ones, too: that heartbeat stalls
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
@@ -920,40 +843,26 @@ def read_telemetry(function: PciFunction, files: AttributeFiles) -> Telemetry:
     Raises OSError only for the daemon's own errors.
     """
     try:
-        try:
-            return _read_attributes(function, files)
-        except OSError as error:
-            files.close()
-            if error.errno != errno.ENODEV:
-                raise
-            return _read_attributes(function, files)  # they were of a device that is gone
+        return _read_attributes(function, files)
     except OSError as error:
         files.close()
         if error.errno in OWN_ERRORS:
             raise
-        name = basename(error.filename or function.sysfs)
-        return Telemetry(error=(name, error.errno or 0))
+        return Telemetry(error=(basename(error.filename or function.sysfs), error.errno or 0))
 
 
 def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
-    """Read all attributes; raises OSError.
-
-    ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
-    """
+    hwmon = files.hwmon(function)
     paths = [f"{function.sysfs}/{name}" for name in _TT_ATTRIBUTES]
-    if hwmon := files.find_hwmon(function):
-        paths += [f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"]
     raw = {}
-    for path in paths:
-        name = basename(path)
+    for path in (*paths, f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"):
         try:
-            text = files.read(path)
+            raw[basename(path)] = files.read(path)
         except OSError as error:
-            if error.errno != errno.ENODATA or name == "tt_heartbeat":
+            # ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
+            is_reset = error.errno == errno.ENODATA and path.endswith("/tt_heartbeat")
+            if is_reset or error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
                 raise
-            continue
-        if text is not None:
-            raw[name] = text
     if raw:
         return parse_telemetry(raw)
     if not isdir(function.sysfs):
@@ -962,7 +871,7 @@ def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
     # bound: its PCI configuration space begins with all ones.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
-            return Telemetry(all_ones=True, off_bus=True)
+            return Telemetry(all_ones=True)
     return Telemetry()
 
 
@@ -1009,11 +918,10 @@ def read_sensors(function: PciFunction, hwmon: str) -> dict[str, float]:
         directory = function.sysfs if name.startswith("tt_") else function.directory
         if "1_" in name or "0_" in name:
             directory = hwmon
-        value = None
         with suppress(OSError):
             value = _sensor_value(name, read_attribute(f"{directory}/{name}") or "")
-        if value is not None:
-            values[name] = value * sensor.factor
+            if value is not None:
+                values[name] = value * sensor.factor
     return values
 
 
@@ -1024,9 +932,8 @@ def _sensor_value(attribute: str, text: str) -> float | None:
     if attribute.startswith("aer_"):
         total = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
         return float(total[1]) if total else None
-    if attribute == "in0_max":
-        return _below(DEAD_VOLTAGE, text)
-    return _below(63 if attribute.endswith("_link_width") else DEAD_VALUE, text)
+    most = DEAD_VOLTAGE if attribute == "in0_max" else DEAD_VALUE
+    return _below(63 if attribute.endswith("_link_width") else most, text)
 
 
 # ==== HEALTH: per chip, with a reason. Pure: a verdict follows from the last one =================
@@ -1034,8 +941,6 @@ def _sensor_value(attribute: str, text: str) -> float | None:
 HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
 READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
 FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after the driver was rebound
-
-_BIND = "/sys/bus/pci/drivers/tenstorrent"
 
 
 class Fault(Enum):
@@ -1053,7 +958,9 @@ class Fault(Enum):
     SILENT = "silent"
 
 
+_BIND = "/sys/bus/pci/drivers/tenstorrent"
 _RESET = "reset it: tt-smi -r {bdf}"  # without an address tt-smi resets every card
+LOAD_DRIVER = "run: modprobe tenstorrent"
 REMEDIES = {
     Fault.NODE: "remove the file that is there, then run: "
     "udevadm trigger --subsystem-match=tenstorrent",
@@ -1068,14 +975,13 @@ REMEDIES = {
     Fault.TRIPPED: "check its cooling",
     Fault.SILENT: _RESET,
 }
-LOAD_DRIVER = "run: modprobe tenstorrent"
 
 
 class Verdict(NamedTuple):
-    """The health of a chip by its telemetry."""
+    """Health of a chip by its telemetry."""
 
     fault: Fault | None = None
-    problem: str | None = None  # without remedy; its numbers change without a new verdict
+    problem: str | None = None  # without remedy
     throttles: bool = False  # the card has reached its own limit, which is not a fault
 
 
@@ -1098,17 +1004,18 @@ def judge(
     if telemetry.error:
         return _judge_error(*telemetry.error), vitals
     if telemetry.all_ones:
-        subject = "PCI configuration space reads" if telemetry.off_bus else "all registers read"
-        return Verdict(Fault.NO_RESPONSE, f"chip does not respond ({subject} as ones)"), vitals
-    if telemetry.is_empty and was_seen:
-        return _judge_empty(verdict, vitals, reading.at)
+        return Verdict(Fault.NO_RESPONSE, "chip does not respond (registers read as ones)"), vitals
+    if telemetry == Telemetry() and was_seen:  # attributes only vanish when the driver is rebound
+        since = reading.at if vitals.empty_since is None else vitals.empty_since
+        if reading.at - since >= FIRMWARE_TIMEOUT:
+            verdict = Verdict(Fault.SILENT, "no telemetry since the driver was rebound")
+        return verdict, vitals._replace(empty_since=since)
     limit = settings.temperature_limit
     if limit == "card":
         limit = telemetry.throttles_at
     throttles = _reaches(telemetry.temperature, telemetry.throttles_at, verdict.throttles)
     vitals = _next_vitals(vitals, reading, limit)
-    fault = _judge_vitals(vitals, reading, settings, limit)
-    return Verdict(*fault, throttles=throttles), vitals
+    return Verdict(*_judge_vitals(vitals, reading, settings, limit), throttles), vitals
 
 
 def _judge_error(attribute: str, number: int) -> Verdict:
@@ -1120,19 +1027,11 @@ def _judge_error(attribute: str, number: int) -> Verdict:
     return Verdict(Fault.READ_ERROR, problem)
 
 
-def _judge_empty(verdict: Verdict, vitals: Vitals, now: float) -> tuple[Verdict, Vitals]:
-    """Judge a chip whose attributes are gone: they only disappear when the driver is rebound."""
-    since = now if vitals.empty_since is None else vitals.empty_since
-    if now - since >= FIRMWARE_TIMEOUT:
-        verdict = Verdict(Fault.SILENT, "no telemetry since the driver was rebound")
-    return verdict, vitals._replace(empty_since=since)
-
-
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     """Return the vitals after a reading.
 
-    Any change of the heartbeat is a sign of life: a reset restarts it. A reading caused by an event
-    can show one, too, but is not compared with at the next poll, which can come before a beat.
+    Any change of the heartbeat shows life: a reset restarts it. A reading caused by an event is not
+    compared with at the next poll, which can precede a beat.
     """
     telemetry = reading.telemetry
     beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
@@ -1158,12 +1057,13 @@ def _judge_vitals(
     vitals: Vitals, reading: Reading, settings: HealthSettings, limit: float | None
 ) -> tuple[Fault | None, str | None]:
     telemetry = reading.telemetry
+    holdoff = settings.trip_holdoff
     if vitals.misses >= settings.heartbeat_misses:
         return Fault.STALLED, f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
     if vitals.hot:
         return Fault.HOT, f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C"
-    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < settings.trip_holdoff:
-        again = f"healthy again after {settings.trip_holdoff:g} s without another"
+    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
+        again = f"healthy again after {holdoff:g} s without another"
         return Fault.TRIPPED, f"thermal trip ({vitals.trips} so far; {again})"
     return None, None
 
@@ -1186,6 +1086,10 @@ class Chip(NamedTuple):
         return self.function.bdf
 
     @property
+    def label(self) -> str:
+        return f"{self.bdf} ({self.card_type or self.function.arch})"
+
+    @property
     def present(self) -> bool:
         return self.function.ordinal is not None
 
@@ -1196,27 +1100,25 @@ class Chip(NamedTuple):
         return Fault.NODE if self.function.file_fault else self.verdict.fault
 
     @property
-    def card_type(self) -> str | None:
-        """The exact card type, "p150a"."""
-        return self.identity.card or self.function.pci_card
+    def is_readable(self) -> bool:
+        dead = (Fault.GONE, Fault.BLOCKED, Fault.NO_RESPONSE, Fault.RESETTING, Fault.READ_ERROR)
+        return self.fault not in dead
 
     @property
-    def label(self) -> str:
-        """Return its address and card, for logs."""
-        return f"{self.bdf} ({self.card_type or self.function.arch})"
+    def card_type(self) -> str | None:
+        """Return the exact card type, "p150a"."""
+        return self.identity.card or CARDS.get(self.function.subsystem)
 
     @property
     def board_type(self) -> str:
-        """The card type without its trailing letter, or the architecture."""
+        """Return the card type without its trailing letter, or the architecture."""
         card = self.card_type or self.function.arch or "unknown"
         return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
 
     @property
     def board_chips(self) -> int:
         """Return how many chips with a device file its board, or its Galaxy tray, has."""
-        if self._galaxy_tray:
-            return 8
-        return 2 if self.board_type == "p300" else 1
+        return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
 
     @property
     def board(self) -> tuple[object, ...]:
@@ -1228,22 +1130,15 @@ class Chip(NamedTuple):
 
     @property
     def _galaxy_tray(self) -> tuple[object, ...]:
-        """The high nibble of the bus number identifies the tray."""
+        """Return its tray: the high nibble of the bus number."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
     def board_id(self) -> str | None:
-        """The ID of its board: a p300's serial, a Galaxy tray's buses ("0000:c0")."""
-        if self.board_chips == 8:
-            return self.bdf[: self.bdf.rindex(":") - 1] + "0"
-        return self.identity.serial
-
-    @property
-    def aliases(self) -> set[str]:
-        """Return its names in the configuration."""
-        return {self.bdf, str(self.function.ordinal)} if self.present else {self.bdf}
+        """Return a p300's serial, a Galaxy tray's buses ("0000:c0")."""
+        return f"{self.bdf[:-6]}0" if self._galaxy_tray else self.identity.serial
 
 
 @dataclass(slots=True)
@@ -1251,19 +1146,18 @@ class ChipRecord:
     """Everything known of a chip; `chip` is the part that decisions depend on."""
 
     chip: Chip
-    vitals: Vitals = Vitals()
-    telemetry: Telemetry | None = None  # the last one since the device appeared; None: none yet
+    vitals: Vitals
     was_seen: bool = False  # it had telemetry since boot
+    telemetry: Telemetry | None = None  # the last one since the device appeared; None: none yet
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[Process] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        """Record a function with a device file that is new, back, or renumbered."""
         self.chip = self.chip._replace(function=function, seen=True)
         self.telemetry = None
 
     def vanish(self, driver: str | None) -> None:
-        """Record that the device file is gone. Its health stays until telemetry is read again."""
+        """Record that the device file is gone. Health stays until telemetry is read again."""
         verdict = self.chip.verdict
         if self.chip.present:
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
@@ -1273,50 +1167,45 @@ class ChipRecord:
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
-        offers = not (telemetry.is_empty or telemetry.error or telemetry.all_ones)
-        chip = self.chip
-        verdict, self.vitals = judge(
-            chip.verdict, self.vitals, reading, settings, was_seen=self.was_seen
-        )
-        identity = chip.identity
-        if offers and telemetry.identity != Identity():
+        state = (self.chip.verdict, self.vitals)
+        verdict, self.vitals = judge(*state, reading, settings, was_seen=self.was_seen)
+        identity = self.chip.identity
+        if telemetry.identity != Identity():
             # The first one replaces it as a whole: another card can be in the slot.
             former = identity if self.telemetry else Identity()
             identity = telemetry.identity.or_else(former)
-        if offers:
+        if telemetry != Telemetry() and not telemetry.error and not telemetry.all_ones:
             self.telemetry = telemetry
             self.was_seen = True
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
-        listed = chip.listed or not chip.function.file_fault
-        self.chip = chip._replace(identity=identity, verdict=verdict, listed=listed)
+        self.chip = self.chip._replace(identity=identity, verdict=verdict)
+        self.list()
 
-    def block(self, seconds: float) -> None:
-        """List a chip whose telemetry read takes this long; at the deadline that is a fault."""
-        chip = self.chip._replace(listed=self.chip.listed or not self.chip.function.file_fault)
-        if seconds > READ_TIMEOUT:
-            problem = "telemetry read timed out (the driver may be waiting for a reset)"
-            chip = chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
-        self.chip = chip
+    def list(self) -> None:
+        """Make it a device, unless its device file was invalid from the start."""
+        is_valid = self.chip.listed or not self.chip.function.file_fault
+        self.chip = self.chip._replace(listed=is_valid)
 
-    def to_state(self) -> list[Any]:
-        """Return what a restart within the same boot needs: the chip and its lasting faults."""
+    def block(self) -> None:
+        problem = "telemetry read timed out (the driver may be waiting for a reset)"
+        self.chip = self.chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
+
+    def to_state(self) -> Sequence[Any]:
+        """Return what a restart needs: the chip and its lasting faults."""
         vitals = self.vitals
         stalled_at = vitals.heartbeat if self.chip.fault is Fault.STALLED else None
-        chip = self.chip
         lasting = (stalled_at, vitals.trips, vitals.tripped_at, vitals.empty_since)
-        return [chip.function.without_device(None), chip.identity, self.was_seen, *lasting]
+        function = self.chip.function.without_device(None)
+        return function, self.chip.identity, self.was_seen, lasting
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ChipRecord:
-        function, identity, was_seen, stalled_at, trips, tripped_at, empty_since = state
+        function, identity, was_seen, (stalled_at, *lasting) = state
         misses = 0 if stalled_at is None else 1_000_000  # more than any setting
-        return cls(
-            Chip(PciFunction(*function), Identity(*identity), seen=True),
-            Vitals(stalled_at, misses, False, trips, tripped_at, empty_since),
-            was_seen=was_seen,
-        )
+        chip = Chip(PciFunction(*function), Identity(*identity), seen=True)
+        return cls(chip, Vitals(stalled_at, misses, False, *lasting), was_seen)
 
 
 class Inventory:
@@ -1330,7 +1219,6 @@ class Inventory:
 
     @property
     def chips(self) -> dict[str, Chip]:
-        """The chips by PCI address, in order."""
         return {bdf: self.records[bdf].chip for bdf in sorted(self.records, key=address)}
 
     @property
@@ -1338,25 +1226,22 @@ class Inventory:
         chips = (record.chip for record in self.records.values())
         return [chip.function for chip in chips if chip.present]
 
-    def observe(self, settings: Settings) -> list[PciFunction]:
-        """Look at sysfs; return the functions with a device file that is new. Raises OSError."""
+    def observe(self, settings: Settings) -> None:
+        """Look at sysfs."""
         self._bus = scan(settings, self._bus)
         self.driver = driver_version(settings)
-        new = []
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
             record = self.records.get(bdf)
             before = record.chip.function if record else function
             if not record or (before.arch, before.subsystem) != (function.arch, function.subsystem):
-                record = self.records[bdf] = ChipRecord(Chip(function))
+                record = self.records[bdf] = ChipRecord(Chip(function), Vitals())
             if function.ordinal is None:
                 record.vanish(function.driver)
             elif before != function or not record.chip.seen:
                 record.appear(function)
-                new.append(function)
         for bdf in self.records.keys() - functions.keys():
             self.records[bdf].vanish(None)
-        return new
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         for reading in readings:
@@ -1365,17 +1250,11 @@ class Inventory:
                 record.apply(reading, settings)
 
     def chip_at(self, path: str) -> str | None:
-        """Return the address of the chip with this device file, or udev link to it."""
-        name = basename(path)
-        for bdf, record in self.records.items():
-            function = record.chip.function
-            by_id = f"{function.arch}-{record.chip.identity.asic_id}"
-            if record.chip.present and (path == function.path or name in (bdf, by_id)):
-                return bdf
+        """Return the chip with this device file, or link to it."""
+        for function in self.present:
+            if path == function.path or basename(path) == function.bdf:
+                return function.bdf
         return None
-
-    def to_state(self) -> dict[str, list[Any]]:
-        return {bdf: each.to_state() for bdf, each in self.records.items() if each.chip.seen}
 
 
 # ==== ALLOCATIONS: which pod holds which chips, according to the kubelet's checkpoint =============
@@ -1386,10 +1265,12 @@ ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer with the c
 ANSWER_VALIDITY = 20.0  # seconds for which an answer to Allocate is evidence
 GRACE_PERIOD = 10.0  # seconds for which an allocation is in force after the last evidence
 LOOK_INTERVAL = 5.0  # seconds between two looks at the pods' cgroups
-ROOT_DEPTH = 4  # levels below the mount point that are searched for kubepods
+BUSY_INTERVAL = 0.1  # likewise, at one that had processes
+ROOT_DEPTH = 4  # levels of cgroups that are searched for kubepods
+QOS_CLASS = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
 
-ChipAt = Callable[[str], "str | None"]  # returns the address of the chip with a device file
 PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
+Key = tuple[str, ...]  # of an allocation
 
 
 class Allocation(NamedTuple):
@@ -1402,139 +1283,110 @@ class Allocation(NamedTuple):
     container: str = ""
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """Return the identity of an allocation: a newer one with the same key replaces it."""
-        if self.pod:
-            return self.pod, self.container, self.resource
-        return "", self.resource, *sorted(self.ids)
-
-
-class CheckpointEntry(NamedTuple):
-    allocation: Allocation
-    paths: tuple[str, ...]  # device files of another plugin's answer, which names no chips
+    def key(self) -> Key:
+        pending = ("", self.resource, *sorted(self.ids))
+        return (self.pod, self.container, self.resource) if self.pod else pending
 
 
 class Checkpoint(NamedTuple):
-    """The kubelet's checkpoint (kubernetes' devicemanager/checkpoint), as far as it concerns us."""
+    """The kubelet's checkpoint (kubernetes' devicemanager/checkpoint), other vendors left out."""
 
-    entries: Sequence[CheckpointEntry] = ()
+    # With the device files of another plugin's answer, which names no chips.
+    entries: Sequence[tuple[Allocation, Sequence[str]]] = ()
     registered: Mapping[str, frozenset[str]] = {}  # healthy IDs, by resource
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
-    """Return a checkpoint's contents; raises ValueError. Other vendors' entries are skipped."""
+    """Return a checkpoint's contents; raises ValueError. Odd entries are skipped."""
+    odd = (LookupError, TypeError, AttributeError, ValueError, RecursionError, DecodeError)
     try:
         data = json.loads(content)["Data"]
         items = list(data["PodDeviceEntries"] or ())
         registered = dict(data["RegisteredDevices"] or {})
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except odd as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     entries = []
-    for item in items:
-        with suppress(LookupError, TypeError, AttributeError, ValueError):
-            if entry := _parse_entry(item):
-                entries.append(entry)
     healthy = {}
-    for name, ids in registered.items():
-        with suppress(TypeError, ValueError):
-            healthy[name] = _names(ids or [])
+    for item in items:
+        with suppress(*odd):
+            chips, paths = _parse_answer(item["AllocResp"])
+            ids = frozenset[str]().union(*map(_names, item["DeviceIDs"].values()))
+            resource, pod, container = names = [
+                item[key] for key in ("ResourceName", "PodUID", "ContainerName")
+            ]
+            if (chips or paths) and ids and all(_names(names)):
+                entries.append((Allocation(resource, ids, chips, pod, container), paths))
+    for name, theirs in registered.items():
+        with suppress(*odd):
+            healthy[name] = _names(theirs or [])
     return Checkpoint(entries, healthy)
 
 
-def _parse_entry(item: Mapping[str, Any]) -> CheckpointEntry | None:
-    """Return an entry with Tenstorrent devices; raises what odd JSON raises."""
-    chips, paths = _parse_answer(item["AllocResp"])
-    if not chips and not paths:
-        return None
-    names = (item["ResourceName"], item["PodUID"], item["ContainerName"])
-    resource, pod, container = names
-    ids = frozenset[str]().union(*map(_names, item["DeviceIDs"].values()))
-    if not _names(list(names)) or "" in names or not ids:
-        return None
-    return CheckpointEntry(Allocation(resource, ids, chips, pod, container), paths)
-
-
-def _names(value: Any) -> frozenset[str]:
-    """Return a list's names; raises TypeError, or ValueError for control characters."""
-    if not isinstance(value, list):
-        raise TypeError("not a list")
-    for name in value:
-        if not name.isprintable():
-            raise ValueError("not printable")
+def _names(value: list[Any]) -> frozenset[str]:
+    """Return a list's names; raises what odd JSON raises."""
+    if not isinstance(value, list) or not all(name.isprintable() for name in value):
+        raise ValueError("not a list of names")
     return frozenset(value)
 
 
 @functools.lru_cache(maxsize=1024)  # a checkpoint is written at each change of any resource
-def _parse_answer(answer: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the chips of an answer to Allocate, else the device files; raises ValueError."""
+def _parse_answer(answer: str) -> tuple[frozenset[str], Sequence[str]]:
+    """Return the chips of an answer to Allocate, else its device files."""
     content = base64.b64decode(answer)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
         return frozenset(), ()
-    try:
-        response = pb.ContainerAllocateResponse.FromString(content)
-    except DecodeError as error:
-        raise ValueError(str(error)) from None
+    response = pb.ContainerAllocateResponse.FromString(content)
     chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
-    paths = () if chips else tuple(device.host_path for device in response.devices)
-    return chips, paths
+    return chips, () if chips else [device.host_path for device in response.devices]
 
 
 class Cgroups:
-    """The cgroups of pods, below root's kubepods directories.
+    """The cgroups of pods, in root's kubepods directories.
 
     They are named after the pod's UID (kubernetes' pod_container_manager_linux.go), and exist from
     before its first container until after its last one.
     """
 
-    BUSY_FOR = 0.1  # seconds for which a pod that had processes is not looked at again
-
     def __init__(self, sysfs_root: str) -> None:
+        self.roots: list[str] = []  # searched for at the next look if empty
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._roots: list[str] = []
-        self._paths: dict[str, list[str]] = {}  # by the name in the directory's: UID, or with "_"
+        self._paths: dict[str, list[str]] = {}  # by the pod's UID, with "_" for "-"
         self._busy_at: dict[str, float] = {}  # when a pod last had processes
 
-    def look(self, *, search: bool = False) -> None:
-        """List the pods' directories, in roots found before unless search; raises OSError."""
-        if search or not self._roots:
-            self._roots = self._find_roots()
+    def look(self) -> None:
+        """List the pods' directories."""
+        self.roots = self.roots or self._find_roots()
         self._paths = {}
-        for root in self._roots:
-            names = names_in(root)
-            for name in names:
-                self._add(root, name)
-                if name.endswith(("burstable", "besteffort", "-burstable.slice", "-besteffort.slice")):
-                    for each in names_in(f"{root}/{name}"):
-                        self._add(f"{root}/{name}", each)
-
-    def _add(self, directory: str, name: str) -> None:
-        if match := re.fullmatch(r"pod(.+)|.+-pod([^-]+)\.slice", name):
-            key = (match[1] or match[2]).replace("-", "_")
-            self._paths.setdefault(key, []).append(f"{directory}/{name}")
+        for root in self.roots:
+            classes = filter(QOS_CLASS.fullmatch, names_in(root))
+            for directory in (root, *(f"{root}/{name}" for name in classes)):
+                for name in names_in(directory):
+                    if match := re.fullmatch(r"pod(.+)|.+-pod([^-]+)\.slice", name):
+                        uid = (match[1] or match[2]).replace("-", "_")
+                        self._paths.setdefault(uid, []).append(f"{directory}/{name}")
 
     def has(self, pod: str) -> bool:
-        """Return whether a pod had a cgroup at the last look."""
         return pod.replace("-", "_") in self._paths
 
     def has_processes(self, pod: str, now: float) -> bool:
-        """Return whether a process is in a pod's cgroup now, whoever asks how often."""
-        if now - self._busy_at.get(pod, -inf) < self.BUSY_FOR:
-            return True
-        self._busy_at.pop(pod, None)
-        self.look()
-        if any(map(self._is_populated, self._paths.get(pod.replace("-", "_"), ()))):
-            self._busy_at[pod] = now
-        return pod in self._busy_at
+        """Return whether a process is in a pod's cgroup now, or was a moment ago."""
+        if now - self._busy_at.pop(pod, -inf) >= BUSY_INTERVAL:
+            self.look()
+            if not any(map(self._is_populated, self._paths.get(pod.replace("-", "_"), ()))):
+                return False
+        self._busy_at[pod] = now
+        return True
 
     def _is_populated(self, directory: str) -> bool:
-        """Return whether a cgroup or one below has a process: an error other than absence is one."""
+        """Return whether a process is in a cgroup or below it, or whether that is unknown."""
+        # Not cgroup.procs: on old kernels it was empty when a leader had ended before a thread.
+        path = f"{directory}/{'cgroup.events' if self._is_v2 else 'tasks'}"
         try:
-            if self._is_v2:
-                return "populated 1" in _read_whole(f"{directory}/cgroup.events")
-            # Not cgroup.procs: on old kernels it was empty when a leader had ended before a thread.
-            if _read_whole(f"{directory}/tasks"):
-                return True
+            with open(path, "rb", 0) as file:
+                content = file.read()
+            if self._is_v2 or content:
+                return not self._is_v2 or b"populated 1" in content
             with os.scandir(directory) as entries:
                 below = [each.path for each in entries if each.is_dir(follow_symlinks=False)]
         except OSError as error:
@@ -1542,31 +1394,27 @@ class Cgroups:
         return any(map(self._is_populated, below))
 
     def _find_roots(self) -> list[str]:
-        """Return root's kubepods directories, the ones nearest to the mount point."""
+        """Return root's kubepods directories, those nearest to the mount point."""
         names = names_in(self._mount)
         self._is_v2 = "cgroup.controllers" in names
         v1 = [name for name in ("devices", "memory", "systemd") if name in names]
         level = [self._mount if self._is_v2 or not v1 else f"{self._mount}/{v1[0]}"]
+        ends = ("/kubepods", "/kubepods.slice", "-kubepods.slice")
         for _ in range(ROOT_DEPTH):
             level = [path for directory in level for path in _directories_of_root(directory)]
-            ends = ("/kubepods", "/kubepods.slice", "-kubepods.slice")
             if roots := [path for path in level if path.endswith(ends)]:
                 return roots
         return []
 
 
-def _read_whole(path: str) -> str:
-    with open(path, "rb", 0) as file:
-        return file.read().decode("ascii", "replace").strip()
-
-
 def _directories_of_root(directory: str) -> Iterator[str]:
     """Yield directories that no other user has made, except users' sessions."""
-    with suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            is_directory = entry.is_dir(follow_symlinks=False) and entry.name != "user.slice"
-            if is_directory and entry.stat(follow_symlinks=False).st_uid in (0, os.geteuid()):
-                yield entry.path
+    for name in names_in(directory):
+        path = f"{directory}/{name}"
+        status = if_exists(os.lstat, path)
+        is_directory = status and stat.S_ISDIR(status.st_mode) and name != "user.slice"
+        if status and is_directory and status.st_uid in (0, os.geteuid()):
+            yield path
 
 
 @dataclass(slots=True)
@@ -1574,8 +1422,11 @@ class AllocationRecord:
     """An allocation, and the evidence that its pod still holds it."""
 
     allocation: Allocation
-    answered_at: float = -inf  # when Allocate was answered; -inf: by another daemon
+    answered_at: float | None = None  # when Allocate was answered; None: by another daemon
     evident_at: float = -inf  # when there last was evidence
+
+    def is_in_force(self, now: float) -> bool:
+        return now - self.evident_at <= GRACE_PERIOD
 
 
 class AllocationTracker:
@@ -1588,45 +1439,50 @@ class AllocationTracker:
     volumes are being mounted, or the sandbox is being replaced.
     """
 
-    def __init__(self, settings: Settings, state: Mapping[str, Any], now: float) -> None:
-        """state: by to_state(), of the same boot."""
+    def __init__(self, settings: Settings, state: Sequence[Any], now: float) -> None:
         self.checkpoint = Checkpoint()
         self.has_read = False  # a checkpoint was parsed
         self.unreadable: str | None = None  # why the present one cannot be
         self.names: dict[str, str] = {}  # "namespace/name" by UID
-        self.cgroups = Cgroups(settings.sysfs_root)
-        self.kubelet: FileIdentity | None = None  # the socket of the last kubelet
+        self._cgroups = Cgroups(settings.sysfs_root)
         self._directory = settings.device_plugin_dir
         self._file: FileIdentity | None = None  # the checkpoint that was read
-        self._records: dict[tuple[str, ...], AllocationRecord] = {}
-        self._seen: frozenset[str] = frozenset(state.get("seen", ()))  # pods, since it started
+        self._kubelet: FileIdentity | None = None  # the socket of the last one
+        self._seen: frozenset[str] = frozenset()  # pods with a cgroup since it started
         self._looked_at = -inf
-        if kubelet := state.get("kubelet"):
-            self.kubelet = (kubelet[0], kubelet[1], kubelet[2])
-        for resource, ids, chips, pod, container, answered_at in state.get("allocations", ()):
+        self._records: dict[Key, AllocationRecord] = {}
+        for resource, ids, chips, pod, container, answered_at in state:
             allocation = Allocation(resource, frozenset(ids), frozenset(chips), pod, container)
-            since = -inf if answered_at is None else answered_at
-            self._records[allocation.key] = AllocationRecord(allocation, since, now)
+            self._records[allocation.key] = AllocationRecord(allocation, answered_at, now)
 
-    def observe(self, ours: Collection[str], chip_at: ChipAt, now: float) -> FileIdentity | None:
+    def observe(
+        self, ours: Collection[str], chip_at: Callable[[str], str | None], now: float
+    ) -> FileIdentity | None:
         """Read the checkpoint if it changed; update the evidence; return the kubelet's socket.
 
-        ours: resources whose entries count without addresses. Raises OSError.
+        ours: resources whose entries count without addresses.
         """
-        socket_now = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
-        is_new_kubelet = socket_now not in (None, self.kubelet)
+        kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
+        is_new_kubelet = kubelet not in (None, self._kubelet)
         if is_new_kubelet:
-            self.kubelet = socket_now
+            self._kubelet = kubelet
+            self._cgroups.roots = []
         self._read()
-        entries = dict(self._entries(ours, chip_at))
-        self._add(entries)
-        if is_new_kubelet or now - self._looked_at >= LOOK_INTERVAL:
+        entries: dict[Key, Allocation] = {}
+        for allocation, paths in self.checkpoint.entries:
+            if paths and allocation.resource in ours:
+                chips = frozenset(filter(None, map(chip_at, paths)))
+                allocation = allocation._replace(chips=chips)
+            if allocation.chips:
+                entries[allocation.key] = allocation
+        is_new = self._add(entries)
+        if is_new_kubelet or is_new or now - self._looked_at >= LOOK_INTERVAL:
             self._looked_at = now
             self._look(entries, now, is_new_kubelet=is_new_kubelet)
         for key, record in [*self._records.items()]:
-            if key not in entries and not self._is_in_force(record, now):
+            if key not in entries and not record.is_in_force(now):
                 del self._records[key]
-        return socket_now
+        return kubelet
 
     def _read(self) -> None:
         """Read the checkpoint if it changed. The last one outlives its file."""
@@ -1634,66 +1490,50 @@ class AllocationTracker:
         identity = file_identity(path)
         if identity in (None, self._file):
             return
-        try:
-            with open(path, "rb") as file:
-                content = file.read()
-        except FileNotFoundError:
-            return
-        self._file = identity
-        try:
-            self.checkpoint = parse_checkpoint(content)
-        except ValueError as error:
-            if self.unreadable is None:
-                log.warning("%s cannot be parsed: %s", path, error)
-            self.unreadable = f"{CHECKPOINT} cannot be parsed"
-            return
-        if self.unreadable:
-            log.info("%s can be parsed again", path)
-        self.unreadable = None
-        self.has_read = True
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            content = file.read()
+            self._file = identity
+            try:
+                self.checkpoint = parse_checkpoint(content)
+            except ValueError as error:
+                if self.unreadable is None:
+                    log.warning("%s cannot be parsed: %s", path, error)
+                self.unreadable = f"{CHECKPOINT} cannot be parsed"
+                return
+            if self.unreadable:
+                log.info("%s can be parsed again", path)
+            self.unreadable = None
+            self.has_read = True
 
-    def _entries(
-        self, ours: Collection[str], chip_at: ChipAt
-    ) -> Iterator[tuple[tuple[str, ...], Allocation]]:
-        for allocation, paths in self.checkpoint.entries:
-            if paths and allocation.resource in ours:
-                chips = frozenset(filter(None, map(chip_at, paths)))
-                allocation = allocation._replace(chips=chips)
-            if allocation.chips:
-                yield allocation.key, allocation
-
-    def _add(self, entries: Mapping[tuple[str, ...], Allocation]) -> None:
-        """Record entries that are new. One takes over from the pending answer that it contains."""
+    def _add(self, entries: Mapping[Key, Allocation]) -> bool:
+        """Record new entries, each in place of its pending answer; return whether there are any."""
+        is_new = False
         for key, allocation in entries.items():
             record = self._records.get(key)
             if record is None or record.allocation != allocation:
-                pending = self._records.pop(allocation._replace(pod="", container="").key, None)
-                answered_at = pending.answered_at if pending else -inf
+                pending = self._records.pop(allocation._replace(pod="").key, None)
+                answered_at = pending.answered_at if pending else None
                 self._records[key] = AllocationRecord(allocation, answered_at)
-                self._looked_at = -inf
+                is_new = True
+        return is_new
 
-    def _look(
-        self, entries: Collection[tuple[str, ...]], now: float, *, is_new_kubelet: bool
-    ) -> None:
-        """Look at the pods' cgroups for evidence. A kubelet that starts recreates those of pods."""
-        self.cgroups.look(search=is_new_kubelet)
+    def _look(self, entries: Collection[Key], now: float, *, is_new_kubelet: bool) -> None:
+        """Look for evidence. A kubelet that starts recreates the cgroups of its pods."""
+        self._cgroups.look()
         pods = {record.allocation.pod for record in self._records.values()}
-        existing = frozenset(filter(self.cgroups.has, pods))
+        existing = frozenset(filter(self._cgroups.has, pods))
         self._seen = existing if is_new_kubelet else existing | (self._seen & pods)
         for key, record in self._records.items():
             pod = record.allocation.pod
-            has_ended = pod in self._seen and pod not in existing
+            is_answered = record.answered_at is not None
             if (
-                now - record.answered_at < ANSWER_VALIDITY
-                or (self.unreadable and self._is_in_force(record, now))
-                or (key in entries and not has_ended)
-                or (pod in existing and self.cgroups.has_processes(pod, now))
+                (is_answered and now - (record.answered_at or 0) < ANSWER_VALIDITY)
+                or (self.unreadable and record.is_in_force(now))
+                or (key in entries and (pod in existing or pod not in self._seen))
+                or (pod in existing and self._cgroups.has_processes(pod, now))
             ):
                 record.evident_at = now
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
-
-    def _is_in_force(self, record: AllocationRecord, now: float) -> bool:
-        return now - record.evident_at <= GRACE_PERIOD
 
     def add_pending(self, allocation: Allocation, now: float) -> None:
         """Record an answer to Allocate. The kubelet writes it to the checkpoint in milliseconds."""
@@ -1702,33 +1542,26 @@ class AllocationTracker:
 
     def in_force(self, now: float) -> tuple[Allocation, ...]:
         """Return the allocations in force, the newest last."""
-        records = [each for each in self._records.values() if self._is_in_force(each, now)]
-        records.sort(key=lambda each: each.answered_at)
+        records = [each for each in self._records.values() if each.is_in_force(now)]
+        records.sort(key=lambda each: each.answered_at or -inf)
         return tuple(each.allocation for each in records)
 
     def is_running(self, allocation: Allocation, now: float) -> bool:
-        """Return whether an allocation's pod has processes now."""
-        return bool(allocation.pod) and self.cgroups.has_processes(allocation.pod, now)
+        return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod, now)
 
     def apply_names(self, listed: PodNames) -> None:
-        """Record the pods' names, by resource, ID and container."""
-        entries = {allocation.key for allocation, _ in self.checkpoint.entries}
-        for key, record in self._records.items():
-            resource, ids, _, pod, container = record.allocation
-            for name in (listed.get((resource, each, container)) for each in ids):
-                if name and key in entries:
-                    self.names = self.names | {pod: name}
+        for (resource, ids, _, pod, container), _ in self.checkpoint.entries:
+            keys = ((resource, each, container) for each in ids)
+            if name := next((listed[key] for key in keys if key in listed), None):
+                self.names = self.names | {pod: name}
 
-    def to_state(self) -> dict[str, Any]:
-        allocations = [
-            [resource, sorted(ids), sorted(chips), pod, container, record.answered_at]
-            for record in self._records.values()
-            for resource, ids, chips, pod, container in (record.allocation,)
-        ]
-        for each in allocations:
-            each[-1] = None if each[-1] == -inf else each[-1]
-        seen = sorted(self._seen)
-        return {"allocations": allocations, "seen": seen, "kubelet": self.kubelet}
+    def to_state(self) -> list[Any]:
+        state = []
+        for record in self._records.values():
+            resource, ids, chips, pod, container = record.allocation
+            names = (resource, sorted(ids), sorted(chips), pod, container)
+            state.append((*names, record.answered_at))
+        return state
 
 
 # ==== RESOURCES: which devices exist, their names and places. Pure ===============================
@@ -1739,8 +1572,7 @@ def explain(
 ) -> str | None:
     """Return why a chip is unhealthy, with the remedy and everything else that this affects.
 
-    siblings: addresses of its board's other chips; pods: labels of those that hold one of them;
-    driver: see driver_version().
+    siblings: addresses of its board's other chips; pods: those that hold one of them.
     """
     fault = chip.fault
     if fault is None:
@@ -1766,11 +1598,9 @@ def _explain_absence(function: PciFunction, driver: str | None) -> str:
         return "PCI device is gone; healthy again when it returns"
     if driver is None:
         return f"driver is not loaded; {LOAD_DRIVER}"
-    if not function.driver:
-        return f"driver is not bound; run: echo {function.bdf} > {_BIND}/bind"
-    if function.driver != DRIVER:
-        return f"bound to {function.driver} instead of the driver"
-    return "driver is bound; waiting for its device file"
+    if function.driver:
+        return f"driver {function.driver} is bound; waiting for a device file"
+    return f"driver is not bound; run: echo {function.bdf} > {_BIND}/bind"
 
 
 class Device(NamedTuple):
@@ -1824,7 +1654,6 @@ class Resource:
 
     @functools.cached_property
     def ids_of_devices(self) -> list[list[str]]:
-        """The IDs of each device, in order."""
         found = defaultdict[tuple[str, frozenset[str]], list[str]](list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
@@ -1832,11 +1661,9 @@ class Resource:
 
     @property
     def unique_devices(self) -> list[Device]:
-        """Return each device once."""
         return [self.devices[ids[0]] for ids in self.ids_of_devices]
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
-        """Return the chips of these IDs, each once."""
         devices = (self.devices[each] for each in ids if each in self.devices)
         return list({chip.bdf: chip for device in devices for chip in device.chips}.values())
 
@@ -1981,11 +1808,13 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
         return devices[: entry.devices]
     if entry.devices == "all":
         return devices
-    return [device for device in devices if aliases(device) & entry.named_devices]
+    return [device for device in devices if aliases(device) & entry.named]
 
 
 def aliases(device: Device) -> set[str]:
-    return {device.identifier}.union(*(chip.aliases for chip in device.chips))
+    ordinals = (chip.function.ordinal for chip in device.chips)
+    numbers = (str(ordinal) for ordinal in ordinals if ordinal is not None)
+    return {device.identifier, *device.addresses, *numbers}
 
 
 def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
@@ -1993,7 +1822,7 @@ def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
+        missing = sorted(entry.named.difference(*map(aliases, found)))
         if missing:
             yield f"{entry.name}: no such device: {abbreviate(missing)}"
         elif not found:
@@ -2138,7 +1967,6 @@ class _Search(NamedTuple):
         return self._joined(map(self._board, _grouped(candidates, "board")), group_cost)
 
     def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        """Take the cheapest: on one board only their own costs differ."""
         own = sorted(each.cost for each in candidates)
         group_cost = Cost(boards=1, whole_boards=candidates[0].board not in self.partly_used)
         return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], group_cost)
@@ -2169,7 +1997,12 @@ def _grouped(
 # ==== CONTAINER EDITS: from a request for devices to the changes in a container. Pure =============
 
 
-def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> None:
+Containers = Sequence[Sequence[str]]  # the IDs that each requests
+Edits = pb.ContainerAllocateResponse
+DeviceList = pb.ListAndWatchResponse
+
+
+def check_request(resource: Resource, containers: Containers) -> None:
     """Raise RequestError if these IDs, per container, cannot be allocated."""
     counts = Counter(chain(*containers))
     unknown = [identifier for identifier in counts if identifier not in resource.devices]
@@ -2193,68 +2026,51 @@ def check_request(resource: Resource, containers: Sequence[Sequence[str]]) -> No
         raise RequestError(code, reason)
     for identifier in counts:
         device = resource.devices[identifier]
-        reason = device.reason or ""
-        if device.is_retained and not reason:
-            reason = f"this ID no longer refers to {', '.join(sorted(device.addresses))}"
-        if reason:
-            reason = f"device {identifier} is unhealthy: {reason}"
-            raise RequestError(Status.FAILED_PRECONDITION, reason)
+        fault = device.reason
+        if device.is_retained and not fault:
+            fault = f"this ID no longer refers to {', '.join(sorted(device.addresses))}"
+        if fault:
+            raise RequestError(Status.FAILED_PRECONDITION, f"device {identifier}: {fault}")
 
 
 def container_edits(
-    chips: Iterable[Chip],
-    links: Mapping[str, str],
-    settings: Settings,
-    mounts: Iterable[Mount],
-    locks: str | None,
-) -> pb.ContainerAllocateResponse:
-    """Return the changes that a runtime makes to a container.
-
-    links: udev's links, by PCI address; locks: the directory that the container gets as /dev/shm.
-    """
+    chips: Iterable[Chip], links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
+) -> Edits:
+    """Return the changes that a runtime makes to a container. links: udev's, by address."""
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
-    edits = pb.ContainerAllocateResponse(envs={ADDRESSES: addresses})
+    edits = Edits(envs={ADDRESSES: addresses})
     # tt-umd reads it inside the container: a colon makes an address, an integer is an index into
     # the devices that *the container* sees, so a host's ordinal would be wrong.
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
         edits.envs["TT_VISIBLE_DEVICES"] = ",".join(map(str, range(len(chips))))
-    by_cdi = settings.device_list_strategy == "cdi"
     for chip in chips:
-        if by_cdi:
+        if settings.device_list_strategy == "cdi":
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
         else:  # under the host's number: tt-umd names its files and locks after it
             path = f"/dev/tenstorrent/{chip.function.ordinal}"
             host_path = links.get(chip.bdf, chip.function.path)
             edits.devices.add(container_path=path, host_path=host_path, permissions="rw")
-    for mount in () if by_cdi else mounts:
-        edits.mounts.add(
-            container_path=mount.container, host_path=mount.host, read_only=mount.read_only
-        )
-    if locks:
-        edits.mounts.add(container_path="/dev/shm", host_path=locks)
+    for each in mounts:
+        paths = {"host_path": each.host, "container_path": each.container}
+        edits.mounts.add(**paths, read_only=each.read_only)
     return edits
 
 
-def device_list(resource: Resource) -> pb.ListAndWatchResponse:
+def device_list(resource: Resource) -> DeviceList:
     """Return the kubelet's list, by ID: chips that swap ordinals leave it unchanged."""
-    response = pb.ListAndWatchResponse()
-    topologies = {(): None} | {
-        device.numa_nodes: pb.TopologyInfo(nodes=[pb.NUMANode(ID=n) for n in device.numa_nodes])
-        for device in resource.unique_devices
-        if device.numa_nodes
-    }
-    described = {}
-    for ids in resource.ids_of_devices:
-        for identifier in ids:
-            device = resource.devices[identifier]
+    message = DeviceList()
+    common: dict[int, dict[str, Any]] = {}  # by device: a shared one has up to 100 IDs
+    for identifier, device in sorted(resource.devices.items()):
+        if id(device) not in common:
+            nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+            topology = pb.TopologyInfo(nodes=nodes) if nodes else None
             health = "Unhealthy" if device.reason else "Healthy"
-            described[identifier] = (health, topologies.get(device.numa_nodes))
-    for identifier, (health, topology) in sorted(described.items()):
-        response.devices.add(ID=identifier, health=health, topology=topology)
-    return response
+            common[id(device)] = {"health": health, "topology": topology}
+        message.devices.add(ID=identifier, **common[id(device)])
+    return message
 
 
 # ==== OUTPUTS: texts and values for others: CDI, labels, metrics, status, list. Pure ==============
@@ -2287,14 +2103,6 @@ def cdi_spec(
     if not nodes:
         return None
     nodes["all"] = [*chain(*nodes.values())]
-    spec: dict[str, Any] = {
-        "cdiVersion": "0.5.0",
-        "kind": f"{settings.resource_domain}/device",
-        "devices": [
-            {"name": name, "containerEdits": {"deviceNodes": theirs}}
-            for name, theirs in nodes.items()
-        ],
-    }
     binds = [
         {
             "hostPath": mount.host,
@@ -2303,18 +2111,24 @@ def cdi_spec(
         }
         for mount in mounts
     ]
-    if binds:
-        spec["containerEdits"] = {"mounts": binds}
+    spec = {
+        "cdiVersion": "0.5.0",
+        "kind": f"{settings.resource_domain}/device",
+        "devices": [
+            {"name": name, "containerEdits": {"deviceNodes": theirs}}
+            for name, theirs in nodes.items()
+        ],
+        **({"containerEdits": {"mounts": binds}} if binds else {}),
+    }
     return json.dumps(spec, indent=1)
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the device files by device in a CDI file; raises ValueError."""
+    """Return the device files by device; raises ValueError."""
     try:
         nodes = {}
         for device in json.loads(spec)["devices"]:
-            first = device["containerEdits"]["deviceNodes"][0]
-            nodes[device["name"]] = first["hostPath"]
+            nodes[device["name"]] = device["containerEdits"]["deviceNodes"][0]["hostPath"]
         nodes.pop("all", None)
         return nodes
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -2352,13 +2166,15 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     if resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
     memory = {sum(map(_memory_of, device.chips)) for device in devices}
+    counts = Counter(chip.board for chip in chips)
+    whole = {chip.board for chip in chips if counts[chip.board] == chip.board_chips}
     return {
         "count": str(len(devices)),
         "product": product,
         "replicas": str(resource.replicas or 1),
         "sharing": str(resource.replicas > 0).lower(),
         "memory": str(*memory) if len(memory) == 1 and 0 not in memory else "",
-        "boards": str(len(_whole_boards(chips))),
+        "boards": str(len(whole)),
         "numa-nodes": str(len({chip.function.numa_node for chip in chips} - {None}) or ""),
         **_version_labels("firmware", _common(chip.identity.firmware for chip in chips)),
     }
@@ -2366,16 +2182,11 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
 
 def _memory_of(chip: Chip) -> int:
     usual = MEMORY.get(chip.board_type, 0)
-    return MEMORY_BY_SUBSYSTEM.get(chip.function.subsystem or 0, usual)
-
-
-def _whole_boards(chips: Sequence[Chip]) -> set[object]:
-    counts = Counter(chip.board for chip in chips)
-    return {chip.board for chip in chips if counts[chip.board] == chip.board_chips}
+    return MEMORY_BY_SUBSYSTEM.get(chip.function.subsystem, usual)
 
 
 def _common(values: Iterable[str | None]) -> str:
-    """Return the value that all have, "mixed" if they differ, "" if there is none."""
+    """Return the value that all have, "mixed" if they differ."""
     found = {value for value in values if value}
     return "mixed" if len(found) > 1 else "".join(found)
 
@@ -2385,40 +2196,29 @@ def _version_labels(subject: str, version: str) -> dict[str, str]:
     return dict(zip(keys, [version, *re.findall(r"\d+", version)], strict=False))
 
 
-Sample = tuple[Mapping[str, object], float]  # labels and value
+class Samples:
+    """Samples of metrics with a common prefix."""
 
+    def __init__(self, prefix: str, helps: Mapping[str, str]) -> None:
+        self._prefix = prefix
+        self._helps = helps
+        self._series: dict[str, dict[str, float]] = defaultdict(dict)  # value by labels, by metric
 
-class Family(NamedTuple):
-    """A metric with its samples."""
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    help: str
-    samples: Iterable[Sample]
-
-
-def _families(
-    prefix: str, helps: Mapping[str, str], samples: Mapping[str, list[Sample]]
-) -> list[Family]:
-    families = []
-    for name, text in helps.items():
-        kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
-        families.append(Family(f"{prefix}{name}", kind, text, samples.get(name, ())))
-    return families
-
-
-def exposition(families: Iterable[Family]) -> str:
-    """Return Prometheus' text format: no metric without a sample, no series twice."""
-    lines: list[str] = []
-    for family in families:
-        series = {}
-        for labels, value in family.samples:
+    def add(self, name: str, value: float | None, **labels: object) -> None:
+        if value is not None:
             text = ",".join(_label(key, each) for key, each in labels.items())
-            series[f"{family.name}{{{text}}}" if text else family.name] = value
-        if series:
-            lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
-            lines += [f"{each} {value:.15g}" for each, value in series.items()]
-    return "".join(f"{line}\n" for line in lines)
+            self._series[name][f"{{{text}}}" if text else ""] = value
+
+    def text(self) -> str:
+        """Return Prometheus' text format: no metric without a sample, no series twice."""
+        lines: list[str] = []
+        for name, help in self._helps.items():
+            metric = f"{self._prefix}{name}"
+            kind = "counter" if name.endswith("_total") else "gauge"
+            if series := self._series.get(name):
+                lines += [f"# HELP {metric} {help}", f"# TYPE {metric} {kind}"]
+                lines += [f"{metric}{labels} {value:.15g}" for labels, value in series.items()]
+        return "".join(f"{line}\n" for line in lines)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # the same ones every few seconds
@@ -2440,54 +2240,32 @@ CHIP_METRICS = {
 }
 
 
-def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> list[Family]:
+def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
     """Return the metrics of chips that had a device file since boot."""
-    samples = defaultdict[str, list[Sample]](list)
-    owners = decision.owners
-    seen = {bdf: chip for bdf, chip in decision.chips.items() if chip.seen}
-    for bdf, chip in seen.items():
-        device: dict[str, object] = {"device": bdf}
-        resource, _ = owners.get(bdf, (None, None))
-        samples["info"].append((device | _facts(chip, resource), 1))
-        samples["healthy"].append((device, chip.fault is None))
-        if chip.fault:
-            samples["fault"].append((device | {"kind": chip.fault.value}, 1))
-        record = records.get(bdf)
-        if not record or not _is_readable(chip):
+    samples = Samples("tt_device_", CHIP_METRICS)
+    for bdf, chip in decision.chips.items():
+        if not chip.seen:
             continue
-        telemetry = record.telemetry or Telemetry()
-        if telemetry.temperature is not None:
-            samples["temperature_celsius"].append((device, telemetry.temperature))
-        if telemetry.throttles_at is not None:
-            samples["temperature_limit_celsius"].append((device, telemetry.throttles_at))
-        if telemetry.trips is not None:
-            samples["thermal_trips_total"].append((device, telemetry.trips))
-        for sensor in SENSORS:
-            if sensor.attribute in record.sensors:
-                labels = {**device, **sensor.labels}
-                samples[sensor.metric].append((labels, record.sensors[sensor.attribute]))
-    names = ("device", "pod_namespace", "pod_name", "container_name")
-    for user in decision.users:
-        samples["allocated"].append((dict(zip(names, user, strict=True)), 1))
-    return _families("tt_device_", CHIP_METRICS, samples)
-
-
-def _is_readable(chip: Chip) -> bool:
-    """Return whether the last values of a chip are its present ones."""
-    dead = (Fault.GONE, Fault.BLOCKED, Fault.NO_RESPONSE, Fault.RESETTING, Fault.READ_ERROR)
-    return chip.present and chip.fault not in dead
-
-
-def _facts(chip: Chip, resource: Resource | None) -> dict[str, object]:
-    return {
-        "board": chip.board_type,
-        "card": chip.card_type,
-        "arch": chip.function.arch,
-        "serial": chip.identity.serial,
-        "firmware": chip.identity.firmware,
-        "numa_node": chip.function.numa_node,
-        "resource": resource.name if resource else None,
-    }
+        add = functools.partial(samples.add, device=bdf)
+        resource, _ = decision.owners.get(bdf, (None, None))
+        facts = {"board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch}
+        facts |= {"serial": chip.identity.serial, "firmware": chip.identity.firmware}
+        name = resource.name if resource else None
+        add("info", 1, **facts, numa_node=chip.function.numa_node, resource=name)
+        add("healthy", chip.fault is None)
+        if chip.fault:
+            add("fault", 1, kind=chip.fault.value)
+        if chip.is_readable and (record := records.get(bdf)):
+            telemetry = record.telemetry or Telemetry()
+            add("temperature_celsius", telemetry.temperature)
+            add("temperature_limit_celsius", telemetry.throttles_at)
+            add("thermal_trips_total", telemetry.trips)
+            for sensor in SENSORS:
+                add(sensor.metric, record.sensors.get(sensor.attribute), **sensor.labels)
+    for bdf, namespace, pod, container in decision.users:
+        names = {"pod_namespace": namespace, "pod_name": pod, "container_name": container}
+        samples.add("allocated", 1, device=bdf, **names)
+    return samples.text()
 
 
 class SessionState(NamedTuple):
@@ -2514,97 +2292,62 @@ def plugin_metrics(
     states: Mapping[str, SessionState],
     counts: Mapping[tuple[str, str], int],
     started: float,
-) -> list[Family]:
-    """Return the metrics of node and daemon.
-
-    counts: answers to Allocate by resource and result; started: Unix time.
-    """
-    samples = defaultdict[str, list[Sample]](list)
-    if decision.driver is not None:
-        samples["driver_info"].append(({"version": decision.driver}, 1))
-    drivers = Counter(chip.function.driver for chip in decision.chips.values())
-    for driver, number in sorted((d, n) for d, n in drivers.items() if d is not None):
-        samples["pci_functions"].append(({"driver": driver}, number))
+) -> str:
+    """Return the metrics of node and daemon. started: Unix time."""
+    samples = Samples("tt_", PLUGIN_METRICS)
+    if decision.driver:
+        samples.add("driver_info", 1, version=decision.driver)
+    drivers = [chip.function.driver for chip in decision.chips.values()]
+    for driver, number in Counter(each for each in drivers if each is not None).items():
+        samples.add("pci_functions", number, driver=driver)
     for name, resource in decision.resources.items():
-        label = {"resource": name}
+        add = functools.partial(samples.add, resource=name)
         unhealthy = sum(device.reason is not None for device in resource.devices.values())
-        healthy = len(resource.devices) - unhealthy
-        for health, number in (("healthy", healthy), ("unhealthy", unhealthy)):
-            samples["resource_devices"].append((label | {"health": health}, number))
+        add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
+        add("resource_devices", unhealthy, health="unhealthy")
         state, registrations = states.get(name, SessionState("", 0))
-        samples["kubelet_registered"].append((label, state == REGISTERED))
-        samples["kubelet_registrations_total"].append((label, registrations))
+        add("kubelet_registered", state == REGISTERED)
+        add("kubelet_registrations_total", registrations)
         for result in ("granted", "refused"):
-            count = counts.get((name, result), 0)
-            samples["allocations_total"].append((label | {"result": result}, count))
-    samples["plugin_info"].append(({"version": __version__}, 1))
-    samples["plugin_start_time_seconds"].append(({}, started))
-    return _families("tt_", PLUGIN_METRICS, samples)
+            add("allocations_total", counts.get((name, result), 0), result=result)
+    samples.add("plugin_info", 1, version=__version__)
+    samples.add("plugin_start_time_seconds", started)
+    return samples.text()
 
 
 def driver_problem(chips: Iterable[Chip], driver: str | None) -> str | None:
-    """Return a message about cards on the bus without a driver."""
     unbound = [chip.bdf for chip in chips if chip.function.driver == ""]
     count = pluralize(len(unbound), "Tenstorrent PCI function")
-    if unbound and driver is None:
+    if not unbound:
+        return None
+    if driver is None:
         return f"driver not loaded, {count}; {LOAD_DRIVER}"
-    if unbound:
-        return f"{count} without a driver: {', '.join(unbound[:3])}; check dmesg"
-    return None
+    return f"{count} without a driver: {', '.join(unbound[:3])}; check dmesg"
 
 
 def resource_summary(resource: Resource) -> str:
-    """Return a resource's part of the status: "8 × tenstorrent.com/n300, 8 healthy"."""
     devices = resource.unique_devices
     unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
-    summary = f"{len(devices)} × {resource.name}"
-    if resource.replicas:
-        summary += f", {resource.replicas} replicas each"
-    summary += f", {len(devices) - len(unhealthy)} healthy"
-    if unhealthy:
-        summary += f" ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
-    return summary
+    shared = f", {resource.replicas} replicas each" if resource.replicas else ""
+    healthy = f"{len(devices) - len(unhealthy)} healthy"
+    first = f" ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})" if unhealthy else ""
+    return f"{len(devices)} × {resource.name}{shared}, {healthy}{first}"
 
 
 def status_line(decision: Decision, states: Mapping[str, SessionState]) -> str:
-    """Return the daemon's status, as `systemctl status` shows it."""
-    parts = [decision.driver_problem] if decision.driver_problem else []
-    parts += decision.summaries
+    parts = [*filter(None, [decision.driver_problem]), *decision.summaries]
     if not parts:
         return "no Tenstorrent device on this node; waiting for one"
-    found = {states[name].state for name in decision.resources if name in states}
-    if len(found) > 1:
-        found = {
-            f"{name} {states[name].state}"
-            for name in decision.resources
-            if name in states and states[name].state != REGISTERED
-        }
+    found = {name: states[name].state for name in decision.resources if name in states}
+    texts = {*found.values()}
+    if len(texts) > 1:
+        texts = {f"{name} {state}" for name, state in found.items() if state != REGISTERED}
     if decision.unreadable:
-        found.add(decision.unreadable)
-    return "; ".join([*parts, *sorted(found)])
-
-
-class ChipUser(NamedTuple):
-    """A container that holds a chip."""
-
-    bdf: str
-    namespace: str
-    pod: str  # its UID while its name is unknown
-    container: str
-
-
-def chip_users(
-    allocations: Iterable[Allocation], names: Mapping[str, str]
-) -> Iterator[ChipUser]:
-    for allocation in allocations:
-        if allocation.pod:
-            namespace, _, pod = names.get(allocation.pod, allocation.pod).rpartition("/")
-            for bdf in sorted(allocation.chips):
-                yield ChipUser(bdf, namespace, pod, allocation.container)
+        texts.add(decision.unreadable)
+    return "; ".join([*parts, *sorted(filter(None, texts))])
 
 
 def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
-    """Return a pod's name for a sentence."""
     if not allocation.pod:
         return "a pod that is being admitted"
     return names.get(allocation.pod, f"pod {allocation.pod}")
@@ -2616,11 +2359,11 @@ def chip_row(
     """Return a chip as `list --json` shows it."""
     function = chip.function
     resource, owner = decision.owners.get(chip.bdf, (None, None))
-    users = [user._asdict() for user in decision.users if user.bdf == chip.bdf]
-    pods = [{key: user[key] for key in ("namespace", "pod", "container")} for user in users]
+    pods = [user._asdict() for user in decision.users if user.bdf == chip.bdf]
+    for pod in pods:
+        del pod["bdf"]
     processes = record.processes if record and chip.present else ()
-    telemetry = record.telemetry if record and _is_readable(chip) else None
-    sensors = record.sensors if record and _is_readable(chip) else {}
+    record = record if chip.is_readable else None
     return {
         "id": owner.identifier if owner else None,
         "index": function.ordinal,
@@ -2633,21 +2376,16 @@ def chip_row(
         "asic_id": chip.identity.asic_id,
         "numa_node": function.numa_node,
         "firmware": chip.identity.firmware,
-        "temperature": telemetry.temperature if telemetry else None,
-        "power": sensors.get("power1_input"),
+        "temperature": record.telemetry.temperature if record and record.telemetry else None,
+        "power": record.sensors.get("power1_input") if record else None,
         "healthy": chip.fault is None,
         "reason": chip.reason,
         "withheld": decision.label(owner.holder) if owner and owner.holder else None,
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods if pods or knows_pods else None,
-        "processes": None if processes is None else [*map(_process_row, processes)],
+        "processes": None if processes is None else [each._asdict() for each in processes],
     }
-
-
-def _process_row(process: Process) -> dict[str, Any]:
-    of_pod = "kubepods" in process.cgroup
-    return {"pid": process.pid, "command": process.command, "of_pod": of_pod}
 
 
 # ==== DECISION: the desired state of everything. Pure =============================================
@@ -2665,18 +2403,27 @@ class Observation(NamedTuple):
     mounts: tuple[Mount, ...]
 
 
+class ChipUser(NamedTuple):
+    """A container that holds a chip."""
+
+    bdf: str
+    namespace: str
+    pod: str  # its UID while its name is unknown
+    container: str
+
+
 @dataclass(frozen=True)
 class Decision:
     """The desired state: what is advertised, written and reported."""
 
     chips: Mapping[str, Chip]  # with their reasons, and those that pods hold though they are gone
     resources: Mapping[str, Resource]  # as advertised, by name
-    lists: Mapping[str, pb.ListAndWatchResponse]
-    users: tuple[ChipUser, ...]
+    lists: Mapping[str, DeviceList]
+    users: Sequence[ChipUser]
     driver: str | None
     driver_problem: str | None
     unreadable: str | None
-    unselected: tuple[str, ...]  # see unselected()
+    unselected: Sequence[str]  # see unselected()
     cdi: str | None
     labels: str
     label: Callable[[Allocation], str]  # the name of a pod
@@ -2685,13 +2432,9 @@ class Decision:
     def summaries(self) -> list[str]:
         return [resource_summary(resource) for resource in self.resources.values()]
 
-    def advertises(self, chip: Chip) -> bool:
-        """Return whether a chip is a device, or will be once its board is known."""
-        return chip.listed or chip.bdf in self.owners
-
     @functools.cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
-        """The resource and device of each chip; a configured one before one that a pod retains."""
+        """Return the resource and device of each chip, a configured one before a retained one."""
         found: dict[str, tuple[Resource, Device]] = {}
         for resource in self.resources.values():
             for device in resource.unique_devices:
@@ -2700,39 +2443,62 @@ class Decision:
                         found[chip.bdf] = (resource, device)
         return found
 
+    @functools.cached_property
+    def withheld(self) -> dict[str, Device]:
+        """Return the devices that are withheld, by resource and ID."""
+        return {
+            f"{name} {device.identifier}": device
+            for name, resource in self.resources.items()
+            for device in resource.devices.values()
+            if device.holder
+        }
+
+    @property
+    def unlisted(self) -> list[PciFunction]:
+        unlisted = [chip.function for chip in self.chips.values() if not chip.listed]
+        return [function for function in unlisted if function.driver is not None]
+
+    def advertises(self, chip: Chip) -> bool:
+        """Return whether a chip is a device, or will be once its board is known."""
+        return chip.listed or chip.bdf in self.owners
+
 
 def decide(seen: Observation) -> Decision:
-    """Return the desired state."""
     settings = seen.settings
     label = functools.partial(pod_label, names=seen.names)
-    chips = _explained_chips(seen)
+    chips = _explained_chips(seen, label)
     listed = [chip for chip in chips.values() if chip.listed]
     configured = configured_resources(listed, settings)
     advertised = resources(configured, chips, seen.allocations, label)
     usable = [each.function for each in listed if each.present and not each.function.file_fault]
+    users = []
+    for allocation in seen.allocations:
+        namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
+        bdfs = sorted(allocation.chips) if allocation.pod else ()
+        users += [ChipUser(bdf, namespace, pod, allocation.container) for bdf in bdfs]
     return Decision(
         chips=chips,
         resources=advertised,
         lists={name: device_list(resource) for name, resource in advertised.items()},
-        users=tuple(chip_users(seen.allocations, seen.names)),
+        users=users,
         driver=seen.driver,
         driver_problem=driver_problem(chips.values(), seen.driver),
         unreadable=seen.unreadable,
-        unselected=tuple(unselected(listed, settings)),
+        unselected=[*unselected(listed, settings)],
         cdi=cdi_spec(usable, settings, seen.mounts),
         labels=feature_file(advertised.values(), listed, settings, seen.driver),
         label=label,
     )
 
 
-def _explained_chips(seen: Observation) -> dict[str, Chip]:
-    """Return the chips with their reasons, and absent ones for those that only a pod knows."""
+def _explained_chips(seen: Observation, label: Callable[[Allocation], str]) -> dict[str, Chip]:
+    """Return the chips with their reasons, and absent ones that only a pod knows."""
     chips = dict(seen.chips)
     pods = defaultdict[str, list[str]](list)
     for allocation in seen.allocations:
         for bdf in allocation.chips:
             chips.setdefault(bdf, Chip(PciFunction(bdf), seen=True))
-            pods[bdf].append(pod_label(allocation, seen.names))
+            pods[bdf].append(label(allocation))
     boards = defaultdict[object, list[str]](list)
     for bdf, chip in chips.items():
         if chip.present and chip.board_chips == 2:
@@ -2741,23 +2507,20 @@ def _explained_chips(seen: Observation) -> dict[str, Chip]:
         if chip.fault:
             siblings = [each for each in boards.get(chip.board, ()) if each != bdf]
             users = dict.fromkeys(chain(*(pods.get(each, ()) for each in (bdf, *siblings))))
-            reason = explain(chip, siblings, [*users], seen.driver)
-            chips[bdf] = chip._replace(reason=reason)
-    return dict(sorted(chips.items(), key=lambda item: address(item[0])))
+            chips[bdf] = chip._replace(reason=explain(chip, siblings, [*users], seen.driver))
+    return {bdf: chips[bdf] for bdf in sorted(chips, key=address)}
 
 
 def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
-    """Yield log lines, each with its level, for the differences between two decisions."""
+    """Yield log lines, with their levels, for the differences between two decisions."""
     if after.driver_problem and after.driver is None and before.driver_problem is None:
         yield logging.WARNING, after.driver_problem
     for chip in after.chips.values():
         yield from _chip_changes(before, after, chip)
-    old = _withheld(before)
-    new = _withheld(after)
-    for name, device in new.items():
-        if name not in old or old[name].holder != device.holder:
+    for name, device in after.withheld.items():
+        if name not in before.withheld or before.withheld[name].holder != device.holder:
             yield logging.WARNING, f"{name}: withheld: {device.withheld}"
-    for name in old.keys() - new.keys():
+    for name in before.withheld.keys() - after.withheld.keys():
         yield logging.INFO, f"{name}: no longer held by a pod under another name"
     for message in after.unselected:
         if message not in before.unselected:
@@ -2765,24 +2528,24 @@ def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
 
 
 def _chip_changes(before: Decision, after: Decision, chip: Chip) -> Iterator[tuple[int, str]]:
-    former = before.chips.get(chip.bdf)
+    former = before.chips.get(chip.bdf, Chip(PciFunction(chip.bdf)))
     if not after.advertises(chip):
-        is_known = former and former.function.file_fault
-        if chip.function.file_fault and not is_known:
+        if chip.function.file_fault and not former.function.file_fault:
             yield logging.WARNING, f"not listed: {chip.label}: {chip.reason}"
         return
-    is_new = former is None or not before.advertises(former)
-    if former is None or is_new:
-        former = Chip(chip.function)
-    if chip.present and (is_new or _introduction(former) != _introduction(chip)):
-        yield logging.INFO, f"{chip.label}: {_introduction(chip)}"
-    if chip.fault and (is_new or chip.fault != former.fault):
+    if not before.advertises(former):
+        former = Chip(PciFunction(chip.bdf, ordinal=0))  # without a fault
+    introduction = _introduction(chip)
+    if chip.present and introduction != _introduction(former):
+        yield logging.INFO, f"{chip.label}: {introduction}"
+    if chip.fault and chip.fault != former.fault:
         yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
     elif former.fault and not chip.fault:
         yield logging.INFO, f"{chip.label}: healthy again"
     if not chip.fault and former.verdict.throttles != chip.verdict.throttles:
-        state = "throttles: it has reached its own temperature limit"
-        yield logging.INFO, f"{chip.label}: {state if chip.verdict.throttles else 'no longer throttles'}"
+        reached = "has reached its own temperature limit and throttles"
+        state = reached if chip.verdict.throttles else "no longer throttles"
+        yield logging.INFO, f"{chip.label}: {state}"
 
 
 def _introduction(chip: Chip) -> str:
@@ -2792,19 +2555,12 @@ def _introduction(chip: Chip) -> str:
     return ", ".join([chip.function.path, *(known or ["no firmware telemetry"])])
 
 
-def _withheld(decision: Decision) -> dict[str, Device]:
-    """Return the devices that are withheld, by resource and ID."""
-    return {
-        f"{name} {device.identifier}": device
-        for name, resource in decision.resources.items()
-        for device in resource.unique_devices
-        if device.holder
-    }
-
-
 # ==== THREADS: telemetry, which the driver can block for seconds, is read off the loop ============
 
 SLOW_AFTER = 0.1  # seconds after which nothing waits for a read
+
+Wake = Callable[[], None]  # has the loop make a turn
+Read = Callable[[PciFunction, AttributeFiles], Telemetry]
 
 
 @contextmanager
@@ -2825,42 +2581,25 @@ class ReadJob(NamedTuple):
     files: AttributeFiles
 
 
-class ReadBegan(NamedTuple):
-    bdf: str
-    at: float
-
-
-class ReadEnded(NamedTuple):
-    job: ReadJob
-    result: Reading | OSError | None  # OSError: of the daemon itself; None: an exception was logged
-
-
-Message = ReadBegan | ReadEnded | None  # None: a thread ends
-
-
 class TelemetryReaders:
     """Reads chips on a thread, one after another; while a read blocks, another thread goes on.
 
-    Loop and threads share two queues, of jobs and of messages. A chip has one job at a time, so
-    there is at most one thread more than blocked reads. Threads end with their work.
+    Loop and threads share two queues. A chip has one job at a time, so there is at most one thread
+    more than blocked reads. Threads end with their work.
     """
 
-    def __init__(
-        self,
-        wake: Callable[[], None],
-        read: Callable[[PciFunction, AttributeFiles], Telemetry] = read_telemetry,
-    ) -> None:
-        """wake: called on the loop when there is something to collect."""
+    def __init__(self, wake: Wake, read: Read = read_telemetry) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake = wake
         self._read = read
         self._jobs: queue.SimpleQueue[ReadJob] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # What was read; nothing yet: when it began; no job: a thread ends.
+        self._results: queue.SimpleQueue[tuple[ReadJob | None, float | Reading | OSError | None]]
+        self._results = queue.SimpleQueue()
         self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
         self._pending: dict[str, float | None] = {}  # when each read began; None: it waits
         self._again: dict[str, Settings | None] = {}  # chips to be read again, and details
         self._threads = 0
-        self._lacks_threads = False  # which was logged
 
     def submit(
         self, functions: Iterable[PciFunction], *, periodic: bool, details: Settings | None = None
@@ -2877,31 +2616,29 @@ class TelemetryReaders:
         self._start_thread(monotonic())
 
     def collect(self, now: float) -> list[Reading]:
-        """Return what was read; raises OSError for an error of the daemon itself."""
+        """Return what was read."""
         readings = []
         error = None
-        while not self._messages.empty():
-            message = self._messages.get()
-            if isinstance(message, ReadBegan):
-                self._pending[message.bdf] = message.at
-            elif message is None:
+        while not self._results.empty():
+            job, result = self._results.get()
+            if job is None:
                 self._threads -= 1
-            else:
-                self._end(message.job)
-                if isinstance(message.result, Reading):
-                    readings.append(message.result)
-                error = message.result if isinstance(message.result, OSError) else error
+                continue
+            bdf = job.function.bdf
+            if isinstance(result, float):
+                self._pending[bdf] = result
+                continue
+            del self._pending[bdf]
+            self._files[bdf] = job.files
+            if isinstance(result, Reading):
+                readings.append(result)
+            error = result if isinstance(result, OSError) else error
+            if bdf in self._again:
+                self.submit([job.function], periodic=False, details=self._again.pop(bdf))
         self._start_thread(now)
         if error:
             raise error
         return readings
-
-    def _end(self, job: ReadJob) -> None:
-        bdf = job.function.bdf
-        del self._pending[bdf]
-        self._files[bdf] = job.files
-        if bdf in self._again:
-            self.submit([job.function], periodic=False, details=self._again.pop(bdf))
 
     def slow(self, now: float) -> dict[str, float]:
         """Return for how long reads that take too long have been under way."""
@@ -2910,57 +2647,53 @@ class TelemetryReaders:
 
     def is_timed(self, now: float) -> bool:
         """Return whether a read may soon be slow or blocked."""
-        begun = (began or now for began in self._pending.values())
-        return any(now - began <= READ_TIMEOUT + SLOW_AFTER for began in begun)
+        ages = (now - (began or now) for began in self._pending.values())
+        return any(age <= READ_TIMEOUT + SLOW_AFTER for age in ages)
 
     def is_settled(self, now: float) -> bool:
         """Return whether no read is worth waiting for."""
-        return self._lacks_threads or len(self._pending) == len(self.slow(now))
+        return len(self._pending) == len(self.slow(now))
 
     def close_files(self, present: Collection[str]) -> None:
-        """Close the attributes of chips that are gone."""
         for bdf in self._files.keys() - present:
             self._files.pop(bdf).close()
 
     def _start_thread(self, now: float) -> None:
         """Start a thread if jobs wait and every other is blocked."""
-        if self._jobs.empty() or self._threads > len(self.slow(now)):
-            return
-        try:
-            _thread.start_new_thread(self._run, ())
+        if not self._jobs.empty() and self._threads <= len(self.slow(now)):
+            try:
+                _thread.start_new_thread(self._run, ())
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, str(error)) from None
             self._threads += 1
-            self._lacks_threads = False
-        except RuntimeError as error:
-            if not self._lacks_threads:
-                log.error("no thread can be started, telemetry is not read: %s", error)
-            self._lacks_threads = True
 
     def _run(self) -> None:
         with suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
-                self._messages.put(ReadBegan(job.function.bdf, monotonic()))
-                result: Reading | OSError | None = None
+                self._results.put((job, monotonic()))
+                result = None
                 with log_and_continue(f"reading {job.function.bdf}"):
                     result = self._read_chip(job)
-                self._messages.put(ReadEnded(job, result))
-        self._messages.put(None)
+                self._results.put((job, result))
+        self._results.put((None, None))
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._wake)
 
     def _read_chip(self, job: ReadJob) -> Reading | OSError:
+        """Return a reading, or an error of the daemon itself."""
         function = job.function
         sensors = processes = None
         try:
             if job.details:
-                sensors = read_sensors(function, job.files.find_hwmon(function))
+                sensors = read_sensors(function, job.files.hwmon(function))
                 processes = processes_on(job.details, function.ordinal or 0)
             # After the sensors: it shows whether the chip was alive when they were read.
             telemetry = self._read(function, job.files)
         except OSError as error:
             return error
-        if telemetry.all_ones or telemetry.error:
-            sensors = None if sensors is None else {}
+        if sensors and (telemetry.all_ones or telemetry.error):
+            sensors = {}
         return Reading(function, telemetry, monotonic(), job.periodic, sensors, processes)
 
 
@@ -2973,67 +2706,55 @@ class OutputFile:
     If a new version cannot be written, the stale file is removed; that works even on a full disk.
     """
 
-    def __init__(self, path: str, *, is_state: bool = False) -> None:
-        """is_state: read by the daemon only; a stale one is better than none."""
+    def __init__(self, path: str, mode: int = 0o644) -> None:
         self.path = path
-        self._is_state = is_state
+        self._mode = mode
         self._kept: tuple[str | None, FileIdentity | None] | None = None  # text and file, if right
-        self._has_failed = False
-        self._failures: set[str] = set()  # that were logged
-
-    def keep(self, text: str | None, *, retry: bool) -> None:
-        """Write the file, or remove it, unless it is right. retry: even if that failed before."""
-        with suppress(OSError):
-            if self._kept == (text, file_identity(self.path)):
-                return
-        if not self._has_failed or retry:
-            self.write(text) if text is not None else self.remove()
+        self._failure = ""  # that was logged
 
     @property
     def is_removed(self) -> bool:
         return self._kept == (None, None)
 
+    def keep(self, text: str | None) -> None:
+        with suppress(OSError):
+            if self._kept == (text, file_identity(self.path)):
+                return
+        self.write(text) if text is not None else self._remove()
+
     def write(self, text: str) -> None:
         new = f"{dirname(self.path)}/.{basename(self.path)}.new"
-        self._has_failed = True
+        self._kept = None
         try:
-            self._write_new(new, text)
+            with suppress(FileNotFoundError):
+                os.unlink(new)  # left by a daemon that was killed
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+                os.fchmod(file.fileno(), self._mode)
             os.replace(new, self.path)
             self._kept = (text, file_identity(self.path))
-            self._has_failed = False
-            self._failures.clear()
+            self._failure = ""
         except FileNotFoundError:
-            self._kept = None  # without its directory nothing reads it
+            pass  # without its directory nothing reads it
         except OSError as error:
             with suppress(OSError):
                 os.unlink(new)
             self._log_failure(f"cannot be written: {error.strerror}")
-            if not self._is_state:
-                self.remove()
+            if self._mode != 0o600:
+                self._remove()
 
-    def _write_new(self, new: str, text: str) -> None:
-        """Write the file that is then renamed, never through another user's link."""
-        with suppress(FileNotFoundError):
-            os.unlink(new)  # left by a daemon that was killed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o600 if self._is_state else 0o644)
-
-    def remove(self) -> None:
-        self._kept = None
+    def _remove(self) -> None:
         try:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self.path)
+            if_exists(os.unlink, self.path)
             self._kept = (None, None)
         except OSError as error:
-            self._has_failed = True
             self._log_failure(f"is out of date and cannot be removed: {error.strerror}")
 
     def _log_failure(self, reason: str) -> None:
-        if reason not in self._failures:
+        if reason != self._failure:
             log.warning("%s %s", self.path, reason)
-        self._failures.add(reason)
+        self._failure = reason
 
 
 class StateFile:
@@ -3047,13 +2768,11 @@ class StateFile:
     def __init__(self, settings: Settings) -> None:
         self.files: list[str] = []  # written by a previous daemon, in any boot
         self.chips: dict[str, Any] = {}
-        self.allocations: dict[str, Any] = {}
+        self.allocations: list[Any] = []
         self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self._saved: dict[str, Any] | None = None
-        self._text: str | None = None
-        self._file = None
-        if settings.state_dir:
-            self._file = OutputFile(f"{settings.state_dir}/state.json", is_state=True)
+        self._file = OutputFile(f"{settings.state_dir}/state.json", 0o600)
+        self._is_kept = settings.state_dir is not None
+        if self._is_kept:
             self._load(self._file.path)
 
     def _load(self, path: str) -> None:
@@ -3073,14 +2792,10 @@ class StateFile:
             self.chips = content["chips"]
             self.allocations = content["allocations"]
 
-    def save(self, *, retry: bool, **parts: Any) -> None:
-        if self._file is None:
-            return
-        if parts != self._saved:
-            self._saved = parts
-            text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
-            self._text = f"{_checksum(text)}\n{text}"
-        self._file.keep(self._text, retry=retry)
+    def save(self, **parts: Any) -> None:
+        text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
+        if self._is_kept:
+            self._file.keep(f"{_checksum(text)}\n{text}")
 
 
 def _checksum(text: str) -> str:
@@ -3090,52 +2805,39 @@ def _checksum(text: str) -> str:
 class OutputFiles:
     """The files for others, and those of previous configurations until they are removed."""
 
-    def __init__(self, state: StateFile) -> None:
-        self.state = state
-        self._files = {path: OutputFile(path) for path in state.files}
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._by_path = {path: OutputFile(path) for path in paths}
 
-    def keep(
-        self, wanted: Mapping[str, str | None], others: Collection[str], *, retry: bool
-    ) -> None:
-        """Bring the files in line with these texts by path; None: no file for now.
+    @property
+    def paths(self) -> list[str]:
+        return sorted(self._by_path)
 
-        others: paths of files that touch() writes.
-        """
-        for path in {*wanted, *self._files}.difference(others):
-            file = self._files.setdefault(path, OutputFile(path))
-            file.keep(wanted.get(path), retry=retry)
+    def keep(self, wanted: Mapping[str, str | None], others: Collection[str]) -> None:
+        """Write these texts by path; None: no file for now. others: paths for touch()."""
+        for path in {*wanted, *self._by_path}.difference(others):
+            file = self._by_path.setdefault(path, OutputFile(path))
+            file.keep(wanted.get(path))
             if path not in wanted and file.is_removed:
-                del self._files[path]
-
-    def save_state(self, node: Node, *, retry: bool) -> None:
-        chips = node.inventory.to_state()
-        allocations = node.allocations.to_state()
-        files = sorted(self._files)
-        self.state.save(retry=retry, files=files, chips=chips, allocations=allocations)
+                del self._by_path[path]
 
     def touch(self, path: str, text: str) -> None:
         """Write a file even if it is unchanged: its time shows that the daemon is alive."""
-        self._files.setdefault(path, OutputFile(path)).write(text)
+        self._by_path.setdefault(path, OutputFile(path)).write(text)
 
 
 def make_lock_directory(path: str) -> None:
     """Create a directory where any container can make locks, and none can remove another's.
 
-    Its parent must belong to root; a container may own its /dev/shm. Raises OSError.
+    Its parent must belong to root; a container may own its /dev/shm.
     """
-    if path == "/dev/shm":
-        return
-    parent = dirname(path)
-    with suppress(FileExistsError):
-        os.mkdir(parent, 0o755)
-    status = os.lstat(parent)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
-        raise PermissionError(errno.EPERM, "not a directory, or another user's", parent)
-    with suppress(FileExistsError):
-        os.mkdir(path, 0o755)
-        os.chmod(path, 0o1777)
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
+    for directory in (dirname(path), path):
+        with suppress(FileExistsError):
+            os.mkdir(directory, 0o755)
+            os.chmod(directory, 0o1777 if directory == path else 0o755)
+        status = os.lstat(directory)
+        is_trusted = directory == path or status.st_uid in (0, os.geteuid())
+        if not stat.S_ISDIR(status.st_mode) or not is_trusted:
+            raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
 
 
 # ==== SYSTEMD: readiness, status, watchdog, and log lines with a priority =========================
@@ -3145,44 +2847,34 @@ class ServiceManager:
     """Notifies systemd, as a service of Type=notify does (sd_notify(3))."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self.status = ""
         self._environ = environ
         self._notifier = sdnotify.SystemdNotifier()
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not block us
-        self._status = ""
-        self._interval = inf  # seconds between WATCHDOG=1 notifications
-        self._fed_at = -inf
         own = str(os.getpid())
-        microseconds = decimal(environ.get("WATCHDOG_USEC")) or 0
-        if microseconds > 0 and (environ.get("WATCHDOG_PID") or own) == own:
-            self._interval = microseconds / 4e6
+        self._has_watchdog = environ.get("WATCHDOG_PID", own) == own and "WATCHDOG_USEC" in environ
 
     def notify(self, *states: str) -> None:
         # sdnotify encodes in Latin-1, systemd expects UTF-8.
         self._notifier.notify("\n".join(states).encode().decode("latin-1"))
 
+    def show(self, status: str) -> None:
+        if status != self.status:
+            self.status = status
+            self.notify(f"STATUS={status}")
+
+    def feed_watchdog(self) -> None:
+        if self._has_watchdog:
+            self.notify("WATCHDOG=1")
+
     def sockets(self, name: str) -> list[socket.socket]:
-        """Return the sockets of this name that systemd passed in (sd_listen_fds(3))."""
+        """Return the sockets that systemd passed in (sd_listen_fds(3))."""
         if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
         count = decimal(self._environ.get("LISTEN_FDS")) or 0
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
         return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
-
-    @property
-    def status(self) -> str:
-        return self._status
-
-    @status.setter
-    def status(self, text: str) -> None:
-        if text != self._status:
-            self._status = text
-            self.notify(f"STATUS={text}")
-
-    def feed_watchdog(self, now: float) -> None:
-        if now - self._fed_at >= self._interval:
-            self._fed_at = now
-            self.notify("WATCHDOG=1")
 
 
 class _JournalFormatter(logging.Formatter):
@@ -3218,20 +2910,13 @@ def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
 
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
+SOCKET_PREFIX = "tt-"
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR: it cannot be written; systemd starts the daemon again
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL: another process has locked the directory
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Uevent(NamedTuple):
-    """A kernel event about a Tenstorrent device."""
-
-    action: str  # "add", "remove", "change", "bind", "unbind"
-    ordinal: int | None  # of the device file; None: the event is about a PCI function
-
-
 def open_uevent_socket() -> socket.socket:
-    """Return a socket that gets the kernel's uevents; raises OSError."""
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
     kernel.bind((0, 1))  # the kernel's group; udevd's own messages go to group 2
@@ -3243,59 +2928,17 @@ def sent_by_kernel(sender: object) -> bool:
     return isinstance(sender, tuple) and sender[0] == 0
 
 
-def parse_uevent(message: bytes) -> Uevent | None:
-    """Return the event if it is about a Tenstorrent device."""
-    if b"tenstorrent" not in message and OUR_PCI_ID not in message:
-        return None
-    parts = message.decode("utf-8", "replace").split("\0")
-    variables = dict(part.split("=", 1) for part in parts if "=" in part)
-    action = variables.get("ACTION", "")
-    subsystem = variables.get("SUBSYSTEM")
-    if subsystem == "tenstorrent":
-        node = re.fullmatch(r"tenstorrent/(\d{1,5})", variables.get("DEVNAME", ""))
-        return Uevent(action, int(node[1]) if node else None)
-    is_driver = variables.get("DEVPATH") in (f"/module/{DRIVER}", f"/bus/pci/drivers/{DRIVER}")
-    is_function = subsystem == "pci" and OUR_PCI_ID in message
-    return Uevent(action, None) if is_function or is_driver else None
-
-
-def receive_uevents(
-    kernel: socket.socket, trusted: Callable[[object], bool]
-) -> Iterator[Uevent | None]:
-    """Yield the events that wait; None: messages were lost."""
-    while True:
-        try:
-            message, sender = kernel.recvfrom(8192)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno != errno.ENOBUFS:
-                raise
-            yield None
-            continue
-        if trusted(sender) and (event := parse_uevent(message)):
-            yield event
-
-
 class UeventSocket:
-    """Collects the kernel's uevents about Tenstorrent devices."""
+    """Notices the kernel's uevents about Tenstorrent devices, functions and their driver."""
 
-    def __init__(
-        self,
-        wake: Callable[[], None],
-        open_socket: Callable[[], socket.socket] = open_uevent_socket,
-        trusted: Callable[[object], bool] = sent_by_kernel,
-    ) -> None:
-        """wake: called for events; trusted: returns whether a sender is the kernel."""
-        self.events: list[Uevent | None] = []  # None: messages were lost
+    def __init__(self, wake: Wake) -> None:
+        self.has_events = False
         self._wake = wake
-        self._open_socket = open_socket
-        self._trusted = trusted
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
         try:
-            self._socket = self._open_socket()
+            self._socket = open_uevent_socket()
         except OSError as error:
             log.warning("no kernel events (%s): polling for changes instead", error.strerror)
             return
@@ -3307,13 +2950,22 @@ class UeventSocket:
             self._socket.close()
 
     def _read(self, kernel: socket.socket) -> None:
-        self.events += receive_uevents(kernel, self._trusted)
-        if self.events:
+        while True:
+            try:
+                message, sender = kernel.recvfrom(8192)
+            except BlockingIOError:
+                break
+            except OSError:  # ENOBUFS: some were lost
+                self.has_events = True
+            else:
+                is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
+                self.has_events |= is_ours and sent_by_kernel(sender)
+        if self.has_events:
             self._wake()
 
 
 class DirectoryError(Exception):
-    """The kubelet's directory cannot be used; the daemon exits with this status."""
+    """The kubelet's directory cannot be used."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -3327,17 +2979,14 @@ class PluginDirectory:
     MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
 
     def __init__(self, path: str, wake: Callable[[], None]) -> None:
-        """wake: called when a name has changed."""
         self.path = path
+        self.names: set[str] = set()  # of others' files, without the checkpoint
         self._wake = wake
-        self._names: set[str] = set()
-        self._directory = -1  # descriptor that has the lock
+        self._locked = -1  # descriptor
         self._inotify = -1
         self._watch = -1
-        self._is_refused = False  # which was logged
 
     def open(self) -> None:
-        """Begin to watch; raises DirectoryError."""
         self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._inotify >= 0:
             asyncio.get_running_loop().add_reader(self._inotify, self._read)
@@ -3347,16 +2996,10 @@ class PluginDirectory:
         self.check()
 
     def close(self) -> None:
-        for descriptor in (self._inotify, self._directory):
+        for descriptor in (self._inotify, self._locked):
             if descriptor >= 0:
                 asyncio.get_running_loop().remove_reader(descriptor)
                 os.close(descriptor)
-
-    def take_names(self) -> set[str]:
-        """Return the names that have changed since the last call; "": unknown ones."""
-        names = self._names
-        self._names = set()
-        return names
 
     def check(self) -> None:
         """Create, lock and watch the directory if it is another one now; raises DirectoryError."""
@@ -3364,56 +3007,43 @@ class PluginDirectory:
             if not isdir(self.path):
                 os.makedirs(self.path, 0o750, exist_ok=True)
             status = os.stat(self.path)
-            if self._directory < 0 or not os.path.samestat(os.fstat(self._directory), status):
+            if self._locked < 0 or not os.path.samestat(os.fstat(self._locked), status):
                 self._lock()
-                self._watch = -1
-                self._names.add("")
             if not os.access(self.path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EROFS, "cannot be written")
+                raise PermissionError(errno.EROFS, "it is not writable")
         except OSError as error:
             reason = f"{self.path} cannot be used: {error.strerror}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
         if self._watch < 0 <= self._inotify:
-            self._add_watch()
+            path = os.fsencode(self.path)
+            self._watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
 
     def _lock(self) -> None:
-        """Lock the directory at this path; raises DirectoryError, OSError."""
-        if self._directory >= 0:
-            os.close(self._directory)
-        self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self._locked >= 0:
+            os.close(self._locked)
+        self._watch = -1
+        self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _lock_holder(os.fstat(self._directory).st_ino)
+            holder = "another process"
+            inode = os.fstat(self._locked).st_ino
+            line = rf"^\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} "
+            if match := re.search(line, try_read("/proc/locks") or "", re.MULTILINE):
+                holder = f"process {match[1]} ({try_read(f'/proc/{match[1]}/comm') or '?'})"
             reason = f"{self.path} is locked by {holder}; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
 
-    def _add_watch(self) -> None:
-        path = os.fsencode(self.path)
-        self._watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
-        if self._watch < 0 and not self._is_refused:
-            reason = os.strerror(ctypes.get_errno())
-            log.warning("cannot watch %s (%s): polling for kubelet restarts", self.path, reason)
-        self._is_refused = self._watch < 0
+    def has_changed(self) -> bool:
+        """Return whether others' files came or went since the last call."""
+        before = self.names
+        names = {name for name in names_in(self.path) if not name.startswith((SOCKET_PREFIX, "."))}
+        self.names = names - {CHECKPOINT}
+        return self.names != before
 
     def _read(self) -> None:
-        buffer = os.read(self._inotify, 65536)
-        offset = 0
-        while offset < len(buffer):
-            watch, _, _, length = struct.unpack_from("iIII", buffer, offset)
-            start = offset + 16
-            offset = start + length
-            if watch in (self._watch, -1):  # else a previous one; -1: the queue overflowed
-                self._names.add(os.fsdecode(buffer[start:offset].rstrip(b"\0")))
+        os.read(self._inotify, 65536)
         self._wake()
-
-
-def _lock_holder(inode: int) -> str:
-    for line in (try_read("/proc/locks") or "").splitlines():
-        match = re.match(rf"\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} ", line)
-        if match:
-            return f"process {match[1]} ({try_read(f'/proc/{match[1]}/comm') or '?'})"
-    return "another process"
 
 
 # ==== NODE: observes this machine and decides. The daemon and the commands share it ===============
@@ -3422,48 +3052,41 @@ def _lock_holder(inode: int) -> str:
 class Node:
     """The one owner of settings, inventory and allocations."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        state: StateFile,
-        wake: Callable[[], None],
-        read: Callable[[PciFunction, AttributeFiles], Telemetry] = read_telemetry,
-    ) -> None:
-        """wake: called when telemetry was read; read: reads it."""
+    def __init__(self, settings: Settings, wake: Wake) -> None:
         self.settings = settings
-        self.inventory = Inventory(state.chips)
-        self.allocations = AllocationTracker(settings, state.allocations, monotonic())
-        self.readers = TelemetryReaders(wake, read)
+        self.state = StateFile(settings)
+        self.inventory = Inventory(self.state.chips)
+        self.allocations = AllocationTracker(settings, self.state.allocations, monotonic())
+        self.readers = TelemetryReaders(wake)
         self.kubelet: FileIdentity | None = None  # the kubelet's socket at the last observation
-        self._observation: Observation | None = None
-        self._decision: Decision | None = None
+        self._decided: tuple[Observation, Decision] | None = None
 
-    def rescan(self, ordinals: Collection[int | None] = ()) -> None:
-        """Look for chips; read the new ones and those with these ordinals. Raises OSError."""
-        new = self.inventory.observe(self.settings)
-        named = [each for each in self.inventory.present if each.ordinal in ordinals]
-        self.readers.submit({each.bdf: each for each in [*new, *named]}.values(), periodic=False)
+    def look(self, *, periodic: bool, details: bool = False) -> None:
+        """Look for chips, and read each one, the only way to see one die.
 
-    def poll(self) -> None:
-        """Look for chips, and read each one, the only way to see one die. Raises OSError."""
+        periodic: by a poll; details: sensors and processes, too.
+        """
         self.inventory.observe(self.settings)
         present = self.inventory.present
         self.readers.close_files([function.bdf for function in present])
-        self.readers.submit(present, periodic=True)
-
-    def read_details(self) -> None:
-        """Read telemetry, sensors and processes of each chip."""
-        self.readers.submit(self.inventory.present, periodic=False, details=self.settings)
+        settings = self.settings if details else None
+        self.readers.submit(present, periodic=periodic, details=settings)
 
     def collect(self, now: float) -> None:
-        """Apply what was read; raises OSError for an error of the daemon itself."""
+        """Apply what was read."""
         self.inventory.apply(self.readers.collect(now), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
-            self.inventory.records[bdf].block(seconds)
+            self.inventory.records[bdf].list()
+            if seconds > READ_TIMEOUT:
+                self.inventory.records[bdf].block()
+
+    def save_state(self, files: Sequence[str]) -> None:
+        records = self.inventory.records.items()
+        chips = {bdf: record.to_state() for bdf, record in records if record.chip.seen}
+        self.state.save(files=files, chips=chips, allocations=self.allocations.to_state())
 
     def observe_allocations(self, now: float) -> None:
-        """Read the checkpoint and look at cgroups; raises OSError."""
-        ours = self._decision.resources if self._decision else ()
+        ours = self._decided[1].resources if self._decided else ()
         self.kubelet = self.allocations.observe(ours, self.inventory.chip_at, now)
 
     def decide(self, now: float) -> Decision:
@@ -3477,51 +3100,35 @@ class Node:
             self.allocations.unreadable,
             existing_mounts(self.settings),
         )
-        if self._decision is None or observation != self._observation:
-            self._decision = decide(observation)
-            self._observation = observation
-        return self._decision
+        if self._decided is None or observation != self._decided[0]:
+            self._decided = (observation, decide(observation))
+        return self._decided[1]
 
-
-def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
-    """Return the mounts of containers: configured ones, or the hugepages if they exist."""
-    if settings.mounts:
-        return settings.mounts
-    names = ("hugepages-1G", "hugepages")
-    mounts = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
-    return tuple(mount for mount in mounts if os.path.exists(mount.host))
-
-
-def node_view(
-    node: Node, decision: Decision, states: Mapping[str, SessionState], **more: str | None
-) -> dict[str, Any]:
-    """Return everything that `list` and `check` show. more: the daemon's status and the like."""
-    settings = node.settings
-    resources = []
-    for name, resource in decision.resources.items():
-        unhealthy = {each.identifier: each.defect for each in resource.unique_devices if each.defect}
-        state = states[name].state if name in states else None
-        resources.append({"name": name, "state": state, "unhealthy": unhealthy})
-    chips = [
-        chip_row(
-            decision,
-            chip,
-            node.inventory.records.get(bdf),
-            knows_pods=node.allocations.has_read,
-        )
-        for bdf, chip in decision.chips.items()
-    ]
-    return {
-        "version": __version__,
-        **{key: getattr(settings, key) for key in NEEDS_RESTART},
-        **more,
-        "driver": decision.driver,
-        "unreadable": decision.unreadable,
-        "unselected": decision.unselected,
-        "resources": resources,
-        "faults": {bdf: chip.fault.value for bdf, chip in decision.chips.items() if chip.fault},
-        "chips": chips,
-    }
+    def view(
+        self, decision: Decision, states: Mapping[str, SessionState], **more: str | None
+    ) -> dict[str, Any]:
+        """Return everything that `list` and `check` show. more: the daemon's status and so on."""
+        records = self.inventory.records
+        knows_pods = self.allocations.has_read
+        resources = []
+        for name, resource in decision.resources.items():
+            devices = [device for device in resource.unique_devices if device.defect]
+            unhealthy = {device.identifier: device.defect for device in devices}
+            state = states[name].state if name in states else None
+            resources.append({"name": name, "state": state, "unhealthy": unhealthy})
+        return {
+            "version": __version__,
+            **{key: getattr(self.settings, key) for key in NEEDS_RESTART},
+            **more,
+            "driver": decision.driver,
+            "unreadable": decision.unreadable,
+            "resources": resources,
+            "faults": {bdf: each.fault.value for bdf, each in decision.chips.items() if each.fault},
+            "chips": [
+                chip_row(decision, chip, records.get(bdf), knows_pods=knows_pods)
+                for bdf, chip in decision.chips.items()
+            ],
+        }
 
 
 # ==== REQUESTS: the kubelet's calls, each of which observes, decides and answers ==================
@@ -3536,35 +3143,30 @@ class Allocator:
     """Answers requests for devices, and delays starts of containers on chips still in use."""
 
     def __init__(self, node: Node) -> None:
-        self.counts = Counter[tuple[str, str]]()  # by resource and result
+        self.counts = Counter[tuple[str, str]]()  # of answers by resource and result
         self.is_closing = False
         self._node = node
 
     def _resource(self, name: str, now: float) -> Resource:
-        """Return a resource as it is advertised at this moment; raises OSError."""
+        """Return a resource as it is advertised at this moment."""
         self._node.observe_allocations(now)
         return self._node.decide(now).resources.get(name, Resource(name, {}))
 
-    async def allocate(
-        self, name: str, containers: Sequence[Sequence[str]]
-    ) -> list[pb.ContainerAllocateResponse]:
-        """Return what containers with these IDs get; raises RequestError, OSError."""
+    async def allocate(self, name: str, containers: Containers) -> list[Edits]:
+        """Return what containers with these IDs get; raises RequestError."""
         deadline = monotonic() + LINK_TIMEOUT
-        answers = None
+        answer = None
         try:
-            while answers is None:
-                may_wait = monotonic() < deadline
-                answers = self._answer(name, containers, may_wait=may_wait)
-                if answers is None:
+            while answer is None:
+                answer = self._answer(name, containers, may_wait=monotonic() < deadline)
+                if answer is None:
                     await asyncio.sleep(LINK_INTERVAL)
         finally:
-            self.counts[name, "refused" if answers is None else "granted"] += 1
-        return answers
+            self.counts[name, "refused" if answer is None else "granted"] += 1
+        return answer
 
-    def _answer(
-        self, name: str, containers: Sequence[Sequence[str]], *, may_wait: bool
-    ) -> list[pb.ContainerAllocateResponse] | None:
-        """Return the answer, None to wait for a link; raises RequestError, OSError.
+    def _answer(self, name: str, containers: Containers, *, may_wait: bool) -> list[Edits] | None:
+        """Return the answer, None to wait for a link.
 
         A kubelet keeps the answer for a pod's life: a link is better than the device file.
         """
@@ -3576,37 +3178,37 @@ class Allocator:
         links = {}
         for chip in chain(*chips):
             if fault := file_fault_now(chip.function):  # its event is under way
-                reason = f"device {chip.bdf} is unhealthy: device file is invalid: {fault}"
+                reason = f"device {chip.bdf}: device file is invalid: {fault}"
                 raise RequestError(Status.FAILED_PRECONDITION, reason)
             if link := link_path(settings, chip.function):
                 links[chip.bdf] = link
             elif may_wait and expects_links(settings):
                 return None
-        locks = lock_path(resource, chain(*containers), settings)
-        mounts = existing_mounts(settings)
+        mounts = [*existing_mounts(settings)] if settings.device_list_strategy != "cdi" else []
+        if locks := lock_path(resource, chain(*containers), settings):
+            mounts.append(Mount(locks, "/dev/shm"))
         for ids, theirs in zip(containers, chips, strict=True):
-            addresses = frozenset(chip.bdf for chip in theirs)
-            pending = Allocation(resource.name, frozenset(ids), addresses)
+            pending = Allocation(name, frozenset(ids), frozenset(chip.bdf for chip in theirs))
             self._node.allocations.add_pending(pending, now)
-        return [container_edits(each, links, settings, mounts, locks) for each in chips]
+        return [container_edits(each, links, settings, mounts) for each in chips]
 
-    def prefer(
-        self, name: str, available: Sequence[str], must_include: Sequence[str], size: int
-    ) -> list[str]:
-        """Return the best of the available IDs; raises RequestError, OSError."""
+    def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
+        """Return the best of the available IDs; raises RequestError."""
         now = monotonic()
         resource = self._resource(name, now)
         allocations = self._node.allocations
-        free = frozenset(available).difference(must_include)
+        required = question.must_include_deviceIDs
+        free = frozenset(question.available_deviceIDs).difference(required)
         busy: set[str] = set()
         for each in allocations.in_force(now):
             is_free = each.resource == name and not free.isdisjoint(each.ids)
             if is_free and allocations.is_running(each, now):
                 busy |= each.ids
-        return preferred_allocation(resource, available, must_include, size, busy)
+        available = question.available_deviceIDs
+        return preferred_allocation(resource, available, required, question.allocation_size, busy)
 
     async def wait_until_free(self, name: str, ids: Collection[str]) -> None:
-        """Wait until no other pod runs on these chips; raises RequestError, OSError.
+        """Wait until no other pod runs on these chips; raises RequestError.
 
         A kubelet gives the device of a pod deleted by force to the next one while the first still
         runs. It calls before each start, and again after an error (manager.go, PreStartContainer).
@@ -3623,28 +3225,29 @@ class Allocator:
             pod = self._other_pod(name, ids)
 
     def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
-        """Return the label of another pod that runs on these chips, unless they share them."""
+        """Return another pod that runs on these chips, unless they share them."""
         now = monotonic()
+        allocations = self._node.allocations
         addresses = {chip.bdf for chip in self._resource(name, now).chips(ids)}
-        in_force = self._node.allocations.in_force(now)
+        in_force = allocations.in_force(now)
         answer = (name, frozenset(ids))
         own = [each.pod for each in in_force if (each.resource, each.ids) == answer][-1:]
         for each in in_force:
             shares_device = each.resource == name and all(map(is_replica, {*each.ids, *ids}))
-            if shares_device or each.pod in own or addresses.isdisjoint(each.chips):
-                continue
-            if self._node.allocations.is_running(each, now):
-                return pod_label(each, self._node.allocations.names)
+            is_other = each.pod not in own and not addresses.isdisjoint(each.chips)
+            if is_other and not shares_device and allocations.is_running(each, now):
+                return pod_label(each, allocations.names)
         return None
 
 
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
-    """Create and return the /dev/shm of containers with replicas, or None; raises RequestError."""
+    """Create and return the /dev/shm of containers with replicas; raises RequestError."""
     path = settings.sharing.lock_dir
     if not path or not any(map(is_replica, ids)):
         return None
-    if path != "/dev/shm":  # the host's own
-        path = f"{path}/{resource.short_name}"
+    if path == "/dev/shm":  # the host's
+        return path
+    path = f"{path}/{resource.short_name}"
     try:
         make_lock_directory(path)
     except OSError as error:
@@ -3655,7 +3258,6 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
 
 # ==== SESSION: a resource's device list, socket and registration (device plugin API v1beta1) ======
 
-SOCKET_PREFIX = "tt-"
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds in which a kubelet notices that a stream has ended
 CHECKPOINT_TIMEOUT = 1.0  # seconds in which a kubelet has written a list to its checkpoint
@@ -3680,130 +3282,65 @@ class RegistrationError(Exception):
 class DeviceListStream:
     """The device list of one resource, for all its open ListAndWatch streams."""
 
-    def __init__(self, message: pb.ListAndWatchResponse) -> None:
-        self.message = message
-        self.healthy = _healthy_ids(message)
-        self.ever_advertised = {device.ID for device in message.devices}
+    def __init__(self) -> None:
+        self.message = DeviceList()
+        self.healthy: frozenset[str] = frozenset()
+        self.ever_advertised: set[str] = set()
         self._changed = asyncio.Event()
-        self._is_closed = False
 
-    def update(self, message: pb.ListAndWatchResponse) -> None:
-        """Send the list to open streams if it is a different one."""
-        if message is self.message or message == self.message:
-            return
-        self.message = message
-        self.healthy = _healthy_ids(message)
-        self.ever_advertised |= {device.ID for device in message.devices}
-        self.resend()
+    def update(self, message: DeviceList) -> None:
+        if message is not self.message and message != self.message:
+            healthy = (each.ID for each in message.devices if each.health == "Healthy")
+            self.healthy = frozenset(healthy)
+            self.ever_advertised |= {device.ID for device in message.devices}
+            self.message = message
+            self.resend()
 
     def resend(self) -> None:
         """Send the list, even unchanged: the kubelet then writes its checkpoint."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def close(self) -> None:
-        self._is_closed = True
-        self._changed.set()
-
-    async def messages(self) -> AsyncIterator[pb.ListAndWatchResponse]:
-        while not self._is_closed:
+    async def messages(self) -> AsyncIterator[DeviceList]:
+        while True:
             changed = self._changed
             yield self.message
             await changed.wait()
 
 
-def _healthy_ids(message: pb.ListAndWatchResponse) -> frozenset[str]:
-    return frozenset(each.ID for each in message.devices if each.health == "Healthy")
+class Attempt(rpc.DevicePluginServicer):
+    """One socket, registered once, and the kubelet's calls on it."""
 
+    def __init__(self, session: KubeletSession, path: str) -> None:
+        self.path = path
+        self.task: asyncio.Task[None]
+        self.file: FileIdentity | None = None  # the socket, while it is bound
+        self.kubelet: FileIdentity | None = None  # the kubelet that was sent Register
+        self.appeared = asyncio.Event()  # the kubelet's socket
+        self.opened = asyncio.Event()  # the kubelet's stream
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+        self.has_stream = False  # the kubelet's is open
+        self._session = session
 
-class Endpoint(rpc.DevicePluginServicer):
-    """One server on one socket, registered once.
-
-    Its name, "tt-n300.4711-1.sock", is new each time: kubelet 1.37 rejects one to which it still
-    has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path when it stops.
-    """
-
-    def __init__(
-        self, name: str, stream: DeviceListStream, allocator: Allocator, directory: str
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.opened = loop.create_future()  # done when the kubelet opens its stream
-        self.ended = loop.create_future()  # done when its use ends: why
-        self.has_stream = False  # the kubelet's
-        self.announced_to: FileIdentity | None = None  # the kubelet that was sent Register
-        self._name = name
-        self._stream = stream
-        self._allocator = allocator
-        self._file: FileIdentity | None = None
-        short_name = name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
-        number = next(_endpoint_numbers) % 100_000
-        self._path = f"{directory}/{SOCKET_PREFIX}{short_name}.{os.getpid()}-{number}.sock"
-        # A connection without a handshake is closed; the default is after two minutes.
-        self._server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
-        rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-
-    async def serve(self) -> None:
-        """Bind and answer; raises RegistrationError."""
-        try:
-            self._server.add_insecure_port(f"unix:{self._path}")
-        except RuntimeError:  # gRPC does not pass on the error of bind()
-            raise RegistrationError(f"cannot create sockets in {dirname(self._path)}") from None
-        self._file = file_identity(self._path)
-        await self._server.start()
-        if self._file is None:
-            raise RegistrationError(f"{self._path} was deleted while being created")
-
-    def is_lost(self) -> bool:
-        """Return whether the socket is no longer where it was bound."""
-        return self._file is not None and file_identity(self._path) != self._file
-
-    def is_fresh(self) -> bool:
-        """Return whether it serves and was not announced."""
-        return self._file is not None and not self.announced_to and not self.is_lost()
-
-    async def register(self, kubelet_socket: str, kubelet: FileIdentity) -> None:
-        """Register; raises RegistrationError. The kubelet calls back before it answers."""
-        request = pb.RegisterRequest(
-            version="v1beta1",
-            endpoint=basename(self._path),
-            resource_name=self._name,
-            options=PLUGIN_OPTIONS,
-        )
-        self.announced_to = kubelet
-        async with grpc.aio.insecure_channel(f"unix:{kubelet_socket}", CHANNEL_OPTIONS) as channel:
-            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                await stub.Register(request, timeout=REGISTER_TIMEOUT)
-            except grpc.aio.AioRpcError as error:
-                reason = f"rejected Register: {grpc_message(error)}"
-                if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"did not answer Register within {REGISTER_TIMEOUT:g} s"
-                raise RegistrationError(f"kubelet {reason}") from None
+    def is_outdated(self, kubelet: FileIdentity | None) -> bool:
+        """Return whether its socket was deleted, or another kubelet has started."""
+        is_lost = self.file is not None and file_identity(self.path) != self.file
+        return is_lost or (self.kubelet is not None and kubelet not in (None, self.kubelet))
 
     def end(self, reason: str) -> None:
-        """End its use; a session then makes the next attempt."""
         if not self.ended.done():
             self.ended.set_result(reason)
 
-    async def close(self, grace: float | None = None) -> None:
-        """Stop the server. grace: seconds that calls have."""
-        self._file = None
-        await asyncio.shield(self._server.stop(grace))  # it goes on if this call is cancelled
-
-    async def GetDevicePluginOptions(
-        self, request: pb.Empty, context: Context
-    ) -> pb.DevicePluginOptions:
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> Any:
         return PLUGIN_OPTIONS
 
-    async def ListAndWatch(
-        self, request: pb.Empty, context: Context
-    ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        is_kubelet = self.announced_to is not None and not self.opened.done()
+    async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[DeviceList]:
+        is_kubelet = self.kubelet is not None and not self.opened.is_set()
         if is_kubelet:
             self.has_stream = True
-            self.opened.set_result(None)
+            self.opened.set()
         try:
-            async for message in self._stream.messages():
+            async for message in self._session.stream.messages():
                 yield message
         finally:
             if is_kubelet:
@@ -3814,25 +3351,26 @@ class Endpoint(rpc.DevicePluginServicer):
         self, request: pb.PreferredAllocationRequest, context: Context
     ) -> pb.PreferredAllocationResponse:
         response = pb.PreferredAllocationResponse()
-        async with _rejecting(context, f"{self._name}: rejected GetPreferredAllocation"):
+        name = self._session.name
+        async with _rejecting(context, f"{name}: rejected GetPreferredAllocation"):
             for each in request.container_requests:
-                question = (each.available_deviceIDs, each.must_include_deviceIDs)
-                ids = self._allocator.prefer(self._name, *question, each.allocation_size)
+                ids = self._session.allocator.prefer(name, each)
                 response.container_responses.add(deviceIDs=ids)
         return response
 
     async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
         containers = [list(each.devices_ids) for each in request.container_requests]
-        async with _rejecting(context, f"{self._name}: rejected Allocate"):
-            answers = await self._allocator.allocate(self._name, containers)
-        log.debug("%s: allocated %s", self._name, containers)
+        name = self._session.name
+        async with _rejecting(context, f"{name}: rejected Allocate"):
+            answers = await self._session.allocator.allocate(name, containers)
         return pb.AllocateResponse(container_responses=answers)
 
     async def PreStartContainer(
         self, request: pb.PreStartContainerRequest, context: Context
     ) -> pb.PreStartContainerResponse:
-        async with _rejecting(context, f"{self._name}: container start delayed"):
-            await self._allocator.wait_until_free(self._name, request.devices_ids)
+        name = self._session.name
+        async with _rejecting(context, f"{name}: container start delayed"):
+            await self._session.allocator.wait_until_free(name, request.devices_ids)
         return pb.PreStartContainerResponse()
 
 
@@ -3853,171 +3391,152 @@ async def _rejecting(context: Context, subject: str) -> AsyncIterator[None]:
 
 
 def grpc_message(error: grpc.aio.AioRpcError) -> str:
-    """Return a call's error on one line."""
     return " ".join((error.details() or error.code().name).split())
 
 
 def accepts_connections(path: str) -> bool:
-    """Return whether a process accepts connections on a unix socket."""
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as probe:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: the queue is full
 
 
 def remove_dead_sockets(directory: str) -> None:
-    """Remove the sockets of a daemon that was killed."""
-    with suppress(OSError):
-        for name in os.listdir(directory):
-            path = f"{directory}/{name}"
-            is_ours = re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name)
-            if is_ours and not accepts_connections(path):
-                os.unlink(path)
-
-
-@dataclass(slots=True)
-class Retry:
-    """When the next attempt is due."""
-
-    pause: float = BACKOFF[0]
-    due_at: float = -inf
-
-    def schedule(self, now: float) -> None:
-        self.due_at = now + self.pause
-        self.pause = min(2 * self.pause, BACKOFF[1])
-
-
-@dataclass(slots=True)
-class Mismatch:
-    """A difference between our list and the checkpoint's."""
-
-    since: float
-    resends: int = 0
+    """Remove the sockets of a daemon that was killed: none runs while this one has the lock."""
+    for name in names_in(directory):
+        if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
+            with suppress(OSError):
+                os.unlink(f"{directory}/{name}")
 
 
 class KubeletSession:
     """Keeps one resource registered, by one attempt after another: bind, register, serve.
 
-    An attempt lasts as long as the kubelet's stream. reconcile() cancels it if it is out of date.
+    An attempt has a socket with a new name, "tt-n300.4711-1.sock": kubelet 1.37 rejects a name to
+    which it still has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path
+    when it stops. reconcile() cancels an attempt that is out of date.
     """
 
-    def __init__(
-        self,
-        name: str,
-        message: pb.ListAndWatchResponse,
-        allocator: Allocator,
-        directory: str,
-        wake: Callable[[], None],
-    ) -> None:
-        """wake: called when an attempt has ended, or `state` has changed."""
+    def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
         self.name = name
-        self.state = "starting"
+        self.state = ""  # REGISTERED, or why it is not; "": no attempt has come that far
         self.registrations = 0  # that succeeded
-        self.stream = DeviceListStream(message)
-        self._allocator = allocator
+        self.retry_at = -inf  # when the next attempt is due
+        self.stream = DeviceListStream()
+        self.allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._endpoint: Endpoint | None = None
-        self._attempt: asyncio.Task[None] | None = None
-        self._kubelet: FileIdentity | None = None  # whose socket the attempt is for
-        self._retry = Retry()
-        self._mismatch: Mismatch | None = None
+        self._kubelet: FileIdentity | None = None  # its socket now
+        self._attempt: Attempt | None = None
+        self._backoff = BACKOFF[0]
+        self._mismatch: tuple[float, int] | None = None  # since when, and lists sent since
 
     @property
     def is_serving(self) -> bool:
-        """Return whether it has bound a socket, or could not."""
-        return self.state != "starting"
-
-    @property
-    def retry_at(self) -> float:
-        """Return when the next attempt is due; inf: one is under way."""
-        return self._retry.due_at if self._attempt and self._attempt.done() else inf
+        """Return whether a socket is bound, or could not be."""
+        return bool(self.state) or (self._attempt is not None and self._attempt.file is not None)
 
     def reconcile(
-        self,
-        message: pb.ListAndWatchResponse,
-        kubelet: FileIdentity | None,
-        now: float,
-        *,
-        is_disturbed: bool,
+        self, devices: DeviceList, kubelet: FileIdentity | None, *, disturbed: bool
     ) -> None:
-        """Bring list and registration in line with the node.
+        """Bring list and registration in line. disturbed: the directory has changed."""
+        self.stream.update(devices)
+        self._kubelet = kubelet
+        attempt = self._attempt
+        if attempt and kubelet:
+            attempt.appeared.set()
+        is_outdated = attempt is not None and attempt.is_outdated(kubelet)
+        if disturbed or is_outdated:
+            self._backoff = BACKOFF[0]
+        is_due = disturbed or monotonic() >= self.retry_at
+        if is_outdated or ((attempt is None or attempt.task.done()) and is_due):
+            name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
+            number = next(_endpoint_numbers) % 100_000
+            path = f"{self._directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{number}.sock"
+            self._attempt = Attempt(self, path)
+            self.retry_at = inf
+            if kubelet:
+                self._attempt.appeared.set()
+            self._attempt.task = asyncio.create_task(self._run(self._attempt, attempt))
+            self._attempt.task.add_done_callback(lambda _: self._wake())
 
-        kubelet: its socket now. is_disturbed: the directory has changed, which ends a pause.
-        """
-        self.stream.update(message)
-        if is_disturbed:
-            self._retry = Retry()
-        is_lost = self._endpoint is not None and self._endpoint.is_lost()
-        if is_lost or kubelet not in (None, self._kubelet):
-            self._retry = Retry()
-            self._start(kubelet)
-        elif (self._attempt is None or self._attempt.done()) and now >= self._retry.due_at:
-            self._start(kubelet)
-
-    def _start(self, kubelet: FileIdentity | None) -> None:
-        previous = self._attempt
-        if previous:
-            previous.cancel()
-        self._kubelet = kubelet or self._kubelet
-        self._attempt = asyncio.create_task(self._run(previous, kubelet))
-        self._attempt.add_done_callback(lambda _: self._wake())
-
-    async def _run(self, previous: asyncio.Task[None] | None, kubelet: FileIdentity | None) -> None:
-        if previous:
+    async def _run(self, attempt: Attempt, former: Attempt | None) -> None:
+        """Make an attempt once the former one has ended: there are never two."""
+        if former:
+            former.task.cancel()
             try:
-                await asyncio.wait({previous})
+                await asyncio.wait({former.task})
             finally:
-                if not previous.done():  # cancelled, too: never two attempts at a time
-                    await asyncio.wait({previous})
+                await asyncio.wait({former.task})  # if this one is cancelled meanwhile, too
         started = monotonic()
         with log_and_continue(f"the session of {self.name}"):
             try:
-                await self._register(kubelet)
+                await self._serve(attempt)
             except RegistrationError as error:
                 self._set_state(str(error))
         if monotonic() - started > 30:  # seconds: it held
-            self._retry = Retry()
-        self._retry.schedule(monotonic())
+            self._backoff = BACKOFF[0]
+        self.retry_at = monotonic() + self._backoff
+        self._backoff = min(2 * self._backoff, BACKOFF[1])
 
-    async def _register(self, kubelet: FileIdentity | None) -> None:
+    async def _serve(self, attempt: Attempt) -> None:
         """Bind, register and serve; raises RegistrationError in the end."""
-        kubelet_socket = f"{self._directory}/{KUBELET_SOCKET}"
-        endpoint = await self._bind(kubelet)
-        if kubelet is None:
-            raise RegistrationError(f"waiting for kubelet ({kubelet_socket} does not exist)")
-        for pause in (0.001, 0.002, 0.004, 0.008, 0):  # bind() makes the file before listen()
-            if accepts_connections(kubelet_socket):
-                break
+        # A connection without a handshake is closed; the default is after two minutes.
+        server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
+        rpc.add_DevicePluginServicer_to_server(attempt, server)  # type: ignore[no-untyped-call]
+        try:
+            try:
+                server.add_insecure_port(f"unix:{attempt.path}")
+            except RuntimeError:  # gRPC does not pass on the error of bind()
+                raise RegistrationError(f"cannot create sockets in {self._directory}") from None
+            attempt.file = file_identity(attempt.path)
+            await server.start()
+            if attempt.file is None:
+                raise RegistrationError(f"{attempt.path} was deleted while being created")
+            await self._register(attempt)
+            await asyncio.wait({attempt.ended}, timeout=REGISTER_TIMEOUT)
+            if not attempt.opened.is_set():
+                attempt.end("kubelet accepted Register but opened no ListAndWatch stream")
+            raise RegistrationError(await attempt.ended)
+        finally:
+            attempt.file = None
+            had_stream = attempt.has_stream
+            await asyncio.shield(server.stop(0.1 if self.allocator.is_closing else None))
+            if had_stream and attempt.kubelet == self._kubelet:
+                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
+                # registration (manager.go, PluginDisconnected): so it comes before the next one.
+                await asyncio.sleep(STREAM_DELAY)
+
+    async def _register(self, attempt: Attempt) -> None:
+        """Wait for the kubelet and register; raises RegistrationError."""
+        path = f"{self._directory}/{KUBELET_SOCKET}"
+        if not attempt.appeared.is_set():
+            self._set_state(f"waiting for kubelet ({path} does not exist)")
+            await attempt.appeared.wait()
+        pauses = iter((0.001, 0.002, 0.004, 0.008))  # bind() makes the file before listen()
+        while not accepts_connections(path):
+            if not (pause := next(pauses, None)):
+                raise RegistrationError("waiting for kubelet (its socket refuses connections)")
             await asyncio.sleep(pause)
-        else:
-            raise RegistrationError("waiting for kubelet (its socket refuses connections)")
-        await endpoint.register(kubelet_socket, kubelet)
+        request = pb.RegisterRequest(
+            version="v1beta1",
+            endpoint=basename(attempt.path),
+            resource_name=self.name,
+            options=PLUGIN_OPTIONS,
+        )
+        attempt.kubelet = self._kubelet
+        async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
+            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.Register(request, timeout=REGISTER_TIMEOUT)
+            except grpc.aio.AioRpcError as error:
+                reason = f"rejected Register: {grpc_message(error)}"
+                if error.code() == Status.DEADLINE_EXCEEDED:
+                    reason = f"did not answer Register within {REGISTER_TIMEOUT:g} s"
+                raise RegistrationError(f"kubelet {reason}") from None
         self.registrations += 1
         count = pluralize(len(self.stream.message.devices), "device ID")
         log.info("%s: %s, %s", self.name, REGISTERED, count)
         self._set_state(REGISTERED)
-        done, _ = await asyncio.wait({endpoint.opened}, timeout=REGISTER_TIMEOUT)
-        if not done:
-            raise RegistrationError("kubelet accepted Register but opened no ListAndWatch stream")
-        raise RegistrationError(await asyncio.shield(endpoint.ended))
-
-    async def _bind(self, kubelet: FileIdentity | None) -> Endpoint:
-        """Return an endpoint that was not announced; raises RegistrationError."""
-        former = self._endpoint
-        if former and former.is_fresh():
-            return former
-        if former:
-            had_stream = former.has_stream and former.announced_to == kubelet
-            await former.close()
-            if had_stream:
-                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
-                # registration (manager.go, PluginDisconnected): so the end comes first.
-                await asyncio.sleep(STREAM_DELAY)
-        self._endpoint = Endpoint(self.name, self.stream, self._allocator, self._directory)
-        await self._endpoint.serve()
-        if not self.is_serving:
-            self._set_state("waiting for kubelet")
-        return self._endpoint
 
     def compare(self, registered: frozenset[str], now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
@@ -4027,107 +3546,87 @@ class KubeletSession:
         """
         if self.state != REGISTERED or registered == self.stream.healthy:
             self._mismatch = None
-        elif self._mismatch is None:
-            self._mismatch = Mismatch(now)
-        elif now - self._mismatch.since > CHECKPOINT_TIMEOUT:
-            is_known = registered <= self.stream.ever_advertised
-            if is_known and self._mismatch.resends < MAX_RESENDS:
-                self._mismatch = Mismatch(now, self._mismatch.resends + 1)
-                self.stream.resend()
-            elif self._endpoint:
-                self._mismatch = None
-                self._endpoint.end("another plugin has registered this name; stop it")
+            return
+        since, resends = self._mismatch = self._mismatch or (now, 0)
+        if now - since <= CHECKPOINT_TIMEOUT:
+            return
+        if registered <= self.stream.ever_advertised and resends < MAX_RESENDS:
+            self._mismatch = (now, resends + 1)
+            self.stream.resend()
+        elif self._attempt:
+            self._mismatch = None
+            self._attempt.end("another plugin has registered this name; stop it")
 
     async def close(self) -> None:
         """End the session, and leave no task, server or socket."""
-        self.stream.close()
         if self._attempt:
-            self._attempt.cancel()
-            await asyncio.wait({self._attempt})
-        if self._endpoint:
-            await self._endpoint.close(0.1)
+            self._attempt.task.cancel()
+            await asyncio.wait({self._attempt.task})
 
     def _set_state(self, state: str) -> None:
-        if state == self.state:
-            return
-        self.state = state
-        if state != REGISTERED and state != "waiting for kubelet":
-            level = logging.INFO if state.startswith("waiting") else logging.WARNING
-            log.log(level, "%s: %s", self.name, state)
-        self._wake()
+        if state != self.state:
+            self.state = state
+            if state != REGISTERED:  # which was logged
+                level = logging.INFO if state.startswith("waiting") else logging.WARNING
+                log.log(level, "%s: %s", self.name, state)
+            self._wake()
 
 
 class Sessions:
     """A session for each resource."""
 
-    def __init__(self, allocator: Allocator, directory: str, wake: Callable[[], None]) -> None:
+    def __init__(self, allocator: Allocator, directory: str, wake: Wake) -> None:
+        self.by_name: dict[str, KubeletSession] = {}
         self.allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._sessions: dict[str, KubeletSession] = {}  # by the resource's name
         self._closing: dict[str, asyncio.Task[None]] = {}
 
     @property
     def states(self) -> dict[str, SessionState]:
-        return {
-            name: SessionState(each.state, each.registrations)
-            for name, each in self._sessions.items()
-        }
-
-    @property
-    def are_serving(self) -> bool:
-        return all(session.is_serving for session in self._sessions.values())
-
-    def reconcile(
-        self,
-        lists: Mapping[str, pb.ListAndWatchResponse],
-        kubelet: FileIdentity | None,
-        now: float,
-        *,
-        is_disturbed: bool,
-    ) -> None:
-        """Bring the sessions in line with these lists. See KubeletSession.reconcile()."""
-        for name in self._sessions.keys() - lists.keys():
-            log.info("%s: no devices left; endpoint closed", name)
-            task = asyncio.create_task(self._sessions.pop(name).close())
-            self._closing[name] = task
-            task.add_done_callback(lambda _: self._wake())
-        self._closing = {name: task for name, task in self._closing.items() if not task.done()}
-        for name, message in lists.items():
-            if name in self._closing:  # it returns once the former session has ended
-                continue
-            if name not in self._sessions:
-                parts = (self.allocator, self._directory, self._wake)
-                self._sessions[name] = KubeletSession(name, message, *parts)
-            session = self._sessions[name]
-            session.reconcile(message, kubelet, now, is_disturbed=is_disturbed)
-
-    def compare(self, registered: Mapping[str, frozenset[str]], now: float) -> None:
-        """Compare the lists with the checkpoint's healthy IDs, by resource."""
-        for name, session in self._sessions.items():
-            session.compare(registered.get(name, session.stream.healthy), now)
+        sessions = self.by_name.values()
+        return {each.name: SessionState(each.state, each.registrations) for each in sessions}
 
     @property
     def retry_at(self) -> float:
-        """Return when the next attempt is due."""
-        return min((session.retry_at for session in self._sessions.values()), default=inf)
+        return min((session.retry_at for session in self.by_name.values()), default=inf)
+
+    def reconcile(
+        self,
+        lists: Mapping[str, DeviceList],
+        kubelet: FileIdentity | None,
+        registered: Mapping[str, frozenset[str]],
+        *,
+        disturbed: bool,
+    ) -> None:
+        """Bring the sessions in line with these lists, and with the checkpoint's healthy IDs."""
+        for name in self.by_name.keys() - lists.keys():
+            log.info("%s: no devices left; endpoint closed", name)
+            self._closing[name] = asyncio.create_task(self.by_name.pop(name).close())
+            self._closing[name].add_done_callback(lambda _: self._wake())
+        self._closing = {name: task for name, task in self._closing.items() if not task.done()}
+        for name in lists.keys() - self._closing.keys():  # it returns once the former one has ended
+            if name not in self.by_name:
+                session = KubeletSession(name, self.allocator, self._directory, self._wake)
+                self.by_name[name] = session
+            session = self.by_name[name]
+            session.reconcile(lists[name], kubelet, disturbed=disturbed)
+            session.compare(registered.get(name, session.stream.healthy), monotonic())
 
     def resend_one(self) -> None:
         """Have the kubelet write its checkpoint."""
-        for session in self._sessions.values():
-            if session.state == REGISTERED:
-                session.stream.resend()
-                return
+        registered = (each for each in self.by_name.values() if each.state == REGISTERED)
+        if session := next(registered, None):
+            session.stream.resend()
 
     async def close(self) -> None:
         self.allocator.is_closing = True
-        closing = (session.close() for session in self._sessions.values())
+        closing = (session.close() for session in self.by_name.values())
         await asyncio.gather(*closing, *self._closing.values())
 
 
 # ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
 
-NAMES_INTERVAL = 15.0  # seconds between two requests for the same pods
 NAMES_TIMEOUT = 1.0  # seconds
 
 
@@ -4138,39 +3637,25 @@ class PodResources:
     """
 
     def __init__(self, apply: Callable[[PodNames], None]) -> None:
-        """apply: gets the names."""
+        self.task: asyncio.Task[None] | None = None
         self._apply = apply
-        self._task: asyncio.Task[None] | None = None
         self._has_failed = False  # which was logged
-        self._nameless: Collection[str] = ()
-        self._due_at = -inf
-
-    def is_due(self, nameless: Collection[str], now: float) -> bool:
-        """Return whether to ask for these pods: new ones at once, the same ones after a pause."""
-        is_due = bool(nameless) and (nameless != self._nameless or now >= self._due_at)
-        if is_due:
-            self._due_at = now + NAMES_INTERVAL
-        self._nameless = nameless
-        return is_due
 
     def ask(self, path: str) -> None:
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask(path))
-
-    def close(self) -> None:
-        if self._task:
-            self._task.cancel()
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._ask(path))
 
     async def _ask(self, path: str) -> None:
+        names: PodNames = {}
         try:
-            self._apply(await list_pods(path))
+            names = await list_pods(path)
             self._has_failed = False
         except (grpc.aio.AioRpcError, DecodeError) as error:
             reason = grpc_message(error) if isinstance(error, grpc.aio.AioRpcError) else error
             if not self._has_failed:
                 log.warning("cannot get pod names from the kubelet (%s): %s", path, reason)
             self._has_failed = True
-            self._apply({})
+        self._apply(names)
 
 
 async def list_pods(path: str) -> PodNames:
@@ -4203,33 +3688,20 @@ class MetricsServer:
         self._render = render
         self._rendering: asyncio.Task[str] | None = None  # for all that ask meanwhile
         self._last = ""
-        self._accepting: list[asyncio.Task[None]] = []
         self._open: dict[asyncio.Task[None], None] = {}  # connections, the oldest first
-
-    def start(self, listening: socket.socket) -> None:
-        listening.setblocking(False)
-        self._accepting.append(asyncio.create_task(self._accept(listening)))
-
-    async def close(self) -> None:
-        tasks = [*self._accepting, *self._open]
-        if self._rendering:
-            tasks.append(self._rendering)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
 
     async def text(self) -> str:
         """Return the metrics; simultaneous calls share one rendering."""
         if self._rendering is None or self._rendering.done():
             self._rendering = asyncio.create_task(self._render())
-        await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
-        if self._rendering.done():
-            self._last = self._rendering.result()
+        done, _ = await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
+        self._last = self._rendering.result() if done else self._last
         return self._last
 
-    async def _accept(self, listening: socket.socket) -> None:
+    async def serve(self, listening: socket.socket) -> None:
+        """Accept connections; the oldest makes room for the newest."""
         loop = asyncio.get_running_loop()
+        listening.setblocking(False)
         while True:
             while len(self._open) >= self.MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
@@ -4243,7 +3715,7 @@ class MetricsServer:
                 continue
             task = asyncio.create_task(self._serve(connection))
             self._open[task] = None
-            task.add_done_callback(lambda task: self._open.pop(task, None))
+            task.add_done_callback(self._open.pop)
 
     async def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(asyncio.TimeoutError, OSError):
@@ -4252,18 +3724,14 @@ class MetricsServer:
     async def _answer(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         head = b""
-        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+        while not re.search(rb"\r?\n\r?\n", head):
             received = await loop.sock_recv(connection, self.HEAD_MAX)
             head += received
             if not received or len(head) > self.HEAD_MAX:
                 return
-        method, path, *_ = [*head.decode("latin-1").split(None, 2), "", ""]
         status = "404 Not Found"
-        text = "use /metrics\n"
-        if method not in ("GET", "HEAD"):
-            status = "405 Method Not Allowed"
-            text = "use GET /metrics\n"
-        elif path.partition("?")[0] == "/metrics":
+        text = "use GET /metrics\n"
+        if re.match(rb"GET /metrics[ ?]", head):
             text = await self.text()
             status = "200 OK" if text else "503 Service Unavailable"
         lines = [
@@ -4272,8 +3740,7 @@ class MetricsServer:
             f"Content-Length: {len(text.encode())}",
             "Connection: close",
         ]
-        body = "" if method == "HEAD" else text
-        await loop.sock_sendall(connection, "\r\n".join([*lines, "", body]).encode())
+        await loop.sock_sendall(connection, "\r\n".join([*lines, "", text]).encode())
 
 
 # ==== DAEMON: one loop that observes, decides and applies =========================================
@@ -4281,25 +3748,24 @@ class MetricsServer:
 TICK = 1.0  # seconds between two turns of the loop without an event
 START_TICK = 0.02  # likewise, before READY=1
 DEBOUNCE = 0.05  # seconds in which further kernel events are handled together
-RESCAN_INTERVAL = 0.5  # seconds between two scans before READY=1: events can be lost
+RESCAN_INTERVAL = 0.5  # seconds between two looks before READY=1: events can be lost
 BIND_TIMEOUT = 10.0  # seconds that the driver has to bind to the cards
 METRICS_INTERVAL = 15.0  # seconds for which sensor values count as new
+SETTLE_INTERVAL = 0.01  # seconds between two looks at reads under way
 STATUS_SOCKET = "status.sock"  # in the runtime directory
 
 
 @dataclass(slots=True)
 class Agenda:
-    """The work for the next turns of the loop, recorded by events."""
+    """Work for the next turns of the loop, recorded by events."""
 
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    turned: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end of a turn
     exit_status: int | None = None
     reload: bool = False
-    rescanned_at: float = -inf
+    scanned_at: float = -inf
     polled_at: float = -inf
-    details_at: float = -inf  # when sensors were last read
     metrics_at: float = -inf  # when the metrics file was last written
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that end with the daemon
 
 
 @dataclass(slots=True)
@@ -4311,31 +3777,67 @@ class Condition:
     bound_since: float | None = None  # since when the driver has bound to all cards
     rejected: str = ""  # why the configuration on disk is not the one in force
     failure: str = ""  # why the last observation failed
-    started: float = field(default_factory=time.time)  # Unix time
+
+
+class Reporter:
+    """Reports to those who ask: Prometheus, `list` and `check`."""
+
+    def __init__(self, node: Node, sessions: Sessions, condition: Condition) -> None:
+        self.metrics = MetricsServer(self._render)
+        self._node = node
+        self._sessions = sessions
+        self._condition = condition
+        self._started = time.time()
+        self._details_at = -inf  # when sensors and processes were last read
+
+    @property
+    def status(self) -> str:
+        status = status_line(self._node.decide(monotonic()), self._sessions.states)
+        rejected = self._condition.rejected
+        return f"{status}; {rejected}" if rejected else status
+
+    async def _read_details(self, max_age: float) -> None:
+        if monotonic() - self._details_at >= max_age:
+            self._details_at = monotonic()
+            self._node.look(periodic=False, details=True)
+            while not self._node.readers.is_settled(monotonic()):
+                await asyncio.sleep(SETTLE_INTERVAL)
+
+    async def _render(self) -> str:
+        await self._read_details(METRICS_INTERVAL)
+        decision = self._node.decide(monotonic())
+        counts = self._sessions.allocator.counts
+        metrics = plugin_metrics(decision, self._sessions.states, counts, self._started)
+        return chip_metrics(decision, self._node.inventory.records) + metrics
+
+    async def serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the view to a command, as JSON."""
+        with suppress(OSError):
+            await self._read_details(0.0)
+            more = {"status": self.status, "rejected": self._condition.rejected}
+            decision = self._node.decide(monotonic())
+            view = self._node.view(decision, self._sessions.states, **more)
+            writer.write(json.dumps(view).encode())
+            await writer.drain()
+        writer.close()
 
 
 class Daemon:
     """The life of the service. Events only record work and wake the loop."""
 
     def __init__(
-        self,
-        settings: Settings,
-        load: Callable[[], Settings],
-        manager: ServiceManager,
-        open_socket: Callable[[], socket.socket] = open_uevent_socket,
-        trusted: Callable[[object], bool] = sent_by_kernel,
+        self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
     ) -> None:
-        """load: reads the configuration; open_socket, trusted: see UeventSocket."""
         self._agenda = Agenda()
-        wake = self._agenda.wake.set
-        self._files = OutputFiles(StateFile(settings))
-        self.node = Node(settings, self._files.state, wake)
-        self.sessions = Sessions(Allocator(self.node), settings.device_plugin_dir, wake)
-        self._directory = PluginDirectory(settings.device_plugin_dir, wake)
-        self._uevents = UeventSocket(wake, open_socket, trusted)
-        self._metrics = MetricsServer(self._render_metrics)
-        self._pod_resources = PodResources(self._apply_names)
         self._condition = Condition()
+        wake = self._agenda.wake.set
+        self.node = Node(settings, wake)
+        self._files = OutputFiles(self.node.state.files)
+        self.sessions = Sessions(Allocator(self.node), settings.device_plugin_dir, wake)
+        self._reporter = Reporter(self.node, self.sessions, self._condition)
+        self._directory = PluginDirectory(settings.device_plugin_dir, wake)
+        self._uevents = UeventSocket(wake)
+        self._pod_resources = PodResources(self._apply_names)
         self._manager = manager
         self._load = load
         self._applied = self.node.decide(monotonic())
@@ -4343,70 +3845,67 @@ class Daemon:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
         agenda = self._agenda
-        servers = await self._open()
+        server = await self._open()
         try:
             while agenda.exit_status is None:
                 await event_within(agenda.wake, self._pause(monotonic()))
                 agenda.wake.clear()
                 with log_and_continue("a turn of the loop"):
                     self._turn(monotonic())
-                agenda.turned.set()
-                agenda.turned = asyncio.Event()
             return agenda.exit_status
         finally:
-            for server in servers:
+            self._manager.notify("STOPPING=1")
+            if server:
                 server.close()
-            await self._close()
+            self._uevents.close()
+            await self.sessions.close()
+            self._directory.close()
+            for task in agenda.tasks:
+                task.cancel()
+            await asyncio.gather(*agenda.tasks, return_exceptions=True)
 
     def end(self, status: int) -> None:
-        """Have run() return this."""
         self._agenda.exit_status = status
         self._agenda.wake.set()
 
     def reload(self) -> None:
-        """Have the next turn read the configuration again."""
         self._agenda.reload = True
         self._agenda.wake.set()
 
-    async def _open(self) -> list[asyncio.AbstractServer]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        running = [task for task in self._agenda.tasks if not task.done()]
+        self._agenda.tasks = [*running, asyncio.create_task(work)]
+
+    async def _open(self) -> asyncio.AbstractServer | None:
+        """Begin to serve; return the server on the status socket, if there is one."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end, 0)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        log.setLevel(self.node.settings.log_level.upper())
+        settings = self.node.settings
+        log.setLevel(settings.log_level.upper())
         try:
             self._directory.open()
         except DirectoryError as error:
             log.error("%s", error)
             self.end(error.status)
-            return []
+            return None
         remove_dead_sockets(self._directory.path)
         self._uevents.open()
         for listening in self._manager.sockets("metrics"):
-            self._metrics.start(listening)
-        if not self.node.settings.runtime_dir:
-            return []
-        path = f"{self.node.settings.runtime_dir}/{STATUS_SOCKET}"
-        with suppress(OSError):
-            os.unlink(path)
+            self._spawn(self._reporter.metrics.serve(listening))
+        if not settings.runtime_dir:
+            return None
+        path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
         try:
-            server = await asyncio.start_unix_server(self._serve_view, path)
+            if_exists(os.unlink, path)
+            server = await asyncio.start_unix_server(self._reporter.serve_view, path)
             os.chmod(path, 0o600)
         except OSError as error:
             log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
-            return []
-        return [server]
-
-    async def _close(self) -> None:
-        self._manager.notify("STOPPING=1")
-        for task in self._agenda.tasks:
-            task.cancel()
-        self._pod_resources.close()
-        self._uevents.close()
-        await self._metrics.close()
-        await self.sessions.close()
-        self._directory.close()
+            return None
+        return server
 
     def _pause(self, now: float) -> float:
         """Return seconds until the next turn, if no event comes."""
@@ -4415,18 +3914,17 @@ class Daemon:
         due = [now + TICK, agenda.polled_at + interval, self.sessions.retry_at]
         if self._condition.stage != "ready":
             due.append(now + START_TICK)
-        if self._uevents.events:
-            due.append(agenda.rescanned_at + DEBOUNCE)
+        if self._uevents.has_events:
+            due.append(agenda.scanned_at + DEBOUNCE)
         if self.node.readers.is_timed(now):
             due.append(now + SLOW_AFTER)
         return max(0.0, min(due) - now)
 
     def _turn(self, now: float) -> None:
-        """Observe, decide, apply."""
-        is_reloading = self._agenda.reload and self._condition.stage == "ready"
+        condition = self._condition
+        is_reloading = self._agenda.reload and condition.stage == "ready"
         if is_reloading:
-            microseconds = time.monotonic_ns() // 1000
-            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={microseconds}")
+            self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         if self._agenda.reload:
             self._reload()
         try:
@@ -4436,144 +3934,119 @@ class Daemon:
             log.error("%s", error)
             self.end(error.status)
         except OSError as error:
-            if not self._condition.failure:
+            if not condition.failure:
                 log.warning("cannot observe the node, nothing changes until then: %s", error)
-            self._condition.failure = str(error)
+            condition.failure = str(error)
         else:
-            if self._condition.failure:
+            if condition.failure:
                 log.info("the node can be observed again")
-            self._condition.failure = ""
-            if self._condition.stage != "starting":
+            condition.failure = ""
+            if condition.stage != "starting":
                 self._apply(now, is_poll=is_poll)
-            self._manager.feed_watchdog(now)
+            self._manager.feed_watchdog()
         if is_reloading:
             self._manager.notify("READY=1")
 
     def _observe(self, now: float) -> bool:
-        """Look at all that may have changed; return whether it was a poll. Raises OSError."""
+        """Look at everything that may have changed; return whether it was a poll."""
         agenda = self._agenda
         condition = self._condition
-        is_poll = now - agenda.polled_at >= self.node.settings.health.interval
-        since_scan = now - agenda.rescanned_at
-        is_starting = condition.stage != "ready" and since_scan >= RESCAN_INTERVAL
-        if (self._uevents.events and since_scan >= DEBOUNCE) or is_starting:
-            log.debug("kernel events: %s", self._uevents.events)
-            self.node.rescan([event.ordinal for event in self._uevents.events if event])
-            self._uevents.events.clear()
-            agenda.rescanned_at = now
-        if is_poll:
-            self.node.poll()
-            agenda.polled_at = now
-        self.node.collect(now)
-        self.node.observe_allocations(now)
-        if condition.stage == "starting" and self.node.readers.is_settled(now):
+        node = self.node
+        is_poll = now - agenda.polled_at >= node.settings.health.interval
+        pause = DEBOUNCE if self._uevents.has_events else RESCAN_INTERVAL
+        is_due = self._uevents.has_events or condition.stage != "ready"
+        if is_poll or (is_due and now - agenda.scanned_at >= pause):
+            node.look(periodic=is_poll)
+            self._uevents.has_events = False
+            agenda.scanned_at = now
+            agenda.polled_at = now if is_poll else agenda.polled_at
+        node.collect(now)
+        node.observe_allocations(now)
+        if condition.stage == "starting" and node.readers.is_settled(now):
             condition.stage = "serving"
             condition.serving_since = now
         return is_poll
 
     def _apply(self, now: float, *, is_poll: bool) -> None:
-        """Bring sessions, files, status and state in line with the decision."""
+        """Bring files, sessions, status and state in line with the decision."""
         node = self.node
-        settings = node.settings
         decision = node.decide(now)
-        for level, line in changes(self._applied, decision):
-            log.log(level, "%s", line)
-        if decision is not self._applied or is_poll:
-            for resource in decision.resources.values():  # containers start with them again
-                with suppress(RequestError):  # Allocate answers with it
-                    lock_path(resource, resource.devices, settings)
+        before = self._applied
         self._applied = decision
+        if decision is not before:
+            for level, line in changes(before, decision):
+                log.log(level, "%s", line)
+        if decision is not before or is_poll:
+            self._write_files(decision)
+        disturbed = self._directory.has_changed()
+        registered = node.allocations.checkpoint.registered
+        self.sessions.reconcile(decision.lists, node.kubelet, registered, disturbed=disturbed)
+        if is_poll:
+            in_force = {each.pod for each in node.allocations.in_force(now)}
+            if decision.withheld or in_force - node.allocations.names.keys() - {""}:
+                self._pod_resources.ask(node.settings.pod_resources_socket)
+        path = node.settings.metrics_file
+        is_due = is_poll and now - self._agenda.metrics_at >= METRICS_INTERVAL
+        if is_due and path and isdir(dirname(path)):
+            self._agenda.metrics_at = now
+            self._spawn(self._write_metrics())
+        waiting = self._check_ready(decision, now) if self._condition.stage != "ready" else None
+        self._manager.show(waiting or self._reporter.status)
+
+    def _write_files(self, decision: Decision) -> None:
+        settings = self.node.settings
+        for resource in decision.resources.values():  # containers start with them again
+            with suppress(RequestError):  # Allocate answers with it
+                lock_path(resource, resource.devices, settings)
         wanted: dict[str, str | None] = {}
         if settings.cdi_dir:
             wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
         if settings.labels_dir:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
-        self._files.keep(wanted, [settings.metrics_file], retry=is_poll)
-        names = self._directory.take_names()
-        foreign = [each for each in names if not each.startswith((SOCKET_PREFIX, "."))]
-        is_disturbed = foreign not in ([], [CHECKPOINT])
-        self.sessions.reconcile(decision.lists, node.kubelet, now, is_disturbed=is_disturbed)
-        self.sessions.compare(node.allocations.checkpoint.registered, now)
-        self._files.save_state(node, retry=is_poll)
-        if is_poll:
-            self._poll_outside(decision, now)
-        waiting = self._check_ready(decision, now)
-        self._manager.status = waiting or self._status()
+        self._files.keep(wanted, [settings.metrics_file])
+        self.node.save_state(self._files.paths)
 
-    def _poll_outside(self, decision: Decision, now: float) -> None:
-        """Ask for pod names, and write the metrics file."""
-        node = self.node
-        in_force = {each.pod for each in node.allocations.in_force(now)}
-        nameless = in_force - node.allocations.names.keys() - {""}
-        is_due = self._pod_resources.is_due(nameless, now)
-        if is_due or self._is_withholding(decision):
-            self._pod_resources.ask(node.settings.pod_resources_socket)
-        path = node.settings.metrics_file
-        if path and isdir(dirname(path)) and now - self._agenda.metrics_at >= METRICS_INTERVAL:
-            self._agenda.metrics_at = now
-            task = asyncio.create_task(self._write_metrics())
-            self._agenda.tasks.add(task)
-            task.add_done_callback(self._agenda.tasks.discard)
-
-    def _is_withholding(self, decision: Decision) -> bool:
-        devices = chain(*(each.devices.values() for each in decision.resources.values()))
-        return any(device.holder for device in devices)
+    async def _write_metrics(self) -> None:
+        text = await self._reporter.metrics.text()
+        if path := self.node.settings.metrics_file:
+            self._files.touch(path, text)
 
     def _apply_names(self, names: PodNames) -> None:
         """Record pods' names. The kubelet has released ended pods: have it write that."""
         self.node.allocations.apply_names(names)
-        if self._is_withholding(self._applied):
+        if self._applied.withheld:
             self.sessions.resend_one()
         self._agenda.wake.set()
 
     def _check_ready(self, decision: Decision, now: float) -> str | None:
-        """Notify readiness once all is served; return the reason why not yet, for the status."""
+        """Notify readiness once everything is served; return the reason to wait for the driver."""
         condition = self._condition
-        if condition.stage == "ready":
-            return None
-        missing = [] if decision.driver is None else self._unlisted(decision)
+        settings = self.node.settings
+        unlisted = [] if decision.driver is None else decision.unlisted
+        missing = [each.bdf for each in unlisted if can_be_bound(each)]
         if missing and now - condition.serving_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
+        present = self.node.inventory.present
+        driver = f"driver {decision.driver or 'is not loaded'}"
         if condition.bound_since is None:
             condition.bound_since = now
             if missing:
-                log.warning(
-                    "%s: no device file after %g s; starting without it", missing[0], BIND_TIMEOUT
-                )
-        present = self.node.inventory.present
-        settings = self.node.settings
-        is_bare = decision.driver is None or not present
-        if settings.fail_on_init_error and is_bare:
-            driver_missing = decision.driver is None
-            log.error("%s", "driver is not loaded" if driver_missing else "no Tenstorrent device")
-            self.end(1)
+                late = f"no device file after {BIND_TIMEOUT:g} s; starting without it"
+                log.warning("%s: %s", missing[0], late)
+            if settings.fail_on_init_error and (decision.driver is None or not present):
+                log.error("%s, %s", driver, pluralize(len(present), "device"))
+                self.end(1)
+                return None
+        may_wait = now - condition.bound_since < LINK_TIMEOUT and expects_links(settings)
+        if may_wait and not all(link_path(settings, function) for function in present):
             return None
-        lacks_links = any(not link_path(settings, each) for each in present)
-        may_wait = now - condition.bound_since < LINK_TIMEOUT
-        if not self.sessions.are_serving or (
-            lacks_links and may_wait and expects_links(settings)
-        ):
-            return None
-        driver = "driver is not loaded"
-        if decision.driver is not None:
-            driver = f"driver {decision.driver or 'of unknown version'}"
-        devices = pluralize(len(present), "device")
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, devices)
-        condition.stage = "ready"
-        self._manager.status = self._status()
-        self._manager.notify("READY=1")
+        if all(session.is_serving for session in self.sessions.by_name.values()):
+            count = pluralize(len(present), "device")
+            log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
+            condition.stage = "ready"
+            self._manager.show(self._reporter.status)
+            self._manager.notify("READY=1")
         return None
-
-    def _unlisted(self, decision: Decision) -> list[str]:
-        """Return the cards that the driver can have, and that are not advertised yet."""
-        on_bus = [chip for chip in decision.chips.values() if chip.function.driver is not None]
-        unlisted = [chip for chip in on_bus if not chip.listed]
-        return [chip.bdf for chip in unlisted if can_be_bound(chip.function)]
-
-    def _status(self) -> str:
-        status = status_line(self._applied, self.sessions.states)
-        rejected = self._condition.rejected
-        return f"{status}; {rejected}" if rejected else status
 
     def _reload(self) -> None:
         """Apply a new configuration as far as a running daemon can; nothing of an invalid one."""
@@ -4590,46 +4063,9 @@ class Daemon:
         for key in NEEDS_RESTART:
             if getattr(loaded, key) != kept[key]:
                 log.warning("%s changes only with a restart; still %s", key, kept[key])
-        if before.sharing.lock_dir != loaded.sharing.lock_dir:
-            log.warning("lock_dir changed: restart pods; old and new ones share no locks")
-        by_cdi = "cdi" in (before.device_list_strategy, loaded.device_list_strategy)
-        if by_cdi and before.resource_domain != loaded.resource_domain:
-            log.warning("resource_domain changed: restart pods, their CDI names are gone")
         self.node.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
         log.info("configuration reloaded")
-
-    async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read, unless they are that new."""
-        now = monotonic()
-        if now - self._agenda.details_at >= max_age:
-            self._agenda.details_at = now
-            self.node.read_details()
-            while not self.node.readers.is_settled(monotonic()):
-                await self._agenda.turned.wait()
-
-    async def _render_metrics(self) -> str:
-        await self._read_details(METRICS_INTERVAL)
-        families = chip_metrics(self._applied, self.node.inventory.records)
-        counts = self.sessions.allocator.counts
-        started = self._condition.started
-        families += plugin_metrics(self._applied, self.sessions.states, counts, started)
-        return exposition(families)
-
-    async def _write_metrics(self) -> None:
-        text = await self._metrics.text()
-        if path := self.node.settings.metrics_file:
-            self._files.touch(path, text)
-
-    async def _serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the view to a command, as JSON."""
-        with suppress(OSError):
-            await self._read_details(0.0)
-            more = {"status": self._status(), "rejected": self._condition.rejected}
-            view = node_view(self.node, self._applied, self.sessions.states, **more)
-            writer.write(json.dumps(view).encode())
-            await writer.drain()
-        writer.close()
 
 
 async def event_within(event: asyncio.Event, seconds: float) -> None:
@@ -4642,11 +4078,24 @@ async def event_within(event: asyncio.Event, seconds: float) -> None:
 
 # ==== COMMAND LINE ================================================================================
 
-View = Mapping[str, Any]  # see node_view()
+View = Mapping[str, Any]  # see Node.view()
 Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; text, with the remedy
 
 VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
 WIDTH = 110  # columns of `list`, at most
+
+COLUMNS = {  # of `list`, by the keys of a row
+    "N": "index",
+    "ADDRESS": "bdf",
+    "ID": "id",
+    "CARD": "card",
+    "SERIAL": "serial",
+    "NUMA": "numa_node",
+    "FIRMWARE": "firmware",
+    "RESOURCE": "resource",
+    "°C": "temperature",
+    "W": "power",
+}
 
 DESCRIPTION = """\
 Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
@@ -4673,15 +4122,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         """Wrap a text; a path is one word."""
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Format a flag; a switch takes its value with "=" only."""
-        return super()._format_action_invocation(action).replace(" [=", "[=")
-
 
 def argument_parser() -> argparse.ArgumentParser:
+    usage = "tt-device-plugin run|list|check [OPTIONS]"
     parser = argparse.ArgumentParser(
         "tt-device-plugin",
-        "tt-device-plugin run|list|check [OPTIONS]",
+        usage,
         DESCRIPTION,
         EPILOG,
         formatter_class=_Formatter,
@@ -4696,11 +4142,9 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--config-file", metavar="FILE", help=file)
     defaults = Settings()
     for option in OPTIONS:
-        default = str(getattr(defaults, option.key))
-        metavar = option.key.rpartition("_")[2].upper()
-        if option.is_switch:
-            default = default.lower()
-            metavar = "[=BOOL]"
+        value = getattr(defaults, option.key)
+        default = str(value).lower() if option.is_switch else value
+        metavar = "[=BOOL]" if option.is_switch else option.key.rpartition("_")[2].upper()
         text = f"{option.help}; default {default} [{option.variable}]".replace("%", "%%")
         add(option.flag, metavar=metavar, help=text)
     return parser
@@ -4714,52 +4158,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed_options(words)
     set_up_logging(os.environ, has_timestamps=options.command == "run")
     load = functools.partial(load_settings, vars(options), os.environ)
-    if options.command != "run":
-        for number in (signal.SIGINT, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
-        log.setLevel("ERROR")  # the answer has everything that sampling would log
-    if options.command == "check":
-        return check(load, config_only=options.config_only)
+    if options.command == "run":
+        try:
+            settings = load()
+        except ConfigError as error:
+            log.error("%s", error)
+            return EXIT_CONFIG
+        return asyncio.run(_run(settings, load))
+    for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    log.setLevel("ERROR")  # the answer has everything that sampling would log
+    problem = None
     try:
         settings = load()
-    except ConfigError as error:
-        log.error("%s", error)
-        if options.command == "run":
-            return EXIT_CONFIG
-        settings = _settings_without_file(load)
-    if options.command == "list":
-        return list_devices(settings, as_json=options.json)
-
-    async def run() -> int:
-        return await Daemon(settings, load, ServiceManager(os.environ)).run()
-
-    return asyncio.run(run())
+    except ConfigError as error:  # which keeps nobody from looking
+        problem = str(error)
+        settings = Settings()
+        with suppress(ConfigError):
+            settings = load(ignore_file=True)
+    if options.command == "check":
+        return check(settings, problem, config_only=options.config_only)
+    if problem:
+        log.error("%s", problem)
+    return list_devices(settings, as_json=options.json)
 
 
-def _settings_without_file(load: Callable[..., Settings]) -> Settings:
-    """Return the settings by flags and environment, else the defaults: commands must still work."""
-    with suppress(ConfigError):
-        return load(ignore_file=True)
-    return Settings()
+async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
+    return await Daemon(settings, load, ServiceManager(os.environ)).run()
 
 
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options, or exit with usage and status 2."""
     parser = argument_parser()
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    for name in (word.partition("=")[0] for word in words):
-        if name.startswith("--") and name not in flags:
-            parser.error(f"unknown option {name}{did_you_mean(name, flags)}")
     # The word after a bare switch is not its value, but for example a command.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    if options.json and options.command != "list":
-        parser.error("--json requires list")
-    if options.config_only and options.command != "check":
-        parser.error("--config-only requires check")
+    for option, command in (("json", "list"), ("config_only", "check")):
+        if getattr(options, option) and options.command != command:
+            parser.error(f"--{option.replace('_', '-')} requires {command}")
     return options
 
 
@@ -4773,68 +4211,57 @@ def print_safely(text: str, stream: Any = None) -> None:
     print(shown, file=stream)
 
 
+NOT_RUNNING = "is not running"
+
+
 def get_view(settings: Settings) -> tuple[View, str | None]:
     """Return the daemon's view, or a sample of the node and why the daemon has not answered."""
     path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
-    reason = "is not running"
+    problem = NOT_RUNNING
     if settings.runtime_dir:
         try:
-            view = _ask_daemon(path)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(VIEW_TIMEOUT)
+                connection.connect(path)
+                view: View = json.load(connection.makefile("rb"))
             if all(view[key] == getattr(settings, key) for key in NEEDS_RESTART):
                 return view, None
-            reason = f"uses other directories ({view['device_plugin_dir']})"
+            problem = f"uses other directories ({view['device_plugin_dir']})"
         except PermissionError:
-            reason = f"cannot be asked: run as root (permission denied: {path})"
+            problem = f"cannot be asked: run as root (permission denied: {path})"
         except (FileNotFoundError, ConnectionRefusedError):
             pass
         except (OSError, ValueError, LookupError) as error:
-            reason = f"does not answer on {path}: {error or type(error).__name__}"
-    return asyncio.run(sample(settings)), f"the service {reason}"
-
-
-def _ask_daemon(path: str) -> View:
-    """Return the view; raises OSError, ValueError, LookupError."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(VIEW_TIMEOUT)
-        connection.connect(path)
-        with connection.makefile("rb") as file:
-            view: View = json.loads(file.read())
-    return view
+            problem = f"does not answer on {path}: {error or type(error).__name__}"
+    return asyncio.run(sample(settings)), problem
 
 
 async def sample(settings: Settings) -> View:
     """Look at the node twice, a second apart: a stalled heartbeat shows only then."""
     rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
-    turned = asyncio.Event()
-    node = Node(rules, StateFile(settings), turned.set)
+    arrived = asyncio.Event()
+    node = Node(rules, arrived.set)
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
-        node.poll()
-        await _settle(node, turned)
-    node.read_details()
-    await _settle(node, turned)
+        node.look(periodic=True, details=True)
+        node.collect(monotonic())
+        while node.readers.is_timed(monotonic()):
+            arrived.clear()
+            await event_within(arrived, SLOW_AFTER)
+            node.collect(monotonic())
     with suppress(OSError):  # not root
         for _ in range(2):  # another plugin's entries count under names that the first one decides
-            node.decide(monotonic())
             node.observe_allocations(monotonic())
+            node.decide(monotonic())
     with suppress(grpc.aio.AioRpcError, DecodeError):
         node.allocations.apply_names(await list_pods(settings.pod_resources_socket))
-    return node_view(node, node.decide(monotonic()), {}, status=None, rejected=None)
-
-
-async def _settle(node: Node, turned: asyncio.Event) -> None:
-    """Wait until each chip was read, or its read is blocked."""
-    node.collect(monotonic())
-    while node.readers.is_timed(monotonic()):
-        turned.clear()
-        await event_within(turned, SLOW_AFTER)
-        node.collect(monotonic())
+    return node.view(node.decide(monotonic()), {}, status=None, rejected=None)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     view, problem = get_view(settings)
     if problem:
-        print_safely(f"{problem}; this is a sample", sys.stderr)
+        print_safely(f"the service {problem}; this is a sample", sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
@@ -4847,78 +4274,66 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
 
 
 def list_lines(view: View, width: int) -> Iterator[str]:
-    """Yield what `list` prints, no line wider than this."""
     rows = view["chips"]
     if not rows:
         yield "no Tenstorrent device on this node"
         return
-    driver = {None: "not loaded", "": "of unknown version"}.get(view["driver"], view["driver"])
     firmware = _common(row["firmware"] for row in rows) or "unknown"
-    yield f"driver {driver}, firmware {firmware}"
-    yield from _table_lines(rows, view["faults"], width)
+    yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
+    yield from _table_lines(view, width)
     for subject, reason in _reasons(view):
-        yield from textwrap.wrap(
-            f"{subject}: {reason}", width, subsequent_indent="    ", break_on_hyphens=False
-        )
+        text = f"{subject}: {reason}"
+        yield from textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
     unhealthy = sum(not row["healthy"] for row in rows)
     in_use = sum(_users(row) not in ("-", "?") for row in rows)
     yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
 def _reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Yield the reasons for devices that cannot be used: of chips, and of boards as a whole."""
+    """Yield why devices cannot be used: chips, and boards as a whole."""
+    explained = []
     for row in view["chips"]:
-        if row["reason"]:
-            yield row["bdf"], row["reason"]
-        elif row["withheld"]:
-            yield row["bdf"], f"withheld: held by {row['withheld']} under another name"
-        elif row["id"] is None:
-            yield row["bdf"], "waiting for the serial number of its board"
-    explained = {row["bdf"] for row in view["chips"] if row["reason"]}
+        withheld = row["withheld"] and f"withheld: held by {row['withheld']} under another name"
+        waiting = None if row["id"] else "waiting for the serial number of its board"
+        if reason := row["reason"] or withheld or waiting:
+            explained.append(row["bdf"])
+            yield row["bdf"], reason
     for resource in view["resources"]:
         for identifier, reason in resource["unhealthy"].items():
             if identifier not in explained and not reason.startswith(tuple(explained)):
                 yield identifier, reason
 
 
-def _table_lines(rows: Sequence[View], faults: Mapping[str, str], width: int) -> Iterator[str]:
-    """Yield the table. Columns are left out until it fits, then the last ones are cut."""
-    columns: dict[str, list[Any]] = {
-        "N": [row["index"] for row in rows],
-        "ADDRESS": [row["bdf"] for row in rows],
-        "ID": [row["id"] for row in rows],
-        "CARD": [row["card"] for row in rows],
-        "SERIAL": [row["serial"] for row in rows],
-        "NUMA": [row["numa_node"] for row in rows],
-        "FIRMWARE": [row["firmware"] for row in rows],
-        "RESOURCE": [_resource_cell(row) for row in rows],
-        "°C": [row["temperature"] and round(row["temperature"]) for row in rows],
-        "W": [row["power"] and round(row["power"]) for row in rows],
-        "HEALTH": [_health_word(row, faults) for row in rows],
-        "USED BY": [_users(row) for row in rows],
-    }
-    if columns["ID"] == columns["ADDRESS"] or not any(columns["ID"]):
-        del columns["ID"]
+def _table_lines(view: View, width: int) -> Iterator[str]:
+    """Yield the table. Columns are left out until it fits, then lines are cut."""
+    rows = view["chips"]
     cells = {
-        name: [name, *("-" if each is None else str(each) for each in column)]
-        for name, column in columns.items()
+        title: [title, *("-" if row[key] is None else str(row[key]) for row in rows)]
+        for title, key in COLUMNS.items()
     }
+    if all(row["id"] in (row["bdf"], None) for row in rows):
+        del cells["ID"]
+    for title in ("°C", "W"):
+        cells[title][1:] = [each.partition(".")[0] for each in cells[title][1:]]
+    cells["RESOURCE"][1:] = [_resource_cell(row) for row in rows]
+    cells["HEALTH"] = ["HEALTH", *(_health_cell(row, view["faults"]) for row in rows)]
+    cells["USED BY"] = ["USED BY", *map(_users, rows)]
     for name in ("FIRMWARE", "SERIAL", "NUMA", "CARD", ""):
-        widths = {name: max(map(len, column)) for name, column in cells.items()}
-        if sum(widths.values()) + 2 * len(widths) - 2 <= width:
+        widths = [max(map(len, column)) for column in cells.values()]
+        if sum(widths) + 2 * len(widths) - 2 <= width:
             break
         cells.pop(name, None)
     for line in zip(*cells.values(), strict=True):
-        text = "  ".join(map(str.ljust, line, widths.values())).rstrip()
+        text = "  ".join(map(str.ljust, line, widths)).rstrip()
         yield text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _resource_cell(row: View) -> str | None:
+def _resource_cell(row: View) -> str:
     replicas = f" ×{row['replicas']}" if row["replicas"] else ""
-    return row["resource"] and row["resource"].partition("/")[2] + replicas
+    return f"{(row['resource'] or '-').rpartition('/')[2]}{replicas}"
 
 
-def _health_word(row: View, faults: Mapping[str, str]) -> str:
+def _health_cell(row: View, faults: Mapping[str, str]) -> str:
     if row["bdf"] in faults:
         return faults[row["bdf"]].upper()
     return "withheld" if row["withheld"] else "healthy"
@@ -4937,20 +4352,17 @@ def _users(row: View) -> str:
     return ", ".join(users[:2]) + more
 
 
-def check(load: Callable[..., Settings], *, config_only: bool) -> int:
-    """Report whether a node is fit; return 1 if anything FAILs."""
-    findings: list[Finding] = []
-    try:
-        settings = load()
-        findings.append(("ok", "configuration", "valid"))
-    except ConfigError as error:
-        settings = _settings_without_file(load)
+def check(settings: Settings, problem: str | None, *, config_only: bool) -> int:
+    """Report whether a node is fit; return 1 if anything FAILs. problem: of the configuration."""
+    findings: list[Finding] = [("ok", "configuration", "valid")]
+    if problem:
         more = "" if config_only else "; everything else is checked without the file"
-        findings.append(("FAIL", "configuration", f"{error}{more}"))
+        findings = [("FAIL", "configuration", f"{problem}{more}")]
     if not config_only:
-        view, problem = get_view(settings)
-        findings += _check_service(view, problem)
-        for part in (_check_driver, _check_chips, _check_hugepages, _check_files, _check_kubelet):
+        view, service_problem = get_view(settings)
+        findings += _check_service(view, service_problem)
+        parts = (_check_driver, _check_chips, _check_hugepages, _check_sharing)
+        for part in (*parts, _check_cdi, _check_kubelet, _check_resources):
             findings += part(view, settings)
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
@@ -4959,10 +4371,10 @@ def check(load: Callable[..., Settings], *, config_only: bool) -> int:
 
 
 def _check_service(view: View, problem: str | None) -> Iterator[Finding]:
-    if problem and problem.endswith("is not running"):
+    if problem == NOT_RUNNING:
         yield "FAIL", "service", "not running; start it: systemctl start tt-device-plugin"
     elif problem:
-        yield "FAIL" if "does not answer" in problem else "warn", "service", problem
+        yield "FAIL" if "does not answer" in problem else "warn", "service", f"it {problem}"
     elif view["rejected"]:
         yield "FAIL", "service", view["rejected"]
     else:
@@ -4975,104 +4387,84 @@ def _check_driver(view: View, settings: Settings) -> Iterator[Finding]:
     if version is None:
         yield "FAIL", "driver", f"not loaded; install tt-kmd, then {LOAD_DRIVER}"
     elif numbers and tuple(map(int, numbers.groups())) < (2, 7):
-        advice = "update to 2.7 or stopped firmware goes unnoticed"
-        yield "warn", "driver", f"{version} reports no heartbeat; {advice}"
+        remedy = "update to 2.7 or stopped firmware goes unnoticed"
+        yield "warn", "driver", f"{version} reports no heartbeat; {remedy}"
     else:
-        yield "ok", "driver", version or "loaded, version unknown"
+        yield "ok", "driver", version
 
 
 def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
     if not view["chips"]:
         yield "warn", "devices", "none on this node; list PCI devices with: lspci -d 1e52:"
     for row in view["chips"]:
-        what = row["card"] or row["arch"]
-        is_unbound = row["index"] is None and row["resource"] is None
+        card = row["card"] or row["arch"]
+        is_device = row["resource"] or row["index"] is not None
         if row["healthy"]:
             withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
-            yield "ok", row["bdf"], f"{what}, {row['path']}, healthy{withheld}"
+            yield "ok", row["bdf"], f"{card}, {row['path']}, healthy{withheld}"
             yield from _check_chip(row, settings)
         else:
-            yield "warn" if is_unbound else "FAIL", row["bdf"], f"{what}: {row['reason']}"
-    for resource in view["resources"]:
-        for identifier, reason in resource["unhealthy"].items():
-            if not BDF.fullmatch(identifier):
-                yield "FAIL", resource["name"], f"{identifier}: {reason}"
+            yield "FAIL" if is_device else "warn", row["bdf"], f"{card}: {row['reason']}"
 
 
 def _check_chip(row: View, settings: Settings) -> Iterator[Finding]:
     bdf = row["bdf"]
     if row["temperature"] is None and row["firmware"] is None:
         yield "warn", bdf, "no firmware telemetry; if this persists, check dmesg"
-    directory = f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
-    width = decimal(try_read(f"{directory}/current_link_width"))
-    most = decimal(try_read(f"{directory}/max_link_width"))
+    width = decimal(try_read(f"{pci_directory(settings, bdf)}/current_link_width"))
+    most = decimal(try_read(f"{pci_directory(settings, bdf)}/max_link_width"))
     if width and most and width < most < 63:
-        advice = "reseat the card, or check its slot"
-        yield "warn", bdf, f"PCIe link is x{width}, card supports x{most}; {advice}"
-    host_processes = [each for each in row["processes"] or () if not each["of_pod"]]
-    for process in host_processes[:1] if row["pods"] else ():
-        stop = f"stop {process['command']} ({process['pid']}) on the host"
-        yield "warn", bdf, f"{stop}: it has this pod's chip open"
+        remedy = "reseat the card, or check its slot"
+        yield "warn", bdf, f"PCIe link is x{width}, card supports x{most}; {remedy}"
     with suppress(OSError):
         mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
         if mode & 0o666 != 0o666:
-            advice = "install the driver's udev rules: not every user can open it"
-            yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {advice}"
+            remedy = "install the driver's udev rules: not every user can open it"
+            yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {remedy}"
 
 
 def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
     """Check for 4 pages of 1 GiB for each chip of a Wormhole without an IOMMU that translates."""
     required = []
     for row in view["chips"]:
-        directory = f"{settings.sysfs_root}/bus/pci/devices/{row['bdf']}"
-        group = try_read(f"{directory}/iommu_group/type") or ""
+        group = try_read(f"{pci_directory(settings, row['bdf'])}/iommu_group/type") or ""
         if row["arch"] == "wormhole" and row["path"] and not group.startswith("DMA"):
             required.append(8 if row["board"] == "n300" else 4)
     chips = f"{pluralize(len(required), 'Wormhole')} without IOMMU"
-    directory = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
-    available = decimal(try_read(f"{directory}/nr_hugepages")) or 0
+    pages = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
+    available = decimal(try_read(pages)) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
     mounts = try_read(f"{settings.proc_root}/mounts") or ""
-    if required and not isdir(directory):
-        advice = "enable the IOMMU, or boot a kernel with 4 KiB base pages"
-        yield "warn", "hugepages", f"{chips}, and this kernel has none of 1 GiB; {advice}"
-    elif required and available < sum(required):
-        boot = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
-        yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {boot}"
+    if available < sum(required):
+        remedy = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
+        yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {remedy}"
     elif required and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
-        advice = f"mount hugetlbfs (pagesize=1G) on {mount}"
-        yield "warn", "hugepages", f"{available} × 1 GiB; {advice}"
+        remedy = f"mount hugetlbfs (pagesize=1G) on {mount}"
+        yield "warn", "hugepages", f"{available} × 1 GiB; {remedy}"
     else:
         yield "ok", "hugepages", f"{available} × 1 GiB{'' if required else ', not needed'}"
 
 
-def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
-    """Check what is shared, mounted and written for containers."""
-    for message in view["unselected"]:
-        yield "warn", "sharing", message
-    lock_dir = settings.sharing.lock_dir
-    if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
-        yield from _check_locks(lock_dir)
-    for mount in settings.mounts or ():
+def _check_sharing(view: View, settings: Settings) -> Iterator[Finding]:
+    for mount in settings.mounts:
         if not os.path.exists(mount.host):
             yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
-    yield from _check_cdi(view, settings)
-
-
-def _check_locks(lock_dir: str) -> Iterator[Finding]:
-    try:
-        status = os.lstat(lock_dir)
-    except OSError as error:
-        yield "warn", "locks", f"{lock_dir}: {error.strerror}; run: systemctl start run-ttdp-shm.mount"
+    lock_dir = settings.sharing.lock_dir
+    if not settings.sharing.resources or lock_dir in ("", "/dev/shm"):
         return
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid:
-        yield "warn", "locks", f"{lock_dir} must be a directory of root; remove it"
-    elif lock_dir == Settings().sharing.lock_dir and not os.path.ismount(lock_dir):
-        yield "warn", "locks", f"{lock_dir} is not mounted; run: systemctl start run-ttdp-shm.mount"
-    for name in names_in(lock_dir):
-        status = os.lstat(f"{lock_dir}/{name}")
-        if status.st_uid or stat.S_IMODE(status.st_mode) != 0o1777:
-            yield "warn", "locks", f"{lock_dir}/{name} was changed by a container; remove it when idle"
+    start = "run: systemctl start run-ttdp-shm.mount"
+    try:
+        if os.lstat(lock_dir).st_uid or not isdir(lock_dir):
+            yield "warn", "locks", f"{lock_dir} must be a directory of root; remove it"
+        elif lock_dir == Sharing().lock_dir and not os.path.ismount(lock_dir):
+            yield "warn", "locks", f"{lock_dir} is not the package's tmpfs; {start}"
+        for name in names_in(lock_dir):
+            status = os.lstat(f"{lock_dir}/{name}")
+            if status.st_uid or stat.S_IMODE(status.st_mode) != 0o1777:
+                remedy = "remove it when no container uses it"
+                yield "warn", "locks", f"{lock_dir}/{name} was changed by a container; {remedy}"
+    except OSError as error:
+        yield "warn", "locks", f"{lock_dir}: {error.strerror}; {start}"
 
 
 def _check_cdi(view: View, settings: Settings) -> Iterator[Finding]:
@@ -5082,75 +4474,58 @@ def _check_cdi(view: View, settings: Settings) -> Iterator[Finding]:
     try:
         with open(path, encoding="utf-8") as file:
             described = cdi_nodes(file.read())
-    except (OSError, ValueError) as error:
-        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
-            reason = getattr(error, "strerror", None) or error
-            yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
-    else:
-        stale = sorted(
-            bdf for bdf in described.keys() | nodes if described.get(bdf) != nodes.get(bdf)
-        )
+        bdfs = described.keys() | nodes
+        stale = sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf))
         if stale:
             yield "FAIL", "CDI", f"{path} is stale for {abbreviate(stale)}; is the service running?"
         else:
             yield "ok", "CDI", f"{path} describes the devices"
-    version = re.search(r"\bv?(\d+)\.(\d+)\.\d+", _output("containerd", "--version"))
-    if by_cdi and version and tuple(map(int, version.groups())) < (1, 7):
-        advice = 'update to 1.7, or set device_list_strategy = "device-specs"'
-        yield "warn", "CDI", f"containerd {version[0]} cannot read CDI files; {advice}"
-
-
-def _output(*command: str) -> str:
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
-    return ""
+    except (OSError, ValueError) as error:
+        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
+            reason = getattr(error, "strerror", None) or error
+            yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
 
 
 def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
     directory = settings.device_plugin_dir
+    kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
         mode = os.stat(f"{directory}/.").st_mode
     except PermissionError:
         yield "warn", "kubelet", f"{directory}: run as root (permission denied)"
         return
     except OSError:
-        advice = "if the kubelet uses another directory, set device_plugin_dir"
-        yield "warn", "kubelet", f"{directory} does not exist; {advice}"
+        remedy = "if the kubelet uses another directory, set device_plugin_dir"
+        yield "warn", "kubelet", f"{directory} does not exist; {remedy}"
         return
-    if os.access(directory, os.W_OK | os.X_OK):
-        yield "ok", "kubelet", f"{directory} is writable"
-    else:
-        advice = "run as root, or check how it is mounted"
-        yield "FAIL", "kubelet", f"{directory} is not writable; {advice}"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        remedy = "run as root, or check how it is mounted"
+        yield "FAIL", "kubelet", f"{directory} is not writable; {remedy}"
     if mode & 0o007:
-        advice = f"run: chmod o-rwx {directory}"
-        yield "warn", "kubelet", f"other users can enter {directory} and lock it; {advice}"
-    kubelet = f"{directory}/{KUBELET_SOCKET}"
-    is_running = os.access(kubelet, os.W_OK) and accepts_connections(kubelet)
-    if is_running:
-        yield "ok", "kubelet", f"{kubelet} accepts connections"
-    elif not os.path.exists(kubelet):
+        remedy = f"run: chmod o-rwx {directory}"
+        yield "warn", "kubelet", f"other users can enter {directory} and lock it; {remedy}"
+    if not os.path.exists(kubelet):
         yield "warn", "kubelet", f"start the kubelet: {kubelet} does not exist"
     elif not os.access(kubelet, os.W_OK):
         yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
-    else:
+    elif not accepts_connections(kubelet):
         yield "warn", "kubelet", f"start the kubelet: {kubelet} refuses connections"
+    else:
+        yield "ok", "kubelet", f"{kubelet} accepts connections"
+
+
+def _check_resources(view: View, settings: Settings) -> Iterator[Finding]:
     if view["unreadable"]:
         yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
+    kubelet = f"{settings.device_plugin_dir}/{KUBELET_SOCKET}"
+    is_running = os.access(kubelet, os.W_OK) and accepts_connections(kubelet)
     for resource in view["resources"]:
-        state = resource["state"]
-        if is_running and state not in (None, REGISTERED):
-            yield "FAIL", "kubelet", f"{resource['name']} is not registered: {state}"
-    yield from _check_sandbox(directory)
-
-
-def _check_sandbox(directory: str) -> Iterator[Finding]:
-    show = ("systemctl", "show", "--value", "--property=ReadWritePaths")
-    shown = _output(*show, "tt-device-plugin.service").split()
-    paths = [os.path.normpath(path.lstrip("-+")) for path in shown]
-    if paths and not any(f"{directory}/".startswith(f"{path}/") for path in paths):
-        advice = "allow it in a drop-in: see examples/kubelet-dir.conf"
-        yield "FAIL", "sandbox", f"the service cannot write to {directory}; {advice}"
+        name = resource["name"]
+        if is_running and resource["state"] not in (None, REGISTERED):
+            yield "FAIL", name, f"not registered: {resource['state']}"
+        for identifier, reason in resource["unhealthy"].items():
+            if not BDF.fullmatch(identifier.partition("::")[0]):
+                yield "FAIL", name, f"{identifier}: {reason}"
 
 
 if __name__ == "__main__":

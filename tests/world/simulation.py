@@ -64,8 +64,15 @@ def kernel_errors() -> Iterator[None]:
         os.open, os.pread = genuine_open, genuine_pread
 
 
-def trusted(sender: object) -> bool:
-    return True
+@contextlib.contextmanager
+def uevents_from(open_socket: Callable[[], socket.socket]) -> Iterator[None]:
+    """Let this socket stand in for the kernel's, whoever sends."""
+    genuine = ttdp.open_uevent_socket, ttdp.sent_by_kernel
+    ttdp.open_uevent_socket, ttdp.sent_by_kernel = open_socket, lambda sender: True
+    try:
+        yield
+    finally:
+        ttdp.open_uevent_socket, ttdp.sent_by_kernel = genuine
 
 
 def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
@@ -114,9 +121,8 @@ class RunningDaemon:
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
         self.node.on_uevent = self._send
-        self.daemon = ttdp.Daemon(
-            self.settings, lambda: self.loaded(), self._manager, lambda: self._events, trusted
-        )
+        self._errors.enter_context(uevents_from(lambda: self._events))
+        self.daemon = ttdp.Daemon(self.settings, lambda: self.loaded(), self._manager)
         self._run = asyncio.get_running_loop().create_task(self.daemon.run())
         await asyncio.sleep(0)  # nobody can end what has not begun to hear signals
         return self
@@ -140,7 +146,7 @@ class RunningDaemon:
 
     @property
     def sessions(self) -> dict[str, ttdp.KubeletSession]:
-        return self.daemon.sessions._sessions
+        return self.daemon.sessions.by_name
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.daemon.node.decide(time.monotonic()).chips[bdf]
@@ -177,12 +183,8 @@ def main(arguments: Sequence[str]) -> int:
             events.bind(path)
             return events
 
-        genuine = ttdp.Daemon
-
-        def daemon(settings: Any, load: Any, manager: Any) -> ttdp.Daemon:
-            return genuine(settings, load, manager, from_unix_socket, trusted)
-
-        ttdp.Daemon = daemon  # type: ignore[assignment, misc]
+        with kernel_errors(), uevents_from(from_unix_socket):
+            return ttdp.main(words)
     with kernel_errors():
         return ttdp.main(words)
 
