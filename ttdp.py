@@ -578,12 +578,7 @@ class Telemetry(NamedTuple):
     error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
 
 
-class Process(NamedTuple):
-    """A process that has opened a device file."""
-
-    pid: int
-    command: str  # "?": hidden, or ended while a child keeps the descriptor
-    of_pod: bool
+ProcessRow = Mapping[str, object]  # pid, command and of_pod of a process, for `list`
 
 
 class Reading(NamedTuple):
@@ -594,7 +589,7 @@ class Reading(NamedTuple):
     at: float  # seconds of a monotonic clock
     periodic: bool = True  # read by a poll, not because of an event
     sensors: Mapping[str, float] | None = None  # None: neither they nor processes were read
-    processes: Sequence[Process] | None = None  # None: unknown
+    processes: Sequence[ProcessRow] | None = None  # None: unknown
 
 
 @functools.lru_cache(maxsize=1024)  # every poll sorts by it
@@ -729,21 +724,23 @@ def file_fault_now(function: PciFunction) -> str | None:
     return None if found == number else f"{path} is device {found}, but sysfs has {number}"
 
 
-def processes_on(settings: Settings, ordinal: int) -> list[Process] | None:
+def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     """Return the openers of a device file, None: unknown. Can block for seconds.
 
-    The driver lists them since 2.5; 0 is a process of another PID namespace.
+    The driver lists them since 2.5; 0 is a process of another PID namespace. A command can be
+    hidden, or have ended while a child keeps the descriptor: "?".
     """
     proc = settings.proc_root
     text = try_read(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
     if text is None or 0 in pids:
         return None
-    processes = []
+    rows: list[ProcessRow] = []
     for pid in sorted(pids):
         of_pod = "kubepods" in (try_read(f"{proc}/{pid}/cgroup") or "")
-        processes.append(Process(pid, try_read(f"{proc}/{pid}/comm") or "?", of_pod))
-    return processes
+        command = try_read(f"{proc}/{pid}/comm") or "?"
+        rows.append({"pid": pid, "command": command, "of_pod": of_pod})
+    return rows
 
 
 def link_path(settings: Settings, function: PciFunction) -> str | None:
@@ -1150,7 +1147,7 @@ class ChipRecord:
     was_seen: bool = False  # it had telemetry since boot
     telemetry: Telemetry | None = None  # the last one since the device appeared; None: none yet
     sensors: Mapping[str, float] = field(default_factory=dict)
-    processes: Sequence[Process] | None = None
+    processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
         self.chip = self.chip._replace(function=function, seen=True)
@@ -1836,11 +1833,7 @@ Status = grpc.StatusCode
 
 
 class RequestError(Exception):
-    """A request that is rejected, with its gRPC status code."""
-
-    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
+    """A request that is rejected: gRPC status code and reason."""
 
 
 class Cost(NamedTuple):
@@ -2262,19 +2255,14 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
                 add(sensor.metric, record.sensors.get(sensor.attribute), **sensor.labels)
-    for bdf, namespace, pod, container in decision.users:
-        names = {"pod_namespace": namespace, "pod_name": pod, "container_name": container}
-        samples.add("allocated", 1, device=bdf, **names)
+    for user in decision.users:
+        names = {"pod_namespace": user["namespace"], "pod_name": user["pod"]}
+        samples.add("allocated", 1, device=user["bdf"], **names, container_name=user["container"])
     return samples.text()
 
 
-class SessionState(NamedTuple):
-    """A resource's standing with the kubelet."""
-
-    state: str  # REGISTERED, or why it is not
-    registrations: int  # that succeeded
-
-
+# REGISTERED or why it is not, and how many registrations succeeded, by resource.
+States = Mapping[str, tuple[str, int]]
 PLUGIN_METRICS = {
     "driver_info": "Version of the loaded driver, value is always 1.",
     "pci_functions": "Tenstorrent PCI functions by bound driver.",
@@ -2289,7 +2277,7 @@ PLUGIN_METRICS = {
 
 def plugin_metrics(
     decision: Decision,
-    states: Mapping[str, SessionState],
+    states: States,
     counts: Mapping[tuple[str, str], int],
     started: float,
 ) -> str:
@@ -2305,7 +2293,7 @@ def plugin_metrics(
         unhealthy = sum(device.reason is not None for device in resource.devices.values())
         add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
         add("resource_devices", unhealthy, health="unhealthy")
-        state, registrations = states.get(name, SessionState("", 0))
+        state, registrations = states.get(name, ("", 0))
         add("kubelet_registered", state == REGISTERED)
         add("kubelet_registrations_total", registrations)
         for result in ("granted", "refused"):
@@ -2334,11 +2322,11 @@ def resource_summary(resource: Resource) -> str:
     return f"{len(devices)} × {resource.name}{shared}, {healthy}{first}"
 
 
-def status_line(decision: Decision, states: Mapping[str, SessionState]) -> str:
+def status_line(decision: Decision, states: States) -> str:
     parts = [*filter(None, [decision.driver_problem]), *decision.summaries]
     if not parts:
         return "no Tenstorrent device on this node; waiting for one"
-    found = {name: states[name].state for name in decision.resources if name in states}
+    found = {name: states[name][0] for name in decision.resources if name in states}
     texts = {*found.values()}
     if len(texts) > 1:
         texts = {f"{name} {state}" for name, state in found.items() if state != REGISTERED}
@@ -2359,9 +2347,8 @@ def chip_row(
     """Return a chip as `list --json` shows it."""
     function = chip.function
     resource, owner = decision.owners.get(chip.bdf, (None, None))
-    pods = [user._asdict() for user in decision.users if user.bdf == chip.bdf]
-    for pod in pods:
-        del pod["bdf"]
+    users = (user for user in decision.users if user["bdf"] == chip.bdf)
+    pods = [{key: value for key, value in user.items() if key != "bdf"} for user in users]
     processes = record.processes if record and chip.present else ()
     record = record if chip.is_readable else None
     return {
@@ -2384,7 +2371,7 @@ def chip_row(
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods if pods or knows_pods else None,
-        "processes": None if processes is None else [each._asdict() for each in processes],
+        "processes": processes,
     }
 
 
@@ -2403,15 +2390,6 @@ class Observation(NamedTuple):
     mounts: tuple[Mount, ...]
 
 
-class ChipUser(NamedTuple):
-    """A container that holds a chip."""
-
-    bdf: str
-    namespace: str
-    pod: str  # its UID while its name is unknown
-    container: str
-
-
 @dataclass(frozen=True)
 class Decision:
     """The desired state: what is advertised, written and reported."""
@@ -2419,7 +2397,7 @@ class Decision:
     chips: Mapping[str, Chip]  # with their reasons, and those that pods hold though they are gone
     resources: Mapping[str, Resource]  # as advertised, by name
     lists: Mapping[str, DeviceList]
-    users: Sequence[ChipUser]
+    users: Sequence[Mapping[str, str]]  # bdf, namespace, pod (else its UID) and container
     driver: str | None
     driver_problem: str | None
     unreadable: str | None
@@ -2474,8 +2452,9 @@ def decide(seen: Observation) -> Decision:
     users = []
     for allocation in seen.allocations:
         namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
-        bdfs = sorted(allocation.chips) if allocation.pod else ()
-        users += [ChipUser(bdf, namespace, pod, allocation.container) for bdf in bdfs]
+        names = {"namespace": namespace, "pod": pod, "container": allocation.container}
+        bdfs = sorted(allocation.chips) if pod else ()
+        users += [{"bdf": bdf, **names} for bdf in bdfs]
     return Decision(
         chips=chips,
         resources=advertised,
@@ -2965,11 +2944,7 @@ class UeventSocket:
 
 
 class DirectoryError(Exception):
-    """The kubelet's directory cannot be used."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
+    """The kubelet's directory cannot be used: exit status and reason."""
 
 
 class PluginDirectory:
@@ -3104,9 +3079,7 @@ class Node:
             self._decided = (observation, decide(observation))
         return self._decided[1]
 
-    def view(
-        self, decision: Decision, states: Mapping[str, SessionState], **more: str | None
-    ) -> dict[str, Any]:
+    def view(self, decision: Decision, states: States, **more: str | None) -> dict[str, Any]:
         """Return everything that `list` and `check` show. more: the daemon's status and so on."""
         records = self.inventory.records
         knows_pods = self.allocations.has_read
@@ -3114,7 +3087,7 @@ class Node:
         for name, resource in decision.resources.items():
             devices = [device for device in resource.unique_devices if device.defect]
             unhealthy = {device.identifier: device.defect for device in devices}
-            state = states[name].state if name in states else None
+            state, _ = states.get(name, (None, 0))
             resources.append({"name": name, "state": state, "unhealthy": unhealthy})
         return {
             "version": __version__,
@@ -3381,8 +3354,7 @@ async def _rejecting(context: Context, subject: str) -> AsyncIterator[None]:
         yield
         return
     except RequestError as error:
-        code = error.code
-        reason = str(error)
+        code, reason = error.args
     except OSError as error:  # of the daemon itself
         code = Status.UNAVAILABLE
         reason = f"internal error: {error}"
@@ -3583,9 +3555,9 @@ class Sessions:
         self._closing: dict[str, asyncio.Task[None]] = {}
 
     @property
-    def states(self) -> dict[str, SessionState]:
+    def states(self) -> States:
         sessions = self.by_name.values()
-        return {each.name: SessionState(each.state, each.registrations) for each in sessions}
+        return {each.name: (each.state, each.registrations) for each in sessions}
 
     @property
     def retry_at(self) -> float:
@@ -3765,7 +3737,6 @@ class Agenda:
     scanned_at: float = -inf
     polled_at: float = -inf
     metrics_at: float = -inf  # when the metrics file was last written
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that end with the daemon
 
 
 @dataclass(slots=True)
@@ -3789,6 +3760,37 @@ class Reporter:
         self._condition = condition
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were last read
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.AbstractServer | None = None  # on the status socket
+
+    async def open(self, sockets: Iterable[socket.socket]) -> None:
+        """Serve the metrics on these sockets, and the view on the status socket."""
+        self._tasks = [asyncio.create_task(self.metrics.serve(each)) for each in sockets]
+        if directory := self._node.settings.runtime_dir:
+            path = f"{directory}/{STATUS_SOCKET}"
+            try:
+                if_exists(os.unlink, path)
+                self._server = await asyncio.start_unix_server(self._serve_view, path)
+                os.chmod(path, 0o600)
+            except OSError as error:
+                log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
+
+    def write_metrics(self, files: OutputFiles) -> None:
+        """Have the metrics file written."""
+        running = [task for task in self._tasks if not task.done()]
+        self._tasks = [*running, asyncio.create_task(self._write(files))]
+
+    async def _write(self, files: OutputFiles) -> None:
+        text = await self.metrics.text()
+        if path := self._node.settings.metrics_file:
+            files.touch(path, text)
+
+    async def close(self) -> None:
+        if self._server:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def status(self) -> str:
@@ -3810,7 +3812,7 @@ class Reporter:
         metrics = plugin_metrics(decision, self._sessions.states, counts, self._started)
         return chip_metrics(decision, self._node.inventory.records) + metrics
 
-    async def serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send the view to a command, as JSON."""
         with suppress(OSError):
             await self._read_details(0.0)
@@ -3845,8 +3847,8 @@ class Daemon:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
         agenda = self._agenda
-        server = await self._open()
         try:
+            await self._open()
             while agenda.exit_status is None:
                 await event_within(agenda.wake, self._pause(monotonic()))
                 agenda.wake.clear()
@@ -3855,14 +3857,10 @@ class Daemon:
             return agenda.exit_status
         finally:
             self._manager.notify("STOPPING=1")
-            if server:
-                server.close()
             self._uevents.close()
+            await self._reporter.close()
             await self.sessions.close()
             self._directory.close()
-            for task in agenda.tasks:
-                task.cancel()
-            await asyncio.gather(*agenda.tasks, return_exceptions=True)
 
     def end(self, status: int) -> None:
         self._agenda.exit_status = status
@@ -3872,40 +3870,25 @@ class Daemon:
         self._agenda.reload = True
         self._agenda.wake.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        running = [task for task in self._agenda.tasks if not task.done()]
-        self._agenda.tasks = [*running, asyncio.create_task(work)]
-
-    async def _open(self) -> asyncio.AbstractServer | None:
-        """Begin to serve; return the server on the status socket, if there is one."""
+    async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end, 0)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        settings = self.node.settings
-        log.setLevel(settings.log_level.upper())
+        log.setLevel(self.node.settings.log_level.upper())
         try:
             self._directory.open()
         except DirectoryError as error:
-            log.error("%s", error)
-            self.end(error.status)
-            return None
+            self._exit(*error.args)
+            return
         remove_dead_sockets(self._directory.path)
         self._uevents.open()
-        for listening in self._manager.sockets("metrics"):
-            self._spawn(self._reporter.metrics.serve(listening))
-        if not settings.runtime_dir:
-            return None
-        path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
-        try:
-            if_exists(os.unlink, path)
-            server = await asyncio.start_unix_server(self._reporter.serve_view, path)
-            os.chmod(path, 0o600)
-        except OSError as error:
-            log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
-            return None
-        return server
+        await self._reporter.open(self._manager.sockets("metrics"))
+
+    def _exit(self, status: int, reason: str) -> None:
+        log.error("%s", reason)
+        self.end(status)
 
     def _pause(self, now: float) -> float:
         """Return seconds until the next turn, if no event comes."""
@@ -3931,8 +3914,7 @@ class Daemon:
             self._directory.check()
             is_poll = self._observe(now)
         except DirectoryError as error:
-            log.error("%s", error)
-            self.end(error.status)
+            self._exit(*error.args)
         except OSError as error:
             if not condition.failure:
                 log.warning("cannot observe the node, nothing changes until then: %s", error)
@@ -3989,7 +3971,7 @@ class Daemon:
         is_due = is_poll and now - self._agenda.metrics_at >= METRICS_INTERVAL
         if is_due and path and isdir(dirname(path)):
             self._agenda.metrics_at = now
-            self._spawn(self._write_metrics())
+            self._reporter.write_metrics(self._files)
         waiting = self._check_ready(decision, now) if self._condition.stage != "ready" else None
         self._manager.show(waiting or self._reporter.status)
 
@@ -4005,11 +3987,6 @@ class Daemon:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
         self._files.keep(wanted, [settings.metrics_file])
         self.node.save_state(self._files.paths)
-
-    async def _write_metrics(self) -> None:
-        text = await self._reporter.metrics.text()
-        if path := self.node.settings.metrics_file:
-            self._files.touch(path, text)
 
     def _apply_names(self, names: PodNames) -> None:
         """Record pods' names. The kubelet has released ended pods: have it write that."""
@@ -4034,8 +4011,7 @@ class Daemon:
                 late = f"no device file after {BIND_TIMEOUT:g} s; starting without it"
                 log.warning("%s: %s", missing[0], late)
             if settings.fail_on_init_error and (decision.driver is None or not present):
-                log.error("%s, %s", driver, pluralize(len(present), "device"))
-                self.end(1)
+                self._exit(1, f"{driver}, {pluralize(len(present), 'device')}")
                 return None
         may_wait = now - condition.bound_since < LINK_TIMEOUT and expects_links(settings)
         if may_wait and not all(link_path(settings, function) for function in present):
@@ -4058,14 +4034,18 @@ class Daemon:
             self._condition.rejected = f"the configuration on disk is rejected: {error}"
             return
         self._condition.rejected = ""
-        before = self.node.settings
-        kept = {key: getattr(before, key) for key in (*NEEDS_RESTART, "state_dir", "runtime_dir")}
-        for key in NEEDS_RESTART:
-            if getattr(loaded, key) != kept[key]:
-                log.warning("%s changes only with a restart; still %s", key, kept[key])
-        self.node.settings = replace(loaded, **kept)
+        self.node.settings = changed_settings(self.node.settings, loaded)
         log.setLevel(loaded.log_level.upper())
         log.info("configuration reloaded")
+
+
+def changed_settings(before: Settings, loaded: Settings) -> Settings:
+    """Return the loaded settings, without the changes that need a restart."""
+    kept = {key: getattr(before, key) for key in (*NEEDS_RESTART, "state_dir", "runtime_dir")}
+    for key in NEEDS_RESTART:
+        if getattr(loaded, key) != kept[key]:
+            log.warning("%s changes only with a restart; still %s", key, kept[key])
+    return replace(loaded, **kept)
 
 
 async def event_within(event: asyncio.Event, seconds: float) -> None:
@@ -4158,16 +4138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed_options(words)
     set_up_logging(os.environ, has_timestamps=options.command == "run")
     load = functools.partial(load_settings, vars(options), os.environ)
-    if options.command == "run":
-        try:
-            settings = load()
-        except ConfigError as error:
-            log.error("%s", error)
-            return EXIT_CONFIG
-        return asyncio.run(_run(settings, load))
-    for number in (signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
-    log.setLevel("ERROR")  # the answer has everything that sampling would log
+    if options.command != "run":
+        for number in (signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        log.setLevel("ERROR")  # the answer has everything that sampling would log
     problem = None
     try:
         settings = load()
@@ -4180,7 +4154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(settings, problem, config_only=options.config_only)
     if problem:
         log.error("%s", problem)
-    return list_devices(settings, as_json=options.json)
+    if options.command == "list":
+        return list_devices(settings, as_json=options.json)
+    return EXIT_CONFIG if problem else asyncio.run(_run(settings, load))
 
 
 async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
@@ -4361,8 +4337,7 @@ def check(settings: Settings, problem: str | None, *, config_only: bool) -> int:
     if not config_only:
         view, service_problem = get_view(settings)
         findings += _check_service(view, service_problem)
-        parts = (_check_driver, _check_chips, _check_hugepages, _check_sharing)
-        for part in (*parts, _check_cdi, _check_kubelet, _check_resources):
+        for part in (_check_chips, _check_hugepages, _check_files, _check_kubelet):
             findings += part(view, settings)
     width = max(len(subject) for _, subject, _ in findings)
     for level, subject, text in findings:
@@ -4379,16 +4354,12 @@ def _check_service(view: View, problem: str | None) -> Iterator[Finding]:
         yield "FAIL", "service", view["rejected"]
     else:
         yield "ok", "service", f"{view['version']}: {view['status']}"
-
-
-def _check_driver(view: View, settings: Settings) -> Iterator[Finding]:
     version = view["driver"]
-    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
     if version is None:
         yield "FAIL", "driver", f"not loaded; install tt-kmd, then {LOAD_DRIVER}"
-    elif numbers and tuple(map(int, numbers.groups())) < (2, 7):
-        remedy = "update to 2.7 or stopped firmware goes unnoticed"
-        yield "warn", "driver", f"{version} reports no heartbeat; {remedy}"
+    elif numbers and numbers < [2, 7]:
+        yield "warn", "driver", f"{version}: update to 2.7 or stopped firmware goes unnoticed"
     else:
         yield "ok", "driver", version
 
@@ -4397,30 +4368,28 @@ def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
     if not view["chips"]:
         yield "warn", "devices", "none on this node; list PCI devices with: lspci -d 1e52:"
     for row in view["chips"]:
+        bdf = row["bdf"]
         card = row["card"] or row["arch"]
-        is_device = row["resource"] or row["index"] is not None
-        if row["healthy"]:
-            withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
-            yield "ok", row["bdf"], f"{card}, {row['path']}, healthy{withheld}"
-            yield from _check_chip(row, settings)
-        else:
-            yield "FAIL" if is_device else "warn", row["bdf"], f"{card}: {row['reason']}"
-
-
-def _check_chip(row: View, settings: Settings) -> Iterator[Finding]:
-    bdf = row["bdf"]
-    if row["temperature"] is None and row["firmware"] is None:
-        yield "warn", bdf, "no firmware telemetry; if this persists, check dmesg"
-    width = decimal(try_read(f"{pci_directory(settings, bdf)}/current_link_width"))
-    most = decimal(try_read(f"{pci_directory(settings, bdf)}/max_link_width"))
-    if width and most and width < most < 63:
-        remedy = "reseat the card, or check its slot"
-        yield "warn", bdf, f"PCIe link is x{width}, card supports x{most}; {remedy}"
-    with suppress(OSError):
-        mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
-        if mode & 0o666 != 0o666:
-            remedy = "install the driver's udev rules: not every user can open it"
-            yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {remedy}"
+        if not row["healthy"]:
+            is_device = row["resource"] or row["index"] is not None
+            yield "FAIL" if is_device else "warn", bdf, f"{card}: {row['reason']}"
+            continue
+        withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
+        yield "ok", bdf, f"{card}, {row['path']}, healthy{withheld}"
+        if row["temperature"] is None and row["firmware"] is None:
+            yield "warn", bdf, "no firmware telemetry; if this persists, check dmesg"
+        names = ("current_link_width", "max_link_width")
+        width, most = (
+            decimal(try_read(f"{pci_directory(settings, bdf)}/{each}")) for each in names
+        )
+        if width and most and width < most < 63:
+            widths = f"PCIe link is x{width}, card supports x{most}"
+            yield "warn", bdf, f"{widths}; reseat the card, or check its slot"
+        with suppress(OSError):
+            mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
+            if mode & 0o666 != 0o666:
+                remedy = "install the driver's udev rules: not every user can open it"
+                yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {remedy}"
 
 
 def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
@@ -4430,12 +4399,12 @@ def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
         group = try_read(f"{pci_directory(settings, row['bdf'])}/iommu_group/type") or ""
         if row["arch"] == "wormhole" and row["path"] and not group.startswith("DMA"):
             required.append(8 if row["board"] == "n300" else 4)
-    chips = f"{pluralize(len(required), 'Wormhole')} without IOMMU"
     pages = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
     available = decimal(try_read(pages)) or 0
     mount = f"{settings.dev_root}/hugepages-1G"
     mounts = try_read(f"{settings.proc_root}/mounts") or ""
     if available < sum(required):
+        chips = f"{pluralize(len(required), 'Wormhole')} without IOMMU"
         remedy = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
         yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {remedy}"
     elif required and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
@@ -4445,13 +4414,33 @@ def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
         yield "ok", "hugepages", f"{available} × 1 GiB{'' if required else ', not needed'}"
 
 
-def _check_sharing(view: View, settings: Settings) -> Iterator[Finding]:
+def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
+    """Check what containers get: mounts, common locks, CDI."""
     for mount in settings.mounts:
         if not os.path.exists(mount.host):
             yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
     lock_dir = settings.sharing.lock_dir
-    if not settings.sharing.resources or lock_dir in ("", "/dev/shm"):
+    if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
+        yield from _check_locks(lock_dir)
+    path = f"{settings.cdi_dir}/{CDI_FILE}"
+    nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"] and row["resource"]}
+    try:
+        with open(path, encoding="utf-8") as file:
+            described = cdi_nodes(file.read())
+    except (OSError, ValueError) as error:
+        by_cdi = settings.device_list_strategy == "cdi"
+        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
+            reason = getattr(error, "strerror", None) or error
+            yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
         return
+    bdfs = described.keys() | nodes
+    if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
+        yield "FAIL", "CDI", f"{path} is stale for {abbreviate(stale)}; is the service running?"
+    else:
+        yield "ok", "CDI", f"{path} describes the devices"
+
+
+def _check_locks(lock_dir: str) -> Iterator[Finding]:
     start = "run: systemctl start run-ttdp-shm.mount"
     try:
         if os.lstat(lock_dir).st_uid or not isdir(lock_dir):
@@ -4467,26 +4456,8 @@ def _check_sharing(view: View, settings: Settings) -> Iterator[Finding]:
         yield "warn", "locks", f"{lock_dir}: {error.strerror}; {start}"
 
 
-def _check_cdi(view: View, settings: Settings) -> Iterator[Finding]:
-    path = f"{settings.cdi_dir}/{CDI_FILE}"
-    by_cdi = settings.device_list_strategy == "cdi"
-    nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"] and row["resource"]}
-    try:
-        with open(path, encoding="utf-8") as file:
-            described = cdi_nodes(file.read())
-        bdfs = described.keys() | nodes
-        stale = sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf))
-        if stale:
-            yield "FAIL", "CDI", f"{path} is stale for {abbreviate(stale)}; is the service running?"
-        else:
-            yield "ok", "CDI", f"{path} describes the devices"
-    except (OSError, ValueError) as error:
-        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
-            reason = getattr(error, "strerror", None) or error
-            yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
-
-
 def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
+    """Check the directory, the kubelet, and the resources' standing with it."""
     directory = settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
@@ -4499,33 +4470,25 @@ def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
         yield "warn", "kubelet", f"{directory} does not exist; {remedy}"
         return
     if not os.access(directory, os.W_OK | os.X_OK):
-        remedy = "run as root, or check how it is mounted"
-        yield "FAIL", "kubelet", f"{directory} is not writable; {remedy}"
+        yield "FAIL", "kubelet", f"{directory} is not writable; run as root, or check its mount"
     if mode & 0o007:
-        remedy = f"run: chmod o-rwx {directory}"
-        yield "warn", "kubelet", f"other users can enter {directory} and lock it; {remedy}"
-    if not os.path.exists(kubelet):
-        yield "warn", "kubelet", f"start the kubelet: {kubelet} does not exist"
-    elif not os.access(kubelet, os.W_OK):
-        yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
-    elif not accepts_connections(kubelet):
-        yield "warn", "kubelet", f"start the kubelet: {kubelet} refuses connections"
-    else:
+        yield "warn", "kubelet", f"other users can lock it; run: chmod o-rwx {directory}"
+    is_running = os.access(kubelet, os.W_OK) and accepts_connections(kubelet)
+    if is_running:
         yield "ok", "kubelet", f"{kubelet} accepts connections"
-
-
-def _check_resources(view: View, settings: Settings) -> Iterator[Finding]:
+    elif os.path.exists(kubelet) and not os.access(kubelet, os.W_OK):
+        yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
+    else:
+        trouble = "refuses connections" if os.path.exists(kubelet) else "does not exist"
+        yield "warn", "kubelet", f"start the kubelet: {kubelet} {trouble}"
     if view["unreadable"]:
         yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
-    kubelet = f"{settings.device_plugin_dir}/{KUBELET_SOCKET}"
-    is_running = os.access(kubelet, os.W_OK) and accepts_connections(kubelet)
     for resource in view["resources"]:
-        name = resource["name"]
         if is_running and resource["state"] not in (None, REGISTERED):
-            yield "FAIL", name, f"not registered: {resource['state']}"
+            yield "FAIL", resource["name"], f"not registered: {resource['state']}"
         for identifier, reason in resource["unhealthy"].items():
-            if not BDF.fullmatch(identifier.partition("::")[0]):
-                yield "FAIL", name, f"{identifier}: {reason}"
+            if not BDF.fullmatch(identifier):  # chips have their own finding
+                yield "FAIL", resource["name"], f"{identifier}: {reason}"
 
 
 if __name__ == "__main__":
