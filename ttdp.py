@@ -3293,6 +3293,7 @@ class Attempt(rpc.DevicePluginServicer):
         self.opened = asyncio.Event()  # the kubelet's stream
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self.has_stream = False  # the kubelet's is open
+        self.retry_at = inf  # when the next attempt is due, once this one has ended
         self._session = session
 
     def is_outdated(self, kubelet: FileIdentity | None) -> bool:
@@ -3392,7 +3393,6 @@ class KubeletSession:
         self.name = name
         self.state = ""  # REGISTERED, or why it is not; "": no attempt has come that far
         self.registrations = 0  # that succeeded
-        self.retry_at = -inf  # when the next attempt is due
         self.stream = DeviceListStream()
         self.allocator = allocator
         self._directory = directory
@@ -3401,6 +3401,11 @@ class KubeletSession:
         self._attempt: Attempt | None = None
         self._backoff = BACKOFF[0]
         self._mismatch: tuple[float, int] | None = None  # since when, and lists sent since
+
+    @property
+    def retry_at(self) -> float:
+        """Return when the next attempt is due; inf while one is under way."""
+        return self._attempt.retry_at if self._attempt else -inf
 
     @property
     def is_serving(self) -> bool:
@@ -3419,13 +3424,12 @@ class KubeletSession:
         is_outdated = attempt is not None and attempt.is_outdated(kubelet)
         if disturbed or is_outdated:
             self._backoff = BACKOFF[0]
-        is_due = disturbed or monotonic() >= self.retry_at
-        if is_outdated or ((attempt is None or attempt.task.done()) and is_due):
+        has_ended = attempt is None or attempt.task.done()
+        if is_outdated or (has_ended and (disturbed or monotonic() >= self.retry_at)):
             name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
             number = next(_endpoint_numbers) % 100_000
             path = f"{self._directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{number}.sock"
             self._attempt = Attempt(self, path)
-            self.retry_at = inf
             if kubelet:
                 self._attempt.appeared.set()
             self._attempt.task = asyncio.create_task(self._run(self._attempt, attempt))
@@ -3447,7 +3451,7 @@ class KubeletSession:
                 self._set_state(str(error))
         if monotonic() - started > 30:  # seconds: it held
             self._backoff = BACKOFF[0]
-        self.retry_at = monotonic() + self._backoff
+        attempt.retry_at = monotonic() + self._backoff
         self._backoff = min(2 * self._backoff, BACKOFF[1])
 
     async def _serve(self, attempt: Attempt) -> None:
@@ -3801,7 +3805,8 @@ class Reporter:
     async def _read_details(self, max_age: float) -> None:
         if monotonic() - self._details_at >= max_age:
             self._details_at = monotonic()
-            self._node.look(periodic=False, details=True)
+            with suppress(OSError):  # which the loop logs
+                self._node.look(periodic=False, details=True)
             while not self._node.readers.is_settled(monotonic()):
                 await asyncio.sleep(SETTLE_INTERVAL)
 
@@ -4423,7 +4428,7 @@ def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
     if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
         yield from _check_locks(lock_dir)
     path = f"{settings.cdi_dir}/{CDI_FILE}"
-    nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"] and row["resource"]}
+    nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"]}
     try:
         with open(path, encoding="utf-8") as file:
             described = cdi_nodes(file.read())
