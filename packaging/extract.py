@@ -1,8 +1,7 @@
-"""Extracts the program from the zipapp that holds this file (`_bootstrap.extract`), or checks it.
+"""Extracts the program from the zipapp that contains this file, or checks the extracted tree.
 
-Imported only if start.py, which says why these files are there, finds no tree that is as it was
-noted. In the end the same command is executed once more: the program's own process holds nothing of
-what is imported here.
+start.py imports it as `_bootstrap.extract`, only if it finds no unchanged tree. At the end it
+executes the same command again, so the program's own process contains none of these imports.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from typing import NoReturn
 
 from . import packed, trees
 
-SOURCES = "site-packages/"  # what is extracted of the zipapp
+SOURCES = "site-packages/"  # the directory in the zipapp that is extracted
 
 
 def prepare(variable: str) -> NoReturn:
-    """Find or make a tree and start the program, or say in one line why there is none.
+    """Make an intact tree and start the program, or exit with one line that gives the reason.
 
-    `variable` of the environment tells the next process which tree was checked.
+    variable: the environment variable that passes the checked tree's path to the next process.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if trees.ABI not in packed.ABIS:
@@ -44,41 +43,43 @@ def prepare(variable: str) -> NoReturn:
         except OSError as error:
             reasons.append(f"{root}: {error.strerror or error}")
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            trees.give_up(f"{trees.ARCHIVE} is damaged ({error}); install it anew")
+            text = f"reinstall tt-device-plugin: {trees.ARCHIVE} is damaged ({error})"
+            trees.give_up(text, trees.EXIT_NOT_RUNNABLE)
         else:
             os.umask(umask)
             os.environ[variable] = f"{root}/{trees.NAME}"
             os.execv(sys.executable, sys.orig_argv)
     as_root = "; run it as root once" if os.geteuid() and "SHIV_ROOT" in os.environ else ""
-    trees.give_up(f"there is no place for the extracted program: {'; '.join(reasons)}{as_root}")
+    text = f"cannot extract the program: {'; '.join(reasons)}{as_root}"
+    trees.give_up(text, trees.EXIT_NOT_EXTRACTED)
 
 
 def use_another_python() -> NoReturn:
-    """Execute the same command with a Python that something is packed for; without one give up."""
+    """Execute the same command with a Python that the zipapp supports, or exit."""
     minors = {int(abi.split("-")[1][1:]): abi for abi in packed.ABIS}
     machine = trees.ABI.split("-", 2)[2]
-    # One of a version that is packed and still not this one's is an odd build: others may be, too,
-    # and so on for ever.
+    # A Python of a supported version with another ABI is an unusual build. Other Pythons may be
+    # unusual as well, and would execute each other endlessly.
     candidates = [] if sys.version_info.minor in minors else sorted(minors, reverse=True)
     for minor in candidates:
         for directory in (os.path.dirname(sys.executable), "/usr/bin"):
             python = f"{directory}/python3.{minor}"
             if minors[minor].endswith(f"-{machine}") and os.access(python, os.X_OK):
-                fault = f"nothing is packed for {sys.executable} ({trees.ABI})"
-                trees.say(
-                    f"{fault}; {python} runs it; install a newer tt-device-plugin", priority=4
-                )
+                fault = f"this package does not support {sys.executable} ({trees.ABI})"
+                remedy = f"using {python}; install a newer tt-device-plugin"
+                trees.log(f"{fault}; {remedy}", priority=4)
                 os.execv(python, [python, *sys.orig_argv[1:]])
     versions = ", ".join(f"3.{minor}" for minor in minors)
     packed_machine = packed.ABIS[0].split("-", 2)[2]
     trees.give_up(
-        "install a newer tt-device-plugin, or one of these Pythons: nothing is packed for this "
-        f"Python ({trees.ABI}): it takes CPython {versions} on {packed_machine}"
+        f"install a newer tt-device-plugin, or CPython {versions} on {packed_machine}: "
+        f"this package does not support this Python ({trees.ABI})",
+        trees.EXIT_NOT_RUNNABLE,
     )
 
 
 def prepare_in(root: str) -> None:
-    """Make sure that the tree in `root` is right. Raises OSError, or what a damaged zip does."""
+    """Check the tree in `root`, or extract it. Raises OSError, or zipfile's and zlib's errors."""
     tree = f"{root}/{trees.NAME}"
     try:
         noted = {trees.path_in(line): line.split(" ")[3] for line in trees.lines_of_stamp(tree)}
@@ -87,28 +88,28 @@ def prepare_in(root: str) -> None:
     except (OSError, ValueError, IndexError) as error:
         fault = str(error)
     if not fault:
-        with contextlib.suppress(OSError):  # who may not write there checks it in full each time
+        with contextlib.suppress(OSError):  # a user who cannot write checks in full each time
             write_stamp(tree, found)
         return
     os.makedirs(root, exist_ok=True)
     if root not in trees.roots():
-        raise PermissionError(errno.EPERM, "others can write there")
+        raise PermissionError(errno.EPERM, "other users can write to it")
     if trees.is_noexec(root):
         raise PermissionError(errno.EACCES, "mounted noexec")
     with open(f"{root}/.{trees.NAME}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if trees.is_as_noted(tree):
-            return  # another process was first
+            return  # another process has extracted it
         existed = os.path.lexists(tree)
         extract(tree, f"{root}/.{trees.NAME}.tmp")
     if existed:
-        trees.say(f"the extracted program was damaged ({fault}) and is extracted anew", priority=4)
+        trees.log(f"the extracted program was damaged ({fault}); extracted again", priority=4)
 
 
 def extract(tree: str, half: str) -> None:
-    """Make the tree, complete and on the disk before it gets its name.
+    """Make the tree: it gets its name only when it is complete and on the disk.
 
-    Raises OSError, or what a damaged zip does.
+    Raises OSError, or zipfile's and zlib's errors for a damaged zip.
     """
     shutil.rmtree(half, ignore_errors=True)
     try:
@@ -131,13 +132,16 @@ def extract(tree: str, half: str) -> None:
 
 
 def compile_source(source: str, place: str) -> None:
-    """Compile a source that will be at `place`. The interpreter need not compare it: stamps do."""
+    """Compile a source that will be at `place`.
+
+    The interpreter does not compare source and bytecode at each start: the stamp has both.
+    """
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     py_compile.compile(source, dfile=place, doraise=True, invalidation_mode=unchecked)
 
 
 def is_loadable(name: str) -> bool:
-    """Return whether it is something for this Python: no other one's extension module."""
+    """Return whether this Python can load a file: False for other Pythons' extension modules."""
     return (
         not name.endswith(".so")
         or f".{name.rpartition('/')[2].partition('.')[2]}" in EXTENSION_SUFFIXES
@@ -145,19 +149,19 @@ def is_loadable(name: str) -> bool:
 
 
 def difference(noted: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """Return the first file that is not as it was, in words."""
+    """Describe the first changed, missing or additional file; None if there is no difference."""
     for path in sorted(noted.keys() | found.keys()):
         if path not in found:
             return f"{path} is missing"
         if path not in noted:
-            return f"{path} is not ours"
+            return f"{path} is not part of it"
         if noted[path] != found[path]:
             return f"{path} has changed"
     return None
 
 
 def contents(tree: str) -> dict[str, str]:
-    """Return the digest of each file by its path, of each directory a dash. Raises OSError."""
+    """Return the digest of each file by path, and "-" for each directory. Raises OSError."""
     found = {}
     for directory, _, names in os.walk(f"{tree}/{SOURCES}".rstrip("/")):
         found[os.path.relpath(directory, tree)] = "-"
@@ -168,7 +172,7 @@ def contents(tree: str) -> dict[str, str]:
 
 
 def write_stamp(tree: str, found: Mapping[str, str]) -> None:
-    """Write the stamp once all that it vouches for is on the disk. Raises OSError."""
+    """Write the stamp when all files that it names are on the disk. Raises OSError."""
     lines = [f"{trees.mark(f'{tree}/{path}')}{digest} {path}" for path, digest in found.items()]
     with open(f"{tree}/{trees.STAMP}.new", "w") as stamp:
         stamp.write("\n".join([str(len(lines)), *lines, ""]))

@@ -1,15 +1,15 @@
-"""Starts the program in the zipapp that holds this file, as `_bootstrap.start`.
+"""Starts the program in the zipapp that contains this file, as `_bootstrap.start`.
 
-These files (this one, trees.py, extract.py) stand where shiv has a bootstrap of its own, which does
-not do for a daemon of a package. It extracts the modules of every Python. It believes a tree that
-is there, whoever has put it there and whatever has become of its files (or, with an option, reads
-all sources at each start, and no extension module). And zipfile, hashlib and what else it imports
-stay in the daemon's memory. shiv packs the zipapp all the same.
+start.py, trees.py and extract.py replace shiv's own bootstrap, which does not suit a packaged
+daemon. It extracts the modules of every Python. It trusts an existing tree, even if another user
+wrote it or its files are damaged (or, with an option, it re-reads all sources at each start, but no
+extension module). And zipfile, hashlib and its other imports stay in the daemon's memory. shiv
+still builds the zipapp.
 
-An extension module cannot be loaded from a zip, so the first start extracts what this Python needs
-(extract.py). Each start after that is only what stands here: it compares the tree's sizes, times
-and inode numbers with those that were noted when every content was known to be right, and goes on
-in the same interpreter.
+An extension module cannot be loaded from a zip, so the first start extracts the files that this
+Python needs (extract.py). Each later start uses only the code in this file and trees.py: it
+compares the tree's sizes, times and inode numbers with those recorded after the last full check,
+and continues in the same interpreter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import NoReturn
 
 from . import packed, trees
 
-CHECKED = "TTDP_CHECKED_TREE"  # tells the next process that a tree was checked in full
+CHECKED = "TTDP_CHECKED_TREE"  # passes the path of a fully checked tree to the next process
 
 
 def start() -> NoReturn:
-    """Start the program from a tree that is right, or leave it to extract.py to make one."""
+    """Start the program from an intact tree, or let extract.py make one."""
     if "run" in sys.argv[1:]:
-        # The daemon's sign to read its configuration again, which it will do anyway; untreated, the
-        # signal kills.
+        # systemd sends SIGHUP for a reload. Its default action would kill the process before the
+        # daemon has a handler, and the daemon reads its configuration at its start anyway.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     checked = os.environ.pop(CHECKED, None)
     for root in trees.roots():
@@ -52,13 +52,13 @@ def run(path: str) -> NoReturn:
         program = importlib.import_module(packed.MODULE)
     except (ImportError, OSError) as error:
         fault = "is mounted noexec" if trees.is_noexec(path) else f"cannot be loaded: {error}"
-        trees.give_up(f"{path} {fault}")
+        trees.give_up(f"{path} {fault}", trees.EXIT_NOT_EXTRACTED)
     sys.exit(getattr(program, packed.FUNCTION)())
 
 
 def prepare_modules() -> None:
-    """Set what has to be set before grpc and asyncio are imported."""
-    # gRPC's core would write lines of its own to stderr, without priority.
+    """Change the settings that grpc and asyncio read when they are imported."""
+    # gRPC's core would write its own lines to stderr, without priority.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # asyncio would load OpenSSL, 4 MB of memory, for TLS, which nobody speaks on a unix socket.
+    # asyncio would load OpenSSL (4 MB of memory) for TLS, which a unix socket does not use.
     sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""What the extracted program is: its name and places, and the stamp that tells of changes.
+"""The extracted program: its name, its directories, and the stamp that shows changed files.
 
-One of the files of the package `_bootstrap` in the zipapp: start.py says why they are there. As
-every start imports this one, it imports nothing that the program would not import itself.
+Part of the package `_bootstrap` in the zipapp; start.py explains it. Every start imports this file,
+so it imports only modules that the program imports as well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ ABI = EXTENSION_SUFFIXES[0].split(".")[1]  # "cpython-311-x86_64-linux-gnu"
 NAME = f"{packed.BUILD}-{ABI}"  # each build and each Python has a tree of its own
 # In the tree: the number of files and directories, and for each a line with mark, digest and path.
 STAMP = "stamp"
+# Exit statuses from sysexits.h. The package's unit restarts the service after 73, at growing
+# intervals: the cause can end by itself (a full disk). It does not restart it after 78.
+EXIT_NOT_EXTRACTED = 73  # EX_CANTCREAT
+EXIT_NOT_RUNNABLE = 78  # EX_CONFIG
 
 
 def roots() -> Iterator[str]:
-    """Yield where the tree can be: $SHIV_ROOT, which the package sets, or the user's own."""
+    """Yield the directories for trees: $SHIV_ROOT, which the package sets, or the user's."""
     if root := os.environ.get("SHIV_ROOT"):
         yield root
         return
@@ -37,7 +41,7 @@ def roots() -> Iterator[str]:
 
 
 def is_private(directory: str) -> bool:
-    """Return whether nobody else can have put something there. True while there is nothing."""
+    """Return whether no other user can have written to a directory; True if it does not exist."""
     try:
         found = os.lstat(directory)
     except OSError:
@@ -48,9 +52,9 @@ def is_private(directory: str) -> bool:
 
 
 def is_as_noted(tree: str) -> bool:
-    """Return whether all that the stamp names is as it was.
+    """Return whether every file and directory in the stamp is unchanged.
 
-    A directory's time changes with its entries.
+    The stamp names directories too: their times change when entries are added or removed.
     """
     try:
         return all(
@@ -70,29 +74,29 @@ def lines_of_stamp(tree: str) -> list[str]:
 
 
 def path_in(line: str) -> str:
-    """Return the path that a line of the stamp is about."""
+    """Return the path in a line of the stamp."""
     return line.split(" ", 4)[4]
 
 
 def mark(path: str) -> str:
-    """Return what tells a file from a changed one without reading it."""
+    """Return inode number, size and time of a file, which differ for a changed file."""
     found = os.lstat(path)
     return f"{found.st_ino} {found.st_size} {found.st_mtime_ns} "
 
 
 def is_noexec(path: str) -> bool:
-    """Return whether no extension module can be loaded from there."""
+    """Return whether a path's file system forbids to load extension modules."""
     return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
 
 
-def say(text: str, priority: int) -> None:
-    """Write a line to stderr, with its priority if that is the journal."""
+def log(text: str, priority: int) -> None:
+    """Write a line to stderr, with a syslog priority if stderr is the journal."""
     stderr = os.fstat(2)
     is_journal = os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}"
     print(f"<{priority}>{text}" if is_journal else f"tt-device-plugin: {text}", file=sys.stderr)
 
 
-def give_up(text: str) -> NoReturn:
-    """End the process with the status after which systemd does not try again."""
-    say(text, priority=3)
-    sys.exit(78)
+def give_up(text: str, status: int) -> NoReturn:
+    """Exit with an error message and a status."""
+    log(text, priority=3)
+    sys.exit(status)

@@ -1,4 +1,4 @@
-"""The zipapp's start: extracted once, checked cheaply ever after, and never run damaged."""
+"""The start of the zipapp: extracted once, checked at each start, never run damaged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -16,34 +17,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
 from tests.world.processes import ROOT, wait_until
 
+WRAPPER = ROOT / "packaging/deb/tt-device-plugin"
 SUFFIX = EXTENSION_SUFFIXES[0]
 ABI = SUFFIX.split(".")[1]
-# A program that loads an extension module and says what it is.
-PROGRAM = """
-import json, os, sys
-import extension.{module}
+MACHINE = ABI.split("-", 2)[2]
+NOT_EXTRACTED, NOT_RUNNABLE = 73, 78
+MODULE = next(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob(f"*{SUFFIX}"))
+# A program that loads an extension module and prints the state of its process.
+PROGRAM = f"""
+import json, os, signal, sys
+import extension.{MODULE.name.removesuffix(SUFFIX)}
 
 def main():
-    umask = os.umask(0)
-    tree = os.path.dirname(os.path.dirname(__file__))
-    print(json.dumps({{"tree": tree, "arguments": sys.argv[1:], "environment": dict(os.environ),
-                      "umask": umask, "modules": sorted(sys.modules)}}))
+    print(json.dumps({{
+        "tree": os.path.dirname(os.path.dirname(__file__)),
+        "arguments": sys.argv[1:],
+        "environment": dict(os.environ),
+        "umask": os.umask(0),
+        "modules": sorted(sys.modules),
+        "hangup": signal.getsignal(signal.SIGHUP).name,
+        "ssl": sys.modules.get("ssl", "not imported"),
+    }}))
     return 7
 """
-Completed: TypeAlias = "subprocess.CompletedProcess[str]"
-HEAVY = {
-    "zipfile",
-    "hashlib",
-    "shutil",
-    "py_compile",
-    "_bootstrap.extract",
-}  # what a program should not carry along
+EXTRACTION_ONLY = {"zipfile", "hashlib", "shutil", "py_compile", "_bootstrap.extract"}
 
 
 @dataclass(frozen=True)
@@ -53,43 +56,51 @@ class Zipapp:
     path: Path
     environment: Mapping[str, str]
 
+    @property
+    def root(self) -> Path:
+        return Path(self.environment["SHIV_ROOT"])
+
+    @property
+    def tree(self) -> Path:
+        """The directory of the extracted program."""
+        return self.root / f"build-{ABI}"
+
     def run(
-        self, *arguments: str, within: Sequence[str] = (), **variables: str | None
-    ) -> Completed:
+        self,
+        *arguments: str,
+        python: str | Path = sys.executable,
+        within: Sequence[str] = (),
+        **variables: str | None,
+    ) -> subprocess.CompletedProcess[str]:
         """Run it with these variables, without those that are None; `within` another command."""
-        environment = {
-            name: value
-            for name, value in {**self.environment, **variables}.items()
-            if value is not None
-        }
-        command = [*within, sys.executable, "-I", "-S", str(self.path), *arguments]
+        merged = {**self.environment, **variables}
+        environment = {name: value for name, value in merged.items() if value is not None}
+        command = [*within, str(python), "-I", "-S", str(self.path), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     def answer(self, *arguments: str, **variables: str | None) -> dict[str, Any]:
-        """What the program says of itself; it has to have run without a word on stderr."""
-        done = self.run(*arguments, within=(), **variables)
+        """Return what the program prints; it must run without a line on stderr."""
+        done = self.run(*arguments, **variables)  # type: ignore[arg-type]
         assert (done.returncode, done.stderr) == (7, ""), done
         return dict(json.loads(done.stdout))
 
-    def refusal(self, within: Sequence[str] = ()) -> str:
-        """The one line with which it does not start."""
-        done = self.run(within=within)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1), done
+    def error(self, status: int, within: Sequence[str] = (), **variables: str | None) -> str:
+        """Return the one line that it prints instead of starting, with this exit status."""
+        done = self.run(within=within, **variables)  # type: ignore[arg-type]
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done
         return done.stderr
 
 
-def pack(path: Path, abis: tuple[str, ...] = (ABI, "cpython-39-abacus")) -> None:
-    module = next(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob(f"*{SUFFIX}"))
+def pack(path: Path, *abis: str) -> None:
+    """Write a zipapp that supports these ABIs."""
     bootstrap = runpy.run_path(str(ROOT / "packaging/build_pyz.py"))["bootstrap_files"]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("__main__.py", "import _bootstrap.start\n_bootstrap.start.start()\n")
         for name, text in bootstrap("build", "program:main", abis).items():
             archive.writestr(f"_bootstrap/{name}", text)
-        archive.writestr(
-            "site-packages/program.py", PROGRAM.format(module=module.name.removesuffix(SUFFIX))
-        )
+        archive.writestr("site-packages/program.py", PROGRAM)
         archive.writestr("site-packages/extension/__init__.py", "")
-        archive.write(module, f"site-packages/extension/{module.name}")
+        archive.write(MODULE, f"site-packages/extension/{MODULE.name}")
         archive.writestr("site-packages/extension/stable.abi3.so", "for all Pythons")
         archive.writestr("site-packages/extension/other.cpython-39-abacus.so", "for another Python")
 
@@ -97,212 +108,202 @@ def pack(path: Path, abis: tuple[str, ...] = (ABI, "cpython-39-abacus")) -> None
 @pytest.fixture
 def zipapp(tmp_path: Path) -> Zipapp:
     path = tmp_path / "program.pyz"
-    pack(path)
+    pack(path, ABI, "cpython-39-abacus")
     return Zipapp(path, {"PATH": os.environ["PATH"], "SHIV_ROOT": str(tmp_path / "root")})
 
 
-def tree_of(zipapp: Zipapp) -> Path:
-    return Path(zipapp.environment["SHIV_ROOT"], f"build-{ABI}")
+# -- extraction ------------------------------------------------------------------------------------
 
 
-def test_only_what_this_python_can_load_is_extracted(zipapp: Zipapp) -> None:
-    """The extension modules of other Pythons stay packed; sources are compiled."""
+def test_only_files_for_this_python_are_extracted(zipapp: Zipapp) -> None:
+    """Other Pythons' extension modules stay in the zipapp; sources are compiled."""
     zipapp.answer()
-    files = {
-        str(path.relative_to(tree_of(zipapp)))
-        for path in tree_of(zipapp).rglob("*")
-        if path.is_file()
-    }
+    files = {str(path.relative_to(zipapp.tree)) for path in zipapp.tree.rglob("*")}
     assert "site-packages/extension/stable.abi3.so" in files
     assert not [name for name in files if "abacus" in name]
     assert f"site-packages/__pycache__/program.{sys.implementation.cache_tag}.pyc" in files
 
 
-def test_arguments_status_and_umask_pass_through(zipapp: Zipapp) -> None:
-    """The first start and the second give the program the same arguments, umask and environment."""
+def test_first_and_later_starts_are_alike(zipapp: Zipapp) -> None:
+    """The program gets its arguments, umask and environment, and nothing of the extraction.
+
+    Its process does not have the modules that extract, and a later start writes no file.
+    """
+
+    def changes() -> dict[str, int]:
+        return {str(path): path.lstat().st_ctime_ns for path in zipapp.root.rglob("*")}
+
     umask = os.umask(0o027)
     try:
-        answers = [zipapp.answer("run", "--flag=a b") for _ in range(2)]
+        first = zipapp.answer("run", "--flag=a b")
+        files = changes()
+        second = zipapp.answer("run", "--flag=a b")
     finally:
         os.umask(umask)
-    assert answers[0]["arguments"] == ["run", "--flag=a b"] and answers[0]["umask"] == 0o027
-    assert answers[0] == answers[1]
+    assert first == second and files == changes()
+    assert first["arguments"] == ["run", "--flag=a b"] and first["umask"] == 0o027
+    assert not EXTRACTION_ONLY & set(first["modules"])
 
 
-def test_the_program_carries_nothing_of_its_bootstrap(zipapp: Zipapp) -> None:
-    """What extracts and checks in full is not in the program's process, not even at first."""
-    for _ in range(2):
-        modules = zipapp.answer()["modules"]
-        assert not HEAVY & set(modules)
-
-
-def test_a_start_writes_nothing(zipapp: Zipapp) -> None:
-    """Once extracted, a start leaves every file as it is."""
-    zipapp.answer()
-
-    def times() -> dict[str, int]:
-        return {str(path): path.lstat().st_ctime_ns for path in tree_of(zipapp).parent.rglob("*")}
-
-    before = times()
-    zipapp.answer()
-    assert times() == before
+def test_modules_are_prepared(zipapp: Zipapp) -> None:
+    """OpenSSL is not loaded, and grpc writes no lines of its own unless the user asks for them."""
+    answer = zipapp.answer()
+    assert answer["ssl"] is None and answer["environment"]["GRPC_VERBOSITY"] == "NONE"
+    assert zipapp.answer(GRPC_VERBOSITY="DEBUG")["environment"]["GRPC_VERBOSITY"] == "DEBUG"
 
 
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def no_directory(tree: Path) -> None:
+def replace_by_a_file(tree: Path) -> None:
     shutil.rmtree(tree)
     tree.touch()
 
 
-DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "changed": (
-        "program.py has changed",
-        lambda tree: (tree / "site-packages/program.py").write_text("broken"),
-    ),
-    "missing": (
-        "__init__.py is missing",
-        lambda tree: (tree / "site-packages/extension/__init__.py").unlink(),
-    ),
-    "cut": (
-        "stable.abi3.so has changed",
-        lambda tree: cut(tree / "site-packages/extension/stable.abi3.so"),
-    ),
-    "foreign": (
-        "stray.py is not ours",
-        lambda tree: (tree / "site-packages/stray.py").write_text("broken"),
-    ),
-    "compiled": (
-        ".pyc has changed",
-        lambda tree: cut(next(tree.glob("site-packages/__pycache__/program.*"))),
-    ),
-    "stamp cut": ("stamp is not complete", lambda tree: cut(tree / "stamp")),
-    "stamp empty": ("stamp is not complete", lambda tree: os.truncate(tree / "stamp", 0)),
-    "no stamp": ("No such file", lambda tree: (tree / "stamp").unlink()),
-    "not a directory": ("Not a directory", no_directory),
+PACKAGES = "site-packages"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "program.py has changed": lambda tree: (tree / PACKAGES / "program.py").write_text("broken"),
+    "__init__.py is missing": lambda tree: (tree / PACKAGES / "extension/__init__.py").unlink(),
+    "stable.abi3.so has changed": lambda tree: cut(tree / PACKAGES / "extension/stable.abi3.so"),
+    "stray.py is not part of it": lambda tree: (tree / PACKAGES / "stray.py").write_text("broken"),
+    ".pyc has changed": lambda tree: cut(next((tree / PACKAGES / "__pycache__").iterdir())),
+    "stamp is not complete": lambda tree: cut(tree / "stamp"),
+    "No such file": lambda tree: (tree / "stamp").unlink(),
+    "Not a directory": replace_by_a_file,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_tree_is_told_of_and_extracted_anew(zipapp: Zipapp, damage: str) -> None:
-    """One line names what was wrong; what runs then is as packed; the next start is silent."""
-    words, act = DAMAGES[damage]
+@pytest.mark.parametrize("fault", DAMAGES)
+def test_a_damaged_tree_is_reported_and_extracted_again(zipapp: Zipapp, fault: str) -> None:
+    """One line names the damage, and the program runs as packed; the next start prints nothing."""
     zipapp.answer()
-    act(tree_of(zipapp))
+    DAMAGES[fault](zipapp.tree)
     done = zipapp.run()
-    assert done.returncode == 7 and json.loads(done.stdout)["tree"] == str(tree_of(zipapp)), done
-    assert (
-        done.stderr.count("\n") == 1 and words in done.stderr and "extracted anew" in done.stderr
-    ), done.stderr
+    assert done.returncode == 7 and json.loads(done.stdout)["tree"] == str(zipapp.tree), done
+    assert re.fullmatch(rf".*was damaged \(.*{fault}.*\); extracted again\n", done.stderr), done
     zipapp.answer()
-    assert set(os.listdir(tree_of(zipapp).parent)) == {
-        f".{tree_of(zipapp).name}.lock",
-        tree_of(zipapp).name,
-    }
+    assert set(os.listdir(zipapp.root)) == {f".{zipapp.tree.name}.lock", zipapp.tree.name}
 
 
-def test_a_tree_that_was_moved_is_hashed_once(zipapp: Zipapp) -> None:
-    """Other times and inode numbers, but the same contents: those are noted, and that is all."""
+def test_a_copied_tree_is_checked_once(zipapp: Zipapp) -> None:
+    """New times and inode numbers with the same contents are recorded, not extracted again."""
     zipapp.answer()
-    tree, stamp = tree_of(zipapp), tree_of(zipapp) / "stamp"
-    tree.rename(tree.with_name("moved"))
-    shutil.copytree(tree.with_name("moved"), tree, copy_function=shutil.copyfile)
-    copied = {path: path.stat().st_ino for path in tree.rglob("*.so")}
-    noted = []
+    stamp, moved = zipapp.tree / "stamp", zipapp.tree.with_name("moved")
+    zipapp.tree.rename(moved)
+    shutil.copytree(moved, zipapp.tree, copy_function=shutil.copyfile)
+    inodes = {path: path.stat().st_ino for path in zipapp.tree.rglob("*.so")}
+    stamps = []
     for _ in range(3):
-        noted.append(stamp.read_text())
+        stamps.append(stamp.read_text())
         zipapp.answer()
-    assert noted[0] != noted[1] == noted[2]
-    assert copied == {path: path.stat().st_ino for path in tree.rglob("*.so")}
+    assert stamps[0] != stamps[1] == stamps[2]
+    assert inodes == {path: path.stat().st_ino for path in zipapp.tree.rglob("*.so")}
 
 
-def test_a_start_that_was_killed_leaves_nothing(zipapp: Zipapp) -> None:
-    """Half of a tree, from an extraction that did not end, is neither used nor kept."""
-    root = tree_of(zipapp).parent
-    half = root / f".{tree_of(zipapp).name}.tmp/new/site-packages"
-    half.mkdir(parents=True)
-    (half / "program.py").write_text("raise ValueError")
+def test_an_interrupted_extraction_is_deleted(zipapp: Zipapp) -> None:
+    """An incomplete tree of a start that was killed is neither used nor kept."""
+    incomplete = zipapp.root / f".{zipapp.tree.name}.tmp/new/site-packages"
+    incomplete.mkdir(parents=True)
+    (incomplete / "program.py").write_text("raise ValueError")
     zipapp.answer()
-    assert set(os.listdir(root)) == {f".{tree_of(zipapp).name}.lock", tree_of(zipapp).name}
+    assert set(os.listdir(zipapp.root)) == {f".{zipapp.tree.name}.lock", zipapp.tree.name}
 
 
 def test_several_first_starts_at_once(zipapp: Zipapp) -> None:
-    """One of them extracts, the others wait for it; all of them run, silently."""
-    root = tree_of(zipapp).parent
-    root.mkdir()
+    """One of them extracts, the others wait for it; all of them run without a message."""
+    zipapp.root.mkdir()
     command = [sys.executable, "-I", "-S", str(zipapp.path)]
-    with (root / f".{tree_of(zipapp).name}.lock").open("w") as lock:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with (zipapp.root / f".{zipapp.tree.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        starts = [
-            subprocess.Popen(
-                command,
-                env=zipapp.environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(3)
-        ]
+        starts = [subprocess.Popen(command, env=zipapp.environment, **pipes) for _ in range(3)]
         waiter = re.compile(rf"(?m)^\d+: +-> FLOCK .*:{os.fstat(lock.fileno()).st_ino} ")
         wait_until(
             lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait"
         )
     for start in starts:
         out, error = start.communicate(timeout=60)
-        assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(
-            tree_of(zipapp)
-        )
+        assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(zipapp.tree)
 
 
-def test_no_wheel_for_this_python(zipapp: Zipapp) -> None:
-    """The line names this Python and those that it would work with."""
-    pack(zipapp.path, abis=("cpython-38-abacus", "cpython-39-abacus"))
-    assert f"({ABI}): it takes CPython 3.8, 3.9 on abacus\n" in zipapp.refusal()
+def test_without_a_cache_directory(zipapp: Zipapp, tmp_path: Path) -> None:
+    """Run by hand: below $XDG_CACHE_HOME or ~/.cache, else in a private temporary directory."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    for variables, root in (
+        ({"XDG_CACHE_HOME": str(tmp_path / "xdg")}, tmp_path / "xdg/tt-device-plugin"),
+        ({"HOME": str(tmp_path / "home")}, tmp_path / "home/.cache/tt-device-plugin"),
+        ({"HOME": "/dev/null"}, temporary / f"tt-device-plugin-{os.geteuid()}"),
+    ):
+        for _ in range(2):
+            tree = zipapp.answer(SHIV_ROOT=None, TMPDIR=str(temporary), **variables)["tree"]
+            assert tree == str(root / zipapp.tree.name)
+
+
+def test_a_directory_that_other_users_can_write_is_not_used(zipapp: Zipapp, tmp_path: Path) -> None:
+    """A user who can write to the directory in /tmp does not choose what others run."""
+    private = tmp_path / f"tt-device-plugin-{os.geteuid()}"
+    zipapp.answer()
+    shutil.copytree(zipapp.root, private)
+    private.chmod(0o777)
+    (private / zipapp.tree.name / "site-packages/program.py").write_text("raise ValueError")
+    tree = zipapp.answer(SHIV_ROOT=None, HOME="/dev/null", TMPDIR=str(tmp_path))["tree"]
+    try:
+        assert not tree.startswith(str(tmp_path))
+    finally:
+        shutil.rmtree(Path(tree).parent)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_a_python_that_is_not_supported(zipapp: Zipapp) -> None:
+    """78; the line names this Python and those that the package supports."""
+    pack(zipapp.path, "cpython-38-abacus", "cpython-39-abacus")
+    line = zipapp.error(NOT_RUNNABLE)
+    assert "or CPython 3.8, 3.9 on abacus: this package does not support" in line and ABI in line
 
 
 def test_a_damaged_zipapp(zipapp: Zipapp) -> None:
-    """What cannot be unpacked is said to be damaged, and nothing is left of the attempt."""
+    """78 and one line; the incomplete tree is deleted."""
     content = bytearray(zipapp.path.read_bytes())
     with zipfile.ZipFile(zipapp.path) as archive:
         entry = max(archive.infolist(), key=lambda entry: entry.compress_size)
     content[entry.header_offset + 1000 : entry.header_offset + 1100] = bytes(100)
     zipapp.path.write_bytes(content)
-    assert "is damaged" in zipapp.refusal()
-    assert os.listdir(tree_of(zipapp).parent) == [f".{tree_of(zipapp).name}.lock"]
+    assert "is damaged" in zipapp.error(NOT_RUNNABLE)
+    assert os.listdir(zipapp.root) == [f".{zipapp.tree.name}.lock"]
 
 
-def test_without_a_home(zipapp: Zipapp, tmp_path: Path) -> None:
-    """Run by hand: below $XDG_CACHE_HOME or ~/.cache, else in a private temporary directory."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    home = tmp_path / "home"
-    private = temporary / f"tt-device-plugin-{os.geteuid()}"
-    for variables, root in (
-        ({"XDG_CACHE_HOME": str(tmp_path / "xdg")}, tmp_path / "xdg/tt-device-plugin"),
-        ({"HOME": str(home)}, home / ".cache/tt-device-plugin"),
-        ({"HOME": "/dev/null"}, private),
-    ):
-        for _ in range(2):
-            tree = zipapp.answer(SHIV_ROOT=None, TMPDIR=str(temporary), **variables)["tree"]
-            assert tree == str(root / tree_of(zipapp).name)
+OTHER = '#!/bin/sh\necho "other: $@"\n'
 
 
-def test_a_directory_of_somebody_else_is_not_used(zipapp: Zipapp, tmp_path: Path) -> None:
-    """Who makes our directory in /tmp before us, or can write there, does not choose what runs."""
-    private = tmp_path / f"tt-device-plugin-{os.geteuid()}"
-    zipapp.answer()
-    shutil.copytree(tree_of(zipapp).parent, private)
-    private.chmod(0o777)
-    variables = {"SHIV_ROOT": None, "HOME": "/dev/null", "TMPDIR": str(tmp_path)}
-    program = private / tree_of(zipapp).name / "site-packages/program.py"
-    program.write_text("raise ValueError")
-    tree = zipapp.answer(**variables)["tree"]
-    try:
-        assert not tree.startswith(str(tmp_path))
-    finally:
-        shutil.rmtree(Path(tree).parent)
+@pytest.mark.parametrize(
+    ("abis", "installed", "used"),
+    [
+        (("cpython-399-{0}", "cpython-398-abacus"), ("3.98", "3.99"), "3.99"),
+        (("cpython-399-{0}", "cpython-398-abacus"), ("3.98",), None),
+        # An unusual build: another Python may be unusual as well, and they would alternate.
+        (("cpython-3{1}-abacus", "cpython-399-{0}"), ("3.99",), None),
+    ],
+)
+def test_another_python_on_this_machine(
+    zipapp: Zipapp, tmp_path: Path, abis: Sequence[str], installed: Sequence[str], used: str | None
+) -> None:
+    """If python3 has become one that is not supported, one that is runs the program."""
+    pack(zipapp.path, *(abi.format(MACHINE, sys.version_info.minor) for abi in abis))
+    for version in installed:
+        (tmp_path / f"python{version}").write_text(OTHER)
+        (tmp_path / f"python{version}").chmod(0o755)
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    done = zipapp.run("run", "--flag=a b", python=link)
+    if used:
+        assert done.stdout == f"other: -I -S {zipapp.path} run --flag=a b\n"
+        assert re.fullmatch(rf".*; using .*/python{used}; install a newer .*\n", done.stderr), done
+    else:
+        assert (done.returncode, done.stdout) == (NOT_RUNNABLE, ""), done
 
 
 def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
@@ -311,17 +312,12 @@ def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
         found = os.fstat(journal.fileno())
         for stream in (f"{found.st_dev}:{found.st_ino}", f"{found.st_dev}:1"):
             environment = {**zipapp.environment, "SHIV_ROOT": "/dev/null", "JOURNAL_STREAM": stream}
-            subprocess.run(
-                [sys.executable, "-I", "-S", str(zipapp.path)], env=environment, stderr=journal
-            )
+            command = [sys.executable, "-I", "-S", str(zipapp.path)]
+            subprocess.run(command, env=environment, stderr=journal)
         journal.seek(0)
         first, second = journal.readlines()
-    assert first.startswith("<3>there is no place") and second.startswith(
-        "tt-device-plugin: there is no place"
-    )
-
-
-# -- file systems that refuse, of our own ----------------------------------------------------------
+    assert first.startswith("<3>cannot extract the program: /dev/null: ")
+    assert second.startswith("tt-device-plugin: cannot extract the program: ")
 
 
 NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]]
@@ -329,55 +325,84 @@ NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "
 
 @pytest.fixture(scope="module")
 def namespace() -> list[str]:
-    """A command that runs another in a mount namespace of its own."""
-    for command in NAMESPACES:
-        if (
-            shutil.which("unshare")
-            and not subprocess.run([*command, "true"], capture_output=True).returncode
-        ):
+    """Return a command that runs another in a mount namespace."""
+    for command in NAMESPACES if shutil.which("unshare") else ():
+        if not subprocess.run([*command, "true"], capture_output=True).returncode:
             return command
-    pytest.skip(
-        "neither root nor allowed to make user namespaces: no file system of our own to be had"
-    )
+    pytest.skip("neither root nor allowed to make user namespaces: a mount is needed")
 
 
-MOUNTS = {
-    "full": ("size=4k", "No space left on device"),
-    "read-only": ("ro", "Read-only file system"),
-    "noexec": ("noexec", "noexec"),
-}
+def mounted(namespace: Sequence[str], *mounts: str) -> list[str]:
+    """Return a command that runs another with these mounts."""
+    return [*namespace, "sh", "-ec", "\n".join([*mounts, 'exec "$@"']), "sh"]
 
 
-@pytest.mark.parametrize("kind", MOUNTS)
-def test_a_place_that_refuses(
-    zipapp: Zipapp, namespace: list[str], tmp_path: Path, kind: str
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [("size=4k", "No space left on device"), ("ro", "Read-only file system"), ("noexec", "noexec")],
+)
+def test_a_cache_that_cannot_be_written(
+    zipapp: Zipapp, namespace: list[str], options: str, reason: str
 ) -> None:
-    """A full disk, a read-only one, a noexec one: one line says so, and nothing is left behind."""
-    options, words = MOUNTS[kind]
-    root = Path(zipapp.environment["SHIV_ROOT"])
-    root.mkdir()
-    mount = f"mount -t tmpfs -o {options} tmpfs {root}"
-    script = f'{mount}; "$@"; status=$?; ls -A {root} >{tmp_path}/left; exit $status'
-    line = zipapp.refusal(within=(*namespace, "sh", "-c", script, "sh"))
-    assert words in line and str(root) in line
-    assert [
-        name for name in (tmp_path / "left").read_text().split() if not name.endswith(".lock")
-    ] == []
+    """73, after which systemd tries again: a full, read-only or noexec cache can be repaired.
 
-
-def test_a_tree_that_has_become_noexec(zipapp: Zipapp, namespace: list[str]) -> None:
-    """A tree that was extracted, and is mounted noexec now: one line says so."""
+    It leaves no file behind, and starts when the cache is well again.
+    """
+    zipapp.root.mkdir()
+    mount = f"mount -t tmpfs -o {options} tmpfs {zipapp.root}"
+    script = f'{mount}; "$@"; status=$?; [ -z "$(ls {zipapp.root})" ] || status=99; exit $status'
+    line = zipapp.error(NOT_EXTRACTED, within=[*namespace, "sh", "-c", script, "sh"])
+    assert reason in line and str(zipapp.root) in line
     zipapp.answer()
-    root = zipapp.environment["SHIV_ROOT"]
-    script = f'mount --bind {root} {root} && mount -o remount,bind,noexec {root} && exec "$@"'
-    assert "mounted noexec" in zipapp.refusal(within=(*namespace, "sh", "-c", script, "sh"))
+
+
+def test_a_tree_that_is_mounted_noexec(zipapp: Zipapp, namespace: list[str]) -> None:
+    """73 and one line, if the cache was remounted after the extraction."""
+    zipapp.answer()
+    bind = f"mount --bind {zipapp.root} {zipapp.root}"
+    remount = f"mount -o remount,bind,noexec {zipapp.root}"
+    assert "mounted noexec" in zipapp.error(NOT_EXTRACTED, mounted(namespace, bind, remount))
 
 
 def test_a_read_only_tree_runs(zipapp: Zipapp, namespace: list[str]) -> None:
-    """Nothing needs to be written to run what is extracted, even if its times are not as noted."""
+    """A start writes no file if the program is extracted, even if its times have changed."""
     zipapp.answer()
-    root = zipapp.environment["SHIV_ROOT"]
-    os.utime(tree_of(zipapp) / "site-packages/program.py")
-    script = f'mount --bind {root} {root} && mount -o remount,bind,ro {root} && exec "$@"'
-    done = zipapp.run(within=(*namespace, "sh", "-c", script, "sh"))
+    os.utime(zipapp.tree / "site-packages/program.py")
+    bind = f"mount --bind {zipapp.root} {zipapp.root}"
+    remount = f"mount -o remount,bind,ro {zipapp.root}"
+    done = zipapp.run(within=mounted(namespace, bind, remount))
     assert (done.returncode, done.stderr) == (7, "")
+
+
+# -- signals and the wrapper -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "handler"), [("run", "SIG_IGN"), ("list", "SIG_DFL")])
+def test_a_reload_during_the_start(zipapp: Zipapp, command: str, handler: str) -> None:
+    """SIGHUP does not end the daemon before it has a handler, at the first start and later."""
+    for _ in range(2):
+        assert zipapp.answer(command)["hangup"] == handler
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ignores"),
+    [(["run"], True), (["--log-level", "debug", "run"], True), (["list"], False), ([], False)],
+)
+def test_the_wrapper(tmp_path: Path, arguments: list[str], ignores: bool) -> None:
+    """It ignores SIGHUP for the daemon, and names the daemon's directories unless they are set."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho "$STATE_DIRECTORY $RUNTIME_DIRECTORY"; cat /proc/$$/status\n'
+    )
+    python.chmod(0o755)
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(WRAPPER.read_text().replace("/usr/bin/python3", str(python)))
+    for environment, directories in (
+        ({}, "/var/lib/tt-device-plugin /run/tt-device-plugin"),
+        ({"STATE_DIRECTORY": "/state", "RUNTIME_DIRECTORY": "/run/other"}, "/state /run/other"),
+    ):
+        environment["PATH"] = os.environ["PATH"]
+        said = subprocess.check_output(["sh", wrapper, *arguments], env=environment, text=True)
+        ignored = re.search(r"(?m)^SigIgn:\s*([0-9a-f]+)$", said)
+        assert said.startswith(f"{directories}\n") and ignored
+        assert bool(int(ignored[1], 16) & 1 << (signal.SIGHUP - 1)) == ignores
