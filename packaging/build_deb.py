@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb, by dpkg-buildpackage.
+"""Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb with dpkg-buildpackage.
 
-Then it asks lintian. Nothing is compiled, so that any machine can build for any architecture.
-version.py says what version it is.
+Then it runs lintian. Nothing is compiled, so any machine can build for any architecture. The
+version is that of version.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 import build_pyz
 from build_pyz import BUILD, TOP
 
-# What the package installs, and where dpkg-buildpackage gets it from; the rest of packaging/deb is
-# debian/.
+# Files of packaging/deb that are installed, with their paths in the source package. The other files
+# of packaging/deb are its debian/.
 BESIDE = {
     "tt-device-plugin": "bin/tt-device-plugin",
     "back-off": "back-off",
@@ -28,6 +28,7 @@ BESIDE = {
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
+DOCUMENTS = ("README.md", "CHANGELOG.md")
 FOR_DEBHELPER = {
     "tt-device-plugin.service": "tt-device-plugin.service",
     "tt-device-plugin-metrics.socket": "tt-device-plugin-metrics.socket",
@@ -36,13 +37,13 @@ FOR_DEBHELPER = {
 
 
 def main() -> int:
-    """Do as the command line says."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Builds the Debian package.")
     here = build_pyz.MACHINES.get(os.uname().machine)
     parser.add_argument("--arch", default=here, help="default: this machine's")
     parser.add_argument("--output", type=Path, default=TOP / "dist", help="default: %(default)s")
-    parser.add_argument("--version", help="default: what version.py says")
-    parser.add_argument("--no-lintian", action="store_true", help="do not ask lintian")
+    parser.add_argument("--version", help="default: the version of version.py")
+    parser.add_argument("--no-lintian", action="store_true", help="do not run lintian")
     options = parser.parse_args()
     version = options.version or build_pyz.package_version()
     os.environ["SOURCE_DATE_EPOCH"] = str(build_pyz.source_date_epoch())
@@ -52,7 +53,7 @@ def main() -> int:
     build_package(top, options.arch)
     package = top / f"tt-device-plugin_{version}_{options.arch}.deb"
     if not options.no_lintian:
-        ask_lintian(package)
+        run_lintian(package)
     options.output.mkdir(parents=True, exist_ok=True)
     result = options.output / package.name
     shutil.copy(package, result)
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def lay_out_source(source: Path, version: str) -> None:
-    """Make the source package's directory as dpkg-buildpackage wants it, without the zipapp."""
+    """Make the directory of the source package, without the zipapp."""
     shutil.rmtree(source.parent, ignore_errors=True)
     ignore = shutil.ignore_patterns(*BESIDE)
     shutil.copytree(TOP / "packaging/deb", source / "debian", ignore=ignore)
@@ -70,6 +71,8 @@ def lay_out_source(source: Path, version: str) -> None:
         shutil.copy(TOP / "packaging/deb" / name, source / place)
     for script in ("bin/tt-device-plugin", "back-off"):
         (source / script).chmod(0o755)
+    for name in DOCUMENTS:
+        shutil.copy(TOP / name, source)
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
@@ -85,10 +88,10 @@ def build_zipapp(source: Path, arch: str, version: str) -> None:
 
 
 def build_package(top: Path, arch: str) -> None:
-    """Run dpkg-buildpackage; what it says is shown where it fails."""
+    """Run dpkg-buildpackage; print its output if it fails."""
     print("dpkg-buildpackage", flush=True)
     log = top / "build.log"
-    # What is missing make has said; left to itself, dpkg-buildpackage wants compilers in addition.
+    # make has checked for the tools; dpkg-buildpackage would also require compilers.
     options = ["--build=binary", "--no-sign", "--no-check-builddeps", "--host-arch", arch]
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEB_BUILD_OPTIONS": "nocheck"}
     with log.open("w") as lines:
@@ -103,10 +106,10 @@ def build_package(top: Path, arch: str) -> None:
         sys.exit(f"{log.read_text()}\ndpkg-buildpackage failed")
 
 
-def ask_lintian(package: Path) -> None:
-    """Fail where lintian finds anything; where it is not installed, say so."""
+def run_lintian(package: Path) -> None:
+    """Run lintian, and fail if it finds anything. Print a line if it is not installed."""
     if not shutil.which("lintian"):
-        print("lintian has not looked at it: apt install lintian")
+        print("NOT CHECKED by lintian: apt install lintian")
         return
     print("lintian", flush=True)
     checks = ["--fail-on", "error,warning,info", "--display-info", "--tag-display-limit=0"]
@@ -114,7 +117,7 @@ def ask_lintian(package: Path) -> None:
 
 
 def set_version(changelog: Path, version: str) -> None:
-    """Give the changelog's first entry the version that is built, perhaps one before its own."""
+    """Replace the version of the changelog's first entry by the version that is built."""
     text, number = re.subn(
         r"\A(tt-device-plugin) \([^)]+\)", rf"\1 ({version})", changelog.read_text()
     )

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin.pyz as shiv.toml says: for every Python ABI of an architecture.
+"""Builds dist/tt-device-plugin.pyz from shiv.toml, for all Python ABIs of an architecture.
 
     build_pyz.py [--arch amd64|arm64] [--output FILE] [--version VERSION]
-    build_pyz.py --lock                              writes the hashes of all files into shiv.toml
+    build_pyz.py --demo --output FILE       packs only the Python that runs this
+    build_pyz.py --lock                     writes the hashes of all files into shiv.toml
 
-The wheels are chosen, not compiled: any machine can build for any architecture. The same commit
-gives the same bytes, wherever and whenever it is built: modes and times are fixed. Of the program
-one line is another than in the sources, that with its version. shiv packs; what starts the packed
-program is start.py and what belongs to it, beside this file.
+Wheels are downloaded, not compiled: any machine can build for any architecture. A commit gives the
+same bytes, wherever and whenever it is built: modes and times are fixed. The packed program differs
+from the source in one line, its version. shiv writes the zipapp; start.py and its two files in this
+directory start the program.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ else:
 TOP = Path(__file__).resolve().parent.parent
 SETTINGS = TOP / "shiv.toml"
 BUILD = TOP / "build"
-BOOTSTRAP = ("start.py", "trees.py", "extract.py")  # start.py says what they are for
+BOOTSTRAP = ("start.py", "trees.py", "extract.py")
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def main() -> int:
-    """Do as the command line says."""
+    """Run the command."""
     options = command_line().parse_args()
     settings = tomllib.loads(SETTINGS.read_text())
     if options.lock:
@@ -51,9 +52,12 @@ def main() -> int:
         return 0
     if options.arch not in settings["architectures"]:
         sys.exit(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
+    if options.demo:
+        settings["abis"] = [this_abi(settings)]
     build_tools(settings)
-    tree = BUILD / "site-packages" / options.arch
-    stage(settings, options.arch, tree, options.version or package_version())
+    tree = BUILD / "site-packages" / ("demo" if options.demo else options.arch)
+    version = options.version or package_version()
+    stage(settings, options.arch, tree, version, complete=not options.demo)
     print("packing", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pack(settings, tree, options.output)
@@ -63,28 +67,35 @@ def main() -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
     here, output = MACHINES.get(platform.machine()), TOP / "dist/tt-device-plugin.pyz"
     parser.add_argument("--arch", default=here, help="Debian's name; default: this machine")
     parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
-    parser.add_argument("--version", help="default: what version.py says")
+    parser.add_argument("--version", help="default: the version of version.py")
+    parser.add_argument("--demo", action="store_true", help="pack only the Python that runs this")
     parser.add_argument(
-        "--lock",
-        action="store_true",
-        help="only fetch every file and write its hash into shiv.toml",
+        "--lock", action="store_true", help="only fetch all files and update shiv.toml's hashes"
     )
     parser.add_argument(
-        "--bootstrap", type=Path, help="only write what starts the program into this directory"
+        "--bootstrap", type=Path, help="only write the program's bootstrap into this directory"
     )
     return parser
 
 
-# Fetching: pip takes a file only if its hash is among those in shiv.toml.
+def this_abi(settings: Mapping[str, Any]) -> str:
+    """Return the ABI of the Python that runs this."""
+    abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    if abi not in settings["abis"]:
+        sys.exit(f"{abi} is not one of the ABIs in shiv.toml; set PYTHON to one of these Pythons")
+    return abi
+
+
+# Fetching: pip accepts a file only if shiv.toml has its hash.
 
 
 def wanted(settings: Mapping[str, Any], abi: str) -> dict[str, str]:
-    """Requirements, with versions, of one ABI."""
+    """Return the requirements of one ABI, with their versions."""
     only = settings["only"]
     return {
         name: version
@@ -96,7 +107,7 @@ def wanted(settings: Mapping[str, Any], abi: str) -> dict[str, str]:
 def fetch(
     requirements: Mapping[str, str], hashes: Mapping[str, str], directory: Path, *more: str
 ) -> list[Path]:
-    """The files of these requirements, by pip, in `directory`. Without hashes any file is taken."""
+    """Fetch requirements with pip into `directory`; return the files. No hashes: any file."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = [requirement(name, version, hashes) for name, version in requirements.items()]
     text = "\n".join([*lines, *more, ""])
@@ -117,7 +128,7 @@ def fetch(
 
 
 def requirement(name: str, version: str, hashes: Mapping[str, str]) -> str:
-    """Return the line that has pip take this version, and only files with one of the hashes."""
+    """Return pip's line for this version, with the hashes of its files."""
     stem = f"{name}-{version}".lower()
     known = []
     for file, digest in hashes.items():
@@ -131,7 +142,7 @@ def requirement(name: str, version: str, hashes: Mapping[str, str]) -> str:
 def fetch_abi(
     settings: Mapping[str, Any], arch: str, abi: str, hashes: Mapping[str, str]
 ) -> list[Path]:
-    """The wheels, or for what has none the source, that one ABI on one architecture needs."""
+    """Fetch the wheels of one ABI on one architecture, and sdnotify's source (it has no wheel)."""
     where = BUILD / "wheels" / f"{arch}-{abi}"
     python = ["--python-version", abi.removeprefix("cp"), "--implementation", "cp"]
     tags = [f"--abi={tag}" for tag in (abi, "abi3", "none")]
@@ -146,7 +157,7 @@ def fetch_abi(
 
 
 def build_tools(settings: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> list[Path]:
-    """What builds the zipapp, unpacked into build/tools."""
+    """Fetch shiv and its requirements, and unpack them into build/tools."""
     tools = settings["build"]
     target = BUILD / "tools"
     files = fetch(
@@ -163,6 +174,7 @@ def build_tools(settings: Mapping[str, Any], hashes: Mapping[str, str] | None = 
 
 
 def lock(settings: Mapping[str, Any]) -> int:
+    """Fetch the files of all ABIs and architectures, and write their hashes into shiv.toml."""
     shutil.rmtree(BUILD / "wheels", ignore_errors=True)
     files = set(build_tools(settings, {}))
     for arch in settings["architectures"]:
@@ -176,11 +188,11 @@ def lock(settings: Mapping[str, Any]) -> int:
     return 0
 
 
-# Staging: all ABIs side by side in one tree.
+# Staging: one tree with the files of all ABIs.
 
 
 def members(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Paths below site-packages, and contents, of a wheel or of sdnotify's source."""
+    """Yield path below site-packages and content of each file in a wheel or sdnotify's source."""
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
             yield from (
@@ -202,8 +214,13 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
             yield place, content.read()
 
 
-def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> None:
-    """Return the zipapp's tree. Fails if ABIs disagree on anything but extension modules."""
+def stage(
+    settings: Mapping[str, Any], arch: str, tree: Path, version: str, *, complete: bool
+) -> None:
+    """Make the zipapp's tree. Exits if a file differs between ABIs (extension modules may).
+
+    complete: all ABIs are packed, so each pattern of [strip] must match a file.
+    """
     from version import PROGRAM, with_version
 
     contents: dict[str, tuple[bytes, str]] = {}
@@ -218,8 +235,8 @@ def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> N
                     unused.difference_update(matching)
                 elif contents.setdefault(name, (content, abi))[0] != content:
                     sys.exit(f"{name} of {file.name} is not the same as for {contents[name][1]}")
-    if unused:
-        sys.exit(f"shiv.toml: nothing to strip matches {', '.join(sorted(unused))}")
+    if unused and complete:
+        sys.exit(f"shiv.toml: [strip] matches no file: {', '.join(sorted(unused))}")
     for abi in settings["abis"]:
         if not any(
             name.startswith("grpc/_cython/cygrpc.") and f"-{abi[2:]}-" in name for name in contents
@@ -236,10 +253,11 @@ def stage(settings: Mapping[str, Any], arch: str, tree: Path, version: str) -> N
         path.chmod(0o644)
 
 
-# Packing, by shiv.
+# Packing with shiv.
 
 
 def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
+    """Write the zipapp of a tree."""
     sys.path.insert(0, str(BUILD / "tools"))
     from shiv import __version__, builder  # type: ignore[import-not-found]
     from shiv.bootstrap.environment import Environment  # type: ignore[import-not-found]
@@ -276,7 +294,7 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
 
 
 def write_bootstrap(directory: Path, build_id: str, entry_point: str, abis: Sequence[str]) -> None:
-    """Write the package `_bootstrap` as this directory, in place of what was there."""
+    """Write the package `_bootstrap` into a directory, and delete its former files."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     for name, text in bootstrap_files(build_id, entry_point, abis).items():
@@ -285,7 +303,7 @@ def write_bootstrap(directory: Path, build_id: str, entry_point: str, abis: Sequ
 
 
 def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dict[str, str]:
-    """Return the files of `_bootstrap`, which starts the program in place of shiv's own."""
+    """Return the files of `_bootstrap`, which replaces shiv's own bootstrap."""
     module, _, function = entry_point.partition(":")
     constants = {"BUILD": build_id, "MODULE": module, "FUNCTION": function, "ABIS": tuple(abis)}
     return {
@@ -296,13 +314,13 @@ def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dic
 
 
 def package_version() -> str:
-    """Return what version.py says, or end the process with the reason why it cannot."""
+    """Return the version of version.py, or exit with the reason why it is unknown."""
     from version import Unknown, version
 
     try:
         return version(TOP)
     except Unknown as reason:
-        sys.exit(f"what version is this? {reason}")
+        sys.exit(f"unknown version: {reason}")
 
 
 def source_date_epoch() -> int:
@@ -318,7 +336,7 @@ def source_date_epoch() -> int:
             return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         except (OSError, subprocess.CalledProcessError, ValueError):
             continue
-    sys.exit("when was this source changed? Set SOURCE_DATE_EPOCH")
+    sys.exit("set SOURCE_DATE_EPOCH: the time of the last change is unknown")
 
 
 def _sha256(content: bytes) -> str:

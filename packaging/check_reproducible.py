@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Builds the zipapp and the .deb twice and compares the bytes.
 
-Each build has a copy of the sources at another path, of another length, with files made in another
-order, and another umask, time zone, locale and home; the second one begins when the clock has moved
-on and fetches nothing from the first. What they share is the commit: its version, and its time, the
-only one that may go into the packages.
+The builds differ in the path of the sources and its length, the order in which files are created,
+umask, time zone, locale and home. The second one begins later, and fetches all files again. Both
+have the same commit: its version and its time are the only ones that may appear in the packages.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 import build_pyz
 
 TOP = Path(__file__).resolve().parent.parent
-SOURCES = ("ttdp.py", "shiv.toml", "generated", "packaging")
+SOURCES = ("ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md", "generated", "packaging")
 WORLDS = (
     ("a", 0o022, {"TZ": "UTC", "LC_ALL": "C"}),
     (
@@ -33,7 +32,7 @@ WORLDS = (
 
 
 def build(place: Path, umask: int, variables: dict[str, str], version: str) -> dict[str, str]:
-    """Hashes of what a build in a copy of the sources makes, by file name."""
+    """Build in a copy of the sources; return the hash of each package by file name."""
     place.mkdir(parents=True)
     names = sorted(SOURCES, reverse=umask == 0o077)
     for name in names:
@@ -60,6 +59,7 @@ def build(place: Path, umask: int, variables: dict[str, str], version: str) -> d
 
 
 def main() -> int:
+    """Build twice and compare."""
     results, begun = [], []
     version = build_pyz.package_version()
     with tempfile.TemporaryDirectory(prefix="ttdp-") as work:

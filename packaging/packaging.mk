@@ -1,14 +1,14 @@
-# The package: the zipapp, the .deb, and the proof that both come out the same everywhere and work
-# on real systemd.
+# The package: the zipapp and the .deb, and the tests that both are reproducible and work on real
+# systemd.
 
 MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
 ARCHES ?= $(MACHINE)
 PACKAGE_VERSION := $(shell $(PYTHON) packaging/version.py)
-PACKAGED := ttdp.py shiv.toml $(wildcard generated/*.py packaging/*.py)
+PACKAGED := ttdp.py shiv.toml README.md CHANGELOG.md $(wildcard generated/*.py packaging/*.py)
 PACKAGED += $(wildcard packaging/systemd/* packaging/deb/*)
 DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 
-# Where the apt repository will be served, and the key that signs it, as gpg knows it.
+# The address of the apt repository, and the key that signs it, as gpg knows it.
 REPOSITORY_URL ?= https://packages.tt-device-plugin.invalid/apt
 SIGN_KEY ?=
 REPOSITORY := dist/repository
@@ -17,25 +17,31 @@ RELEASE_CHECKS ?= .ci/run
 .PHONY: FORCE deb-tools lock abis reproducible repository release
 .PHONY: e2e-systemd e2e-pythons e2e-kubelet e2e-slow e2e-cgroup2 e2e-arm64
 
-pyz: dist/tt-device-plugin.pyz  ## the zipapp dist/tt-device-plugin.pyz, for this machine
+pyz: dist/tt-device-plugin.pyz  ## dist/tt-device-plugin.pyz, the zipapp for this machine
 	@sha256sum $<
 
-# The version is in the zipapp, whatever the time of the last commit.
+# The zipapp contains the version, so it is built again when only the version has changed.
 build/version: FORCE
 	@mkdir -p build
 	@echo '$(PACKAGE_VERSION)' | cmp -s - $@ || echo '$(PACKAGE_VERSION)' >$@
 FORCE:
 
-dist/tt-device-plugin.pyz: $(PACKAGED) build/version | $(VENV)/ready
+dist/tt-device-plugin.pyz: $(PACKAGED) build/version | $(VENV)/pyvenv.cfg
 	@$(PY) packaging/build_pyz.py
+
+# Without the message the demo would be silent while it fetches grpcio.
+$(DEMO): $(PACKAGED) build/version
+	@echo 'building the demo, once: about 15 seconds'
+	@$(MAKE) --no-print-directory $(VENV)/pyvenv.cfg
+	@$(PY) packaging/build_pyz.py --demo --output $@
 
 deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/*.deb, for this machine or ARCHES='amd64 arm64'
 	@sha256sum $^
 
-$(DEB)%.deb: $(PACKAGED) | deb-tools $(VENV)/ready
+$(DEB)%.deb: $(PACKAGED) | deb-tools $(VENV)/pyvenv.cfg
 	@$(PY) packaging/build_deb.py --arch $*
 
-# Before anything is set up.
+# Checked before the environment is set up.
 deb-tools:
 	@missing=; \
 	for tool in dpkg-buildpackage:dpkg-dev dh:debhelper fakeroot:fakeroot; do \
@@ -49,26 +55,28 @@ repository: $(addprefix $(DEB),amd64.deb arm64.deb)  ## an apt repository, signe
 		--output '$(REPOSITORY)' $^
 
 release:  ## VERSION=0.2.0: check everything (RELEASE_CHECKS), tag it, open the next version
-	@[ '$(origin VERSION)' = 'command line' ] || { echo 'which? make release VERSION=0.2.0'; exit 1; }
+	@[ '$(origin VERSION)' = 'command line' ] \
+		|| { echo 'name the version: make release VERSION=0.2.0'; exit 1; }
 	@$(PYTHON) packaging/release.py '$(VERSION)' --checks '$(RELEASE_CHECKS)'
 
-lock: $(VENV)/ready  ## write the hashes in shiv.toml anew, after a change of a version or an ABI
+lock: $(VENV)/pyvenv.cfg  ## update the hashes in shiv.toml, after a change of a version or an ABI
 	@$(PY) packaging/build_pyz.py --lock
 
-abis: $(VENV)/ready  ## has PyPI the pinned grpcio for a Python that is not packed yet?
+abis: $(VENV)/pyvenv.cfg  ## check whether PyPI has the pinned grpcio for a newer Python
 	@$(PY) packaging/check_abis.py
 
-reproducible: $(VENV)/ready  ## build twice, at different places and times: the same bytes?
+reproducible: $(VENV)/pyvenv.cfg  ## build twice, at different places and times; compare the bytes
 	@$(PY) packaging/check_reproducible.py
 
-# tests/e2e/test_package.py and what else needs a system of its own, but neither kubelets nor
-# containerd.
+e2e-systemd e2e-kubelet e2e-slow e2e-pythons e2e-cgroup2 e2e-arm64: $(VENV)/ready
+
+# The tests that boot systems, but need neither kubelets nor containerd.
 SYSTEMD_TESTS := package.py udev.py logind.py repository.py
 
-e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd: containers, virtual machines
+e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd: containers, VMs
 	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)
 
-# Whole systems, which need no more of the host than their package, and have targets of their own.
+# Tests with their own targets: they boot systems, and need only the package of this machine.
 OTHER_TESTS := newcomer.py pythons.py cgroup2.py arm64.py
 
 e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, containerd, podman
@@ -77,10 +85,10 @@ e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, c
 e2e-slow: dist/tt-device-plugin.pyz  ## a container that crashes six minutes after a rename
 	@$(PYTEST) -vv -m slow tests/e2e/test_custody.py
 
-e2e-pythons: $(DEB)$(MACHINE).deb  ## the package and the suite with Python 3.13, 3.14 and 3.15
+e2e-pythons: $(DEB)$(MACHINE).deb  ## package and tests with Python 3.13 to 3.15
 	@$(PYTEST) -vv tests/e2e/test_pythons.py
 
-e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: what can a pod open?
+e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: devices of a pod
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
 
 e2e-arm64: $(DEB)arm64.deb  ## the package on arm64: virtual machines with Debian 12 and 13

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Makes a release, or opens the next version, once every check has passed.
+"""Makes a release, after all checks have passed, or opens the next version.
 
-    release.py VERSION [--checks COMMAND] [--next VERSION]     what `make release` calls
+    release.py VERSION [--checks COMMAND] [--next VERSION]     called by `make release`
     release.py --open VERSION                                  only opens that version
 
-The release is one commit on main, which closes both changelogs, and its tag, v<VERSION>. It is
-made, and COMMAND (.ci/run) is run on it, in a worktree of its own below build/; only then main is
-moved to it. A second commit opens the next version: see version.py for what its commits are called.
+The release is one commit on main, which closes both changelogs, and its tag, v<VERSION>. It is made
+and checked, by COMMAND (.ci/run), in a separate worktree below build/; only then main is moved to
+it. A second commit opens the next version (version.py describes the versions of its commits).
 Nothing is pushed.
 """
 
@@ -26,12 +26,12 @@ import version as versions
 from version import CHANGELOG, PROGRAM, TOP, git
 
 NEWS = "CHANGELOG.md"
-OPEN = "unreleased"  # where the date of a release will be
+OPEN = "unreleased"  # in place of the date
 MAINTAINER = "tt-device-plugin maintainers <maintainers@tt-device-plugin.invalid>"
 
 
 def main() -> int:
-    """Do as the command line says."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Makes a release.")
     parser.add_argument("version", nargs="?", help="such as 0.2.0")
     parser.add_argument(
@@ -41,7 +41,7 @@ def main() -> int:
         "--next", metavar="VERSION", help="opened after the release; default: one minor version on"
     )
     parser.add_argument(
-        "--checks", metavar="COMMAND", default=".ci/run", help="has to pass; default: %(default)s"
+        "--checks", metavar="COMMAND", default=".ci/run", help="must succeed; default: %(default)s"
     )
     options = parser.parse_args()
     if bool(options.version) == bool(options.open):
@@ -61,7 +61,7 @@ def main() -> int:
 def release(top: Path, version: str, following_version: str, checks: str) -> None:
     """Check, commit, tag, and open the next version.
 
-    Raises Unknown, with every reason that there is against it.
+    Raises Unknown with all reasons against the release.
     """
     if reasons := list(faults(top, version)):
         raise versions.Unknown("; ".join(reasons))
@@ -74,28 +74,23 @@ def release(top: Path, version: str, following_version: str, checks: str) -> Non
         commit = git(place, "rev-parse", "HEAD")
         run_checks(place, checks)
         if git(top, "rev-parse", "HEAD") != begun_at or git(top, "status", "--porcelain"):
-            raise versions.Unknown("main has changed meanwhile; nothing was released")
+            raise versions.Unknown("main has changed during the checks; nothing was released")
         git(top, "merge", "--ff-only", commit)
         message = f"tt-device-plugin {version}"
         git(top, "tag", "--annotate", f"v{version}", "--message", message, commit)
     finally:
         git(top, "worktree", "remove", "--force", str(place))
     open_version(top, following_version)
-    git(top, "commit", "--all", "--message", f"On the way to {following_version}")
-    print(f"v{version} is tagged, and {following_version} opened. To publish it:")
+    git(top, "commit", "--all", "--message", f"Open {following_version}")
+    print(f"v{version} is tagged, and {following_version} is open. To publish the release:")
     print(f"    git push origin main v{version}")
 
 
 def run_checks(place: Path, checks: str) -> None:
-    """Run a command as CI does; raises Unknown where it fails."""
+    """Run a command with the environment of CI. Raises Unknown if it fails."""
     print(f"{checks}, in {place}", flush=True)
     environment = {**os.environ, "CI": "true"}
-    for name in (
-        "MAKEFLAGS",
-        "MAKELEVEL",
-        "MAKEOVERRIDES",
-        "MFLAGS",
-    ):  # of the make that called this
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"):  # of the calling make
         environment.pop(name, None)
     status = subprocess.run(["bash", "-c", checks], cwd=place, env=environment).returncode
     if status:
@@ -103,14 +98,14 @@ def run_checks(place: Path, checks: str) -> None:
 
 
 def faults(top: Path, version: str) -> Iterator[str]:
-    """Yield what there is against a release of this version now."""
+    """Yield the reasons against a release of this version now."""
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
-        yield f"{version} is not three numbers, such as 0.2.0"
+        yield f"{version} must be three numbers, such as 0.2.0"
         return
     if git(top, "branch", "--show-current") != "main":
-        yield "this is not main"
+        yield "the current branch is not main"
     if git(top, "status", "--porcelain"):
-        yield "there are changes that are not committed"
+        yield "there are uncommitted changes"
     if git(top, "rev-parse", "--is-shallow-repository") == "true":
         yield "this clone is shallow"
     released = [
@@ -119,22 +114,23 @@ def faults(top: Path, version: str) -> Iterator[str]:
         if re.fullmatch(r"v\d+\.\d+\.\d+", tag)
     ]
     if newer := [tag for tag in released if numbers(tag[1:]) >= numbers(version)]:
-        yield f"{newer[-1]} has been released"
+        yield f"{newer[-1]} is already released"
     entry = versions.first_entry(top)
     if entry != (version, False):
-        yield f"{CHANGELOG} begins with {entry.version}{'' if entry.released else ', UNRELEASED'}"
+        state = ", already closed" if entry.released else ""
+        yield f"{CHANGELOG} begins with {entry.version}{state}"
     first = (top / CHANGELOG).read_text().split("\n -- ")[0]
     if not re.search(r"(?m)^  \* \S", first):
-        yield f"{CHANGELOG} says nothing of {version}"
+        yield f"{CHANGELOG} has no entry for {version}"
     news = re.search(
         rf"(?ms)^## {re.escape(version)} – {OPEN}$(.*?)(?=^## |\Z)", (top / NEWS).read_text()
     )
     if not (news and re.search(r"(?m)^- \S", news[1])):
-        yield f'{NEWS} has no "## {version} – {OPEN}" with what is new'
+        yield f'{NEWS} has no "## {version} – {OPEN}" with a list of changes'
 
 
 def numbers(version: str) -> list[int]:
-    """Return what makes versions comparable."""
+    """Return a version as numbers, which can be compared."""
     return [int(number) for number in version.split(".")]
 
 
@@ -145,7 +141,7 @@ def following(version: str) -> str:
 
 
 def close_version(top: Path, version: str, now: datetime.datetime) -> None:
-    """Give both changelogs the date of the release."""
+    """Write the date of the release into both changelogs."""
     line = f" -- {MAINTAINER}  {email.utils.format_datetime(now)}"
     text = (top / CHANGELOG).read_text().replace(") UNRELEASED;", ") unstable;", 1)
     (top / CHANGELOG).write_text(re.sub(r"(?m)^ -- .*$", line, text, count=1))
@@ -156,7 +152,7 @@ def close_version(top: Path, version: str, now: datetime.datetime) -> None:
 
 
 def open_version(top: Path, version: str) -> None:
-    """Begin a version: in the program, and with an entry in both changelogs."""
+    """Open a version: in the program, and with an entry in both changelogs."""
     program = top / PROGRAM
     program.write_text(versions.with_version(program.read_text(), version))
     now = email.utils.format_datetime(datetime.datetime.now(datetime.timezone.utc))

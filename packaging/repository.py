@@ -3,13 +3,13 @@
 
     repository.py --url URL [--sign-key KEY] [--output DIRECTORY] DEB…
 
-What is in the directory's pool already stays, so that nodes can go back to an earlier version.
-Beside pool and indexes it has what a node needs to know: tt-device-plugin.sources and the key. The
-same pool gives the same bytes, but for the date and the signatures.
+Packages already in the directory's pool stay, so nodes can go back to an earlier version. Beside
+pool and indexes there are two files for nodes: tt-device-plugin.sources and the key. The same pool
+gives the same bytes, except for the date and the signatures.
 
-There is no Valid-Until. It would end what a holder of old, validly signed indexes can do (keep
-nodes from seeing a new version, where he is also between them and the server); but where nobody
-renews it, `apt update` fails on every node.
+There is no Valid-Until. It would limit how long an attacker between node and server can replay old,
+validly signed indexes to hide a new version. But if it is not renewed in time, `apt update` fails
+on every node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NAME = "tt-device-plugin"
@@ -34,16 +34,17 @@ ARCHITECTURES = ("amd64", "arm64")
 POOL = f"pool/{COMPONENT}/t/{NAME}"
 KEYRING = f"{NAME}-archive-keyring.pgp"
 TOOLS = {"apt-ftparchive": "apt-utils", "gpg": "gpg", "gpg-agent": "gpg-agent"}
-# One kind of hash: apt asks by-hash/ for the strongest that Release has.
+# One kind of hash: apt requests from by-hash/ the strongest one in Release.
 ONLY_SHA256 = ("--no-md5", "--no-sha1", "--no-sha512")
+# Without Architectures, each node fetches only the index of its own architecture.
 SOURCES = """\
 Types: deb
 URIs: {url}
 Suites: {suite}
 Components: {component}
-Architectures: {architectures}
 Signed-By: /etc/apt/keyrings/{keyring}
 """
+# unattended-upgrades selects repositories by Origin and Suite: README.md names both.
 RELEASE = {
     "Origin": NAME,
     "Label": NAME,
@@ -57,12 +58,12 @@ RELEASE = {
 
 
 def main() -> int:
-    """Do as the command line says."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Makes an apt repository.")
-    parser.add_argument("debs", nargs="+", type=Path, metavar="DEB", help="goes into the pool")
-    parser.add_argument("--url", required=True, help="where it will be served")
+    parser.add_argument("debs", nargs="+", type=Path, metavar="DEB", help="added to the pool")
+    parser.add_argument("--url", required=True, help="the address of its web server")
     parser.add_argument(
-        "--sign-key", default="", help="gpg's name of the key; default: one for this time only"
+        "--sign-key", default="", help="the key, as gpg knows it; default: a new, temporary one"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("dist/repository"), help="default: %(default)s"
@@ -85,26 +86,26 @@ def main() -> int:
 
 
 class Signer:
-    """The key by which the repository is signed: a named one, or one for this time only."""
+    """The key that signs the repository: an existing or a temporary one."""
 
     def __init__(self, key: str, home: Path) -> None:
         self._environment = dict(os.environ)
         self._key = key
         if not key:
             self._environment["GNUPGHOME"] = str(home)
-            self._key = f"{NAME}, a throwaway key"
+            self._key = f"{NAME}, a temporary key"
             without = ["--pinentry-mode", "loopback", "--passphrase", ""]
             self._gpg(*without, "--quick-generate-key", self._key, "ed25519", "sign", "never")
 
     def sign(self, source: Path, target: Path, how: str) -> None:
-        """Write the signature, or with "--clearsign" the text with its signature, in one step."""
+        """Write a file's signature, or with "--clearsign" its text with a signature; atomic."""
         half = target.with_name(f".{target.name}.new")
         half.unlink(missing_ok=True)
         self._gpg("--local-user", self._key, "--armor", "--output", str(half), how, str(source))
         half.rename(target)
 
     def public_key(self) -> bytes:
-        """Return the key as apt takes it."""
+        """Return the public key in the format of apt's keyrings."""
         exported = self._gpg("--export-options", "export-minimal", "--export", self._key)
         if not exported:
             sys.exit(f"gpg has no public key {self._key}")
@@ -119,13 +120,13 @@ class Signer:
 
 
 def add_packages(output: Path, debs: Sequence[Path]) -> None:
-    """Put packages into the pool. One that is there already has to be the same to the byte."""
+    """Add packages to the pool. Exits if the pool has another file of the same name."""
     pool = output / POOL
     pool.mkdir(parents=True, exist_ok=True)
     for deb in debs:
         target = pool / deb.name
         if target.exists() and target.read_bytes() != deb.read_bytes():
-            sys.exit(f"{target} is another one: what has been published cannot change")
+            sys.exit(f"{target} exists with other contents: a published package cannot change")
         half = pool / f".{deb.name}.new"
         shutil.copyfile(deb, half)
         half.chmod(0o644)
@@ -133,7 +134,7 @@ def add_packages(output: Path, debs: Sequence[Path]) -> None:
 
 
 def write_indexes(output: Path) -> None:
-    """Write the list of packages of each architecture, by its name and by its hash."""
+    """Write the package list of each architecture, under its name and its hash."""
     suite = output / "dists" / SUITE
     listed = hashes_of(suite / "Release")
     for architecture, text in package_lists(output).items():
@@ -150,18 +151,18 @@ def write_indexes(output: Path) -> None:
         for name, each in made.items():
             write(by_hash / hashlib.sha256(each).hexdigest(), each)
             write(directory / name, each)
-        # Those of before stay for who has read the Release of before; older ones go.
+        # Keep the files of the previous Release, for nodes that have just read it.
         for path in by_hash.iterdir():
             if path.name not in digests | listed:
                 path.unlink()
 
 
 def package_lists(output: Path) -> dict[str, str]:
-    """Return what apt-ftparchive says of the pool, by architecture, in the order of file names."""
+    """Return apt-ftparchive's paragraphs for the pool by architecture, sorted by file name."""
     command = ["apt-ftparchive", *ONLY_SHA256, "packages", "pool"]
-    said = subprocess.run(command, cwd=output, check=True, stdout=subprocess.PIPE, text=True).stdout
+    made = subprocess.run(command, cwd=output, check=True, stdout=subprocess.PIPE, text=True)
     lists: dict[str, list[tuple[str, str]]] = {architecture: [] for architecture in ARCHITECTURES}
-    for stanza in filter(None, said.split("\n\n")):
+    for stanza in filter(None, made.stdout.split("\n\n")):
         fields = dict(re.findall(r"(?m)^(Architecture|Filename): (.*)$", stanza))
         lists[fields["Architecture"]].append((fields["Filename"], stanza.strip("\n") + "\n"))
     return {
@@ -171,7 +172,7 @@ def package_lists(output: Path) -> dict[str, str]:
 
 
 def hashes_of(release: Path) -> set[str]:
-    """Return the hashes that a Release file names; none where there is none."""
+    """Return the hashes in a Release file; none if it does not exist."""
     return (
         set(re.findall(r"(?m)^ ([0-9a-f]{64}) ", release.read_text()))
         if release.exists()
@@ -180,7 +181,7 @@ def hashes_of(release: Path) -> set[str]:
 
 
 def write_release(output: Path, signer: Signer) -> None:
-    """Write Release, which has every index's hash, and sign it, in both ways that apt reads."""
+    """Write Release, with the hash of each index, and both forms of signature that apt reads."""
     suite = output / "dists" / SUITE
     fields = [
         word
@@ -189,7 +190,7 @@ def write_release(output: Path, signer: Signer) -> None:
     ]
     command = ["apt-ftparchive", *ONLY_SHA256, *fields, "release", "."]
     with tempfile.TemporaryDirectory() as directory:
-        # Away from the Release of before, and from what only has another name.
+        # In a copy, without the previous Release and without by-hash/, which repeats the indexes.
         ignore = shutil.ignore_patterns("by-hash")
         shutil.copytree(suite / COMPONENT, Path(directory, "indexes", COMPONENT), ignore=ignore)
         made = subprocess.run(
@@ -203,20 +204,14 @@ def write_release(output: Path, signer: Signer) -> None:
 
 
 def write_for_nodes(output: Path, url: str, signer: Signer) -> None:
-    """Write what a node puts below /etc/apt."""
-    fields: Mapping[str, str] = {
-        "url": url,
-        "suite": SUITE,
-        "component": COMPONENT,
-        "architectures": " ".join(ARCHITECTURES),
-        "keyring": KEYRING,
-    }
-    write(output / f"{NAME}.sources", SOURCES.format(**fields).encode())
+    """Write the two files that a node needs below /etc/apt."""
+    sources = SOURCES.format(url=url, suite=SUITE, component=COMPONENT, keyring=KEYRING)
+    write(output / f"{NAME}.sources", sources.encode())
     write(output / KEYRING, signer.public_key())
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in one step: who reads it while it is served has the old one or the new one."""
+    """Write a file atomically: the web server may read it at any moment."""
     half = path.with_name(f".{path.name}.new")
     half.write_bytes(content)
     half.chmod(0o644)
@@ -224,14 +219,14 @@ def write(path: Path, content: bytes) -> None:
 
 
 def warnings(debs: Sequence[Path], url: str, sign_key: str) -> Iterator[str]:
-    """Yield what keeps this from being a repository to publish."""
+    """Yield the reasons why this repository cannot be published."""
     if not sign_key:
-        yield "SIGNED WITH A THROWAWAY KEY: make repository SIGN_KEY=<a key, as gpg knows it>"
+        yield "SIGNED WITH A TEMPORARY KEY: make repository SIGN_KEY=<a key, as gpg knows it>"
     if url.split("/")[2].endswith(".invalid"):
-        yield f"NOBODY CAN REACH {url}: set REPOSITORY_URL in packaging/packaging.mk"
+        yield f"{url} IS A PLACEHOLDER: set REPOSITORY_URL in packaging/packaging.mk"
     for version in sorted({deb.name.split("_")[1] for deb in debs}):
         if not re.fullmatch(r"\d+\.\d+\.\d+", version):
-            yield f"{version} IS NO RELEASE"
+            yield f"{version} IS NOT A RELEASE"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Prints the version of what is built here. Two commits of different bytes never have the same.
+"""Prints the version of this source. Two commits with different files never have the same one.
 
-    0.2.0                         the commit with the tag v0.2.0; a source without git, if released
-    0.2.0~git170.g1a2b3c4d5e      a commit on the way to 0.2.0, the 170th of all that lead to it
-    0.2.0+git175.g6f7a8b9c0d      one after it, where the next version is not opened yet
-    ….dirty.9f8e7d6c              with changes; the last word is of all that would be packed
-    0.2.0~git0.20261122143015.g…  a commit in a shallow clone, which cannot count: below the others
-    0.2.0~~src.9f8e7d6c           a source without git between two releases: below these
+    0.2.0                         the commit with the tag v0.2.0, or a released source without git
+    0.2.0~git170.g1a2b3c4d5e      a commit before 0.2.0; it and its ancestors are 170
+    0.2.0+git175.g6f7a8b9c0d      a commit after 0.2.0, before the next version was opened
+    ….dirty.9f8e7d6c              with uncommitted changes; the hash is that of all packed files
+    0.2.0~git0.20261122143015.g…  a commit of a shallow clone, without a count; below the others
+    0.2.0~~src.9f8e7d6c           a source without git between two releases; below all of these
 
-So along a branch versions only rise. Which version is being worked on is what
-packaging/deb/changelog says at its top; while that says UNRELEASED it is open. `make release`
-closes it and opens the next (release.py).
+So versions only rise along a branch. The next version is the first entry of
+packaging/deb/changelog; it is open while that entry is UNRELEASED. `make release` closes it and
+opens the next one (release.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from typing import NamedTuple
 TOP = Path(__file__).resolve().parent.parent
 CHANGELOG = "packaging/deb/changelog"
 PROGRAM = "ttdp.py"
-PACKED = (PROGRAM, "shiv.toml", "generated", "packaging")  # what the packages are made of
-LINE = re.compile(r'^__version__ = "([^"]*)"$', re.MULTILINE)  # of the program's text
+# The files that the packages are made of.
+PACKED = (PROGRAM, "shiv.toml", "README.md", "CHANGELOG.md", "generated", "packaging")
+LINE = re.compile(r'^__version__ = "([^"]*)"$', re.MULTILINE)  # in the program
 
 
 class Unknown(Exception):
-    """Why the version cannot be told, in words."""
+    """The version is unknown, or a release is refused; the text is the reason."""
 
 
 class Entry(NamedTuple):
@@ -46,7 +47,7 @@ def main() -> int:
     try:
         print(version(TOP))
     except Unknown as reason:
-        sys.exit(f"what version is this? {reason}")
+        sys.exit(f"unknown version: {reason}")
     return 0
 
 
@@ -87,41 +88,41 @@ def version(top: Path) -> str:
 
 
 def first_entry(top: Path) -> Entry:
-    """Return the changelog's first entry, whose version has to be the program's. Raises Unknown."""
+    """Return the changelog's first entry. Raises Unknown if the program's version differs."""
     found = re.match(r"tt-device-plugin \(([^)]+)\) ([\w-]+);", (top / CHANGELOG).read_text())
     program = LINE.findall((top / PROGRAM).read_text())
     if not found:
-        raise Unknown(f"{CHANGELOG} does not begin with one")
+        raise Unknown(f"{CHANGELOG} does not begin with a version")
     if program != [found[1]]:
         raise Unknown(
-            f"{CHANGELOG} says {found[1]}, {PROGRAM} {' and '.join(program) or 'nothing'}"
+            f"{CHANGELOG} has {found[1]}, {PROGRAM} has {' and '.join(program) or 'none'}"
         )
     return Entry(found[1], found[2] != "UNRELEASED")
 
 
 def with_version(text: str, version: str) -> str:
-    """Return the program's text with another version in its one line that has it."""
+    """Return the program's text with another version."""
     changed, number = LINE.subn(f'__version__ = "{version}"', text)
     assert number == 1, f"{number} lines of {PROGRAM} set __version__"
     return changed
 
 
 def git(top: Path, *arguments: str) -> str:
-    """Return what git says. Raises Unknown, where it refuses or is not there."""
+    """Return git's output. Raises Unknown if it fails or is not installed."""
     environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC0"}
-    # Root may build what belongs to somebody else.
+    # Root may build in another user's clone.
     command = ["git", "-c", "safe.directory=*", "-C", str(top), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError:
-        raise Unknown("this is a git repository, and git is not installed") from None
+        raise Unknown("install git: this is a git repository") from None
     if done.returncode:
         raise Unknown(done.stderr.strip())
     return done.stdout.strip()
 
 
 def all_files(top: Path) -> list[str]:
-    """Return what is packed of a source without git, without what Python leaves there."""
+    """Return the packed files of a source without git, except for Python's caches."""
     found = []
     for name in PACKED:
         place = top / name
@@ -135,7 +136,7 @@ def all_files(top: Path) -> list[str]:
 
 
 def digest(top: Path, names: list[str]) -> str:
-    """Return eight digits that are others for other contents or names."""
+    """Return eight digits of a hash of the files' names and contents."""
     total = hashlib.sha256()
     for name in sorted(names):
         path = top / name

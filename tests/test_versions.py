@@ -1,4 +1,4 @@
-"""What a build is called, and how a release is made, by packaging/version.py and release.py."""
+"""The version of a build, and how a release is made, by packaging/version.py and release.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,23 +22,12 @@ tt-device-plugin (0.2.0) UNRELEASED; urgency=medium
 
  -- Somebody <somebody@example.invalid>  Sat, 21 Nov 2026 12:00:00 +0000
 """
-NEWS = """\
-# Changelog
-
-## 0.2.0 – unreleased
-
-### Added
-
-- Something.
-"""
-IDENTITY = {
-    "GIT_AUTHOR_NAME": "Somebody",
-    "GIT_AUTHOR_EMAIL": "somebody@example.invalid",
-    "GIT_COMMITTER_NAME": "Somebody",
-    "GIT_COMMITTER_EMAIL": "somebody@example.invalid",
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_SYSTEM": "/dev/null",
-}
+CLOSED = CHANGELOG.replace("UNRELEASED", "unstable")
+NEWS = "# Changelog\n\n## 0.2.0 – unreleased\n\n### Added\n\n- Something.\n"
+PERSONS = {f"GIT_{who}_NAME": "Somebody" for who in ("AUTHOR", "COMMITTER")}
+PERSONS |= {f"GIT_{who}_EMAIL": "somebody@example.invalid" for who in ("AUTHOR", "COMMITTER")}
+ENVIRONMENT = os.environ | PERSONS | {"GIT_CONFIG_GLOBAL": "/dev/null"}
+ENVIRONMENT |= {"GIT_CONFIG_SYSTEM": "/dev/null"}
 
 
 class Repository:
@@ -50,7 +39,6 @@ class Repository:
         for name in ("version.py", "release.py"):
             shutil.copy(ROOT / "packaging" / name, top / "packaging")
         self.write("ttdp.py", '"""A program."""\n__version__ = "0.2.0"\n')
-        self.write("shiv.toml", "")
         self.write("generated/nothing.py", "")
         self.write("packaging/deb/changelog", CHANGELOG)
         self.write("CHANGELOG.md", NEWS)
@@ -65,228 +53,198 @@ class Repository:
     def read(self, name: str) -> str:
         return (self.top / name).read_text()
 
+    def append(self, text: str) -> None:
+        """Change the program."""
+        self.write("ttdp.py", self.read("ttdp.py") + text)
+
     def git(self, *arguments: str) -> str:
-        environment = {**os.environ, **IDENTITY}
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=self.top,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
+        command = ["git", *arguments]
+        return subprocess.check_output(command, cwd=self.top, env=ENVIRONMENT, text=True).strip()
 
     def commit(self, message: str) -> None:
         self.git("add", "--all")
         self.git("commit", "--quiet", "--allow-empty", "--message", message)
 
-    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, f"packaging/{script}", *arguments]
+    def version(self, top: Path | None = None) -> str:
+        command = [sys.executable, "packaging/version.py"]
+        return subprocess.check_output(command, cwd=top or self.top, text=True).strip()
+
+    def release(self, version: str, checks: str = "true") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "packaging/release.py", version, "--checks", checks]
         return subprocess.run(
-            command, cwd=self.top, env={**os.environ, **IDENTITY}, capture_output=True, text=True
+            command, cwd=self.top, env=ENVIRONMENT, capture_output=True, text=True
         )
 
-    def version(self) -> str:
-        done = self.run("version.py")
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def state(self) -> tuple[str, ...]:
-        """All that a release changes."""
-        return (
-            self.git("rev-parse", "main"),
-            self.git("tag"),
-            self.git("status", "--porcelain"),
-            self.git("branch"),
-        )
+    def state(self) -> list[str]:
+        """Everything that a release changes."""
+        commands = ("rev-parse main", "tag", "status --porcelain", "branch", "worktree list")
+        return [self.git(*command.split()) for command in commands]
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
-    (tmp_path / "source").mkdir()
     return Repository(tmp_path / "source")
 
 
-def rises(before: str, after: str) -> bool:
-    """Return what dpkg says, whose order it is."""
-    return subprocess.run(["dpkg", "--compare-versions", before, "lt", after]).returncode == 0
+def rises(*versions: str) -> bool:
+    """Return whether each version is later than the one before, as dpkg compares them."""
+    command = ["dpkg", "--compare-versions"]
+    pairs = pairwise(versions)
+    return all(not subprocess.call([*command, old, "lt", new]) for old, new in pairs)
+
+
+# -- versions --------------------------------------------------------------------------------------
 
 
 def test_versions_only_rise(repository: Repository) -> None:
     """From commit to commit, through a release and after it, also within one second."""
     seen = [repository.version()]
-    for number in range(11):  # the tenth has one digit more
+    for number in range(11):  # the count gets a second digit
         repository.commit(f"Change {number}")
         seen.append(repository.version())
-    assert repository.run("release.py", "0.2.0", "--checks", "true").returncode == 0
-    repository.git("checkout", "--quiet", "v0.2.0")
-    seen.append(repository.version())
-    repository.git("checkout", "--quiet", "main")
-    seen.append(repository.version())
-    assert [version for version in seen if "git" not in version] == ["0.2.0"]
-    assert seen[-1].startswith("0.3.0~git")
-    for before, after in pairwise(seen):
-        assert rises(before, after), (before, after)
+    assert repository.release("0.2.0").returncode == 0
+    for commit in ("v0.2.0", "main"):
+        repository.git("checkout", "--quiet", commit)
+        seen.append(repository.version())
+    assert seen[-2] == "0.2.0" and seen[-1].startswith("0.3.0~git")
+    assert rises(*seen), seen
 
 
-def test_after_a_release_that_opened_nothing(repository: Repository) -> None:
-    """A commit on a tag made by hand is above the release, and below every later one."""
-    closed = CHANGELOG.replace("UNRELEASED", "unstable")
-    repository.write("packaging/deb/changelog", closed)
+def test_a_commit_after_a_tag_made_by_hand(repository: Repository) -> None:
+    """It is above the release and below every later one. A tag does not release an open version."""
+    before = repository.version()
+    repository.git("tag", "v0.2.0")
+    assert repository.version() == before
+    repository.git("tag", "--delete", "v0.2.0")
+    repository.write("packaging/deb/changelog", CLOSED)
     repository.commit("Release 0.2.0")
     repository.git("tag", "v0.2.0")
     assert repository.version() == "0.2.0"
     repository.commit("More")
-    version = repository.version()
-    assert (
-        rises("0.2.0", version)
-        and rises(version, "0.2.1~git1.g0")
-        and version.startswith("0.2.0+git")
-    )
+    assert repository.version().startswith("0.2.0+git")
+    assert rises("0.2.0", repository.version(), "0.2.1~git1.g0")
 
 
-def test_a_tag_alone_is_no_release(repository: Repository) -> None:
-    """While the changelog says UNRELEASED, a tag changes nothing."""
-    before = repository.version()
-    repository.git("tag", "v0.2.0")
-    assert repository.version() == before
-
-
-def changes(repository: Repository) -> Iterator[None]:
-    """Change what is packed, again and again."""
-    repository.write("ttdp.py", repository.read("ttdp.py") + "# one\n")
-    yield
-    repository.write("ttdp.py", repository.read("ttdp.py") + "# two\n")
-    yield
-    repository.git("add", "ttdp.py")
-    repository.write("packaging/new", "not tracked")
-    yield
-    (repository.top / "generated/nothing.py").unlink()
-    yield
-
-
-def test_changes_that_are_not_committed(repository: Repository) -> None:
-    """Each has a version of its own, whether git knows the file or not; a README is not packed."""
-    seen = {repository.version()}
-    repository.write("README.md", "not packed")
-    assert repository.version() in seen
-    for number, _ in enumerate(changes(repository)):
-        seen.add(repository.version())
-        assert len(seen) == number + 2, seen
-    assert len([version for version in seen if ".dirty." in version]) == 4
+def test_uncommitted_changes(repository: Repository) -> None:
+    """Each has its own version, whether git knows the file or not; tests are not packed."""
+    clean = repository.version()
+    repository.write("tests/new.py", "not packed")
+    assert repository.version() == clean
+    changes: list[Callable[[], object]] = [
+        lambda: repository.append("# one\n"),
+        lambda: repository.append("# two\n"),
+        lambda: repository.git("add", "ttdp.py"),
+        lambda: repository.write("packaging/new", "not tracked"),
+        lambda: (repository.top / "generated/nothing.py").unlink(),
+    ]
+    versions = []
+    for change in changes:
+        change()
+        versions.append(repository.version())
+    assert len({*versions}) == 4 and versions[1] == versions[2]
+    assert all(".dirty." in version for version in versions)
 
 
 def test_two_branches(repository: Repository) -> None:
-    """Commits of the same number are told apart by their hash."""
+    """Commits with the same count differ in their hash."""
     versions = []
     for name in ("one", "two"):
         repository.git("checkout", "--quiet", "-b", name, "main")
-        repository.write("ttdp.py", repository.read("ttdp.py") + f"# {name}\n")
+        repository.append(f"# {name}\n")
         repository.commit(name)
         versions.append(repository.version())
     assert versions[0] != versions[1]
     assert [re.sub("g[0-9a-f]{10}$", "", version) for version in versions] == ["0.2.0~git2."] * 2
 
 
-def test_a_shallow_clone_is_below_all(repository: Repository, tmp_path: Path) -> None:
-    """It cannot count, so it says when the commit was made instead."""
+def test_a_shallow_clone_is_below_other_commits(repository: Repository, tmp_path: Path) -> None:
+    """It has the time of the commit instead of a count."""
     repository.commit("Second")
     shallow = tmp_path / "shallow"
     repository.git("clone", "--quiet", "--depth=1", f"file://{repository.top}", str(shallow))
-    version = subprocess.check_output(
-        [sys.executable, "packaging/version.py"], cwd=shallow, text=True
-    ).strip()
+    version = repository.version(shallow)
     assert re.fullmatch(r"0\.2\.0~git0\.20\d{12}\.g[0-9a-f]{10}", version)
     assert rises(version, "0.2.0~git1.g0000000000")
 
 
 def test_without_git(repository: Repository) -> None:
-    """An unpacked release is that; other sources differ by their contents, below every commit."""
+    """A released source has its version; others differ by their contents, below every commit."""
     shutil.rmtree(repository.top / ".git")
     first = repository.version()
     assert re.fullmatch(r"0\.2\.0~~src\.[0-9a-f]{8}", first) and rises(first, "0.2.0~git0.2026.g0")
-    repository.write("ttdp.py", repository.read("ttdp.py") + "# more\n")
+    repository.append("# more\n")
     assert repository.version() != first
-    repository.write("packaging/deb/changelog", CHANGELOG.replace("UNRELEASED", "unstable"))
+    repository.write("packaging/deb/changelog", CLOSED)
     assert repository.version() == "0.2.0"
 
 
-def test_program_and_changelog_have_to_agree(repository: Repository) -> None:
-    """One line names both."""
-    repository.write("ttdp.py", '__version__ = "0.1.0"\n')
-    done = repository.run("version.py")
-    assert done.returncode and "changelog says 0.2.0, ttdp.py 0.1.0\n" in done.stderr, done
+# -- releases --------------------------------------------------------------------------------------
 
 
 def test_a_release(repository: Repository) -> None:
     """One command checks a worktree, closes both changelogs, tags, and opens the next version."""
     repository.commit("Second")
     checks = "grep -q ' unstable;' packaging/deb/changelog && touch untracked && test $CI = true"
-    done = repository.run("release.py", "0.2.0", "--checks", checks)
-    assert done.returncode == 0, done.stderr
-    assert "git push origin main v0.2.0" in done.stdout
-    assert repository.git("log", "--format=%s").splitlines() == [
-        "On the way to 0.3.0", "Release 0.2.0", "Second", "First",
-    ]  # fmt: skip
+    done = repository.release("0.2.0", checks)
+    assert done.returncode == 0 and "git push origin main v0.2.0" in done.stdout, done
+    log = repository.git("log", "--format=%s").splitlines()
+    assert log == ["Open 0.3.0", "Release 0.2.0", "Second", "First"]
     assert repository.git("rev-parse", "v0.2.0^{commit}") == repository.git("rev-parse", "main~1")
-    assert re.match(
-        r"# Changelog\n\n## 0.3.0 – unreleased\n\n## 0.2.0 – 20..-..-..\n",
-        repository.read("CHANGELOG.md"),
-    )
+    headings = re.findall(r"(?m)^## (.*)$", repository.read("CHANGELOG.md"))
+    assert headings[0] == "0.3.0 – unreleased" and re.fullmatch("0.2.0 – 20..-..-..", headings[1])
     assert '__version__ = "0.3.0"' in repository.read("ttdp.py")
-    assert (
-        repository.git("status", "--porcelain") == ""
-        and len(repository.git("worktree", "list").splitlines()) == 1
-    )
+    _, _, changes, _, worktrees = repository.state()
+    assert not changes and len(worktrees.splitlines()) == 1
 
 
 def test_checks_that_fail(repository: Repository) -> None:
-    """Nothing is tagged, committed or left behind, and the status says so."""
+    """No tag, commit or file is left, and the last line has the reason."""
     before = repository.state()
-    done = repository.run("release.py", "0.2.0", "--checks", "false")
+    done = repository.release("0.2.0", "false")
     assert done.returncode and "false failed with status 1" in done.stderr, done
-    assert (
-        repository.state() == before and len(repository.git("worktree", "list").splitlines()) == 1
+    assert repository.state() == before
+
+
+def test_a_commit_during_the_checks(repository: Repository) -> None:
+    """It is not released unchecked."""
+    done = repository.release(
+        "0.2.0", f"git -C {repository.top} commit --quiet --allow-empty --message Third"
     )
-
-
-def test_main_that_moves_meanwhile(repository: Repository) -> None:
-    """A commit that comes while the checks run is not released unseen."""
-    checks = f"git -C {repository.top} commit --quiet --allow-empty --message Third"
-    done = repository.run("release.py", "0.2.0", "--checks", checks)
     assert done.returncode and "main has changed" in done.stderr, done
     assert repository.git("tag") == ""
 
 
-REASONS = {
-    "dirty": "not committed",
-    "branch": "not main",
-    "number": "not three numbers",
-    "version": "begins with 0.2.0",
-    "news": "with what is new",
-    "again": "v0.2.0 has been released",
-    "closed": "begins with 0.2.0",
+def commit_with(name: str, text: str) -> Callable[[Repository], None]:
+    """Return what commits a file with this text."""
+
+    def act(repository: Repository) -> None:
+        repository.write(name, text)
+        repository.commit(name)
+
+    return act
+
+
+REFUSED: dict[str, tuple[str, Callable[[Repository], object]]] = {
+    "uncommitted changes": ("0.2.0", lambda repository: repository.write("new", "")),
+    "not main": ("0.2.0", lambda repository: repository.git("checkout", "-qb", "other")),
+    "must be three numbers": ("0.2", lambda repository: None),
+    "begins with 0.2.0;": ("0.5.0", lambda repository: None),
+    "already closed": ("0.2.0", commit_with("packaging/deb/changelog", CLOSED)),
+    "with a list of changes": ("0.2.0", commit_with("CHANGELOG.md", NEWS.replace("- S", "S"))),
+    "v0.2.0 is already released": ("0.2.0", lambda repository: repository.git("tag", "v0.2.0")),
+    "changelog has 0.2.0, ttdp.py has 0.1.0": (
+        "0.2.0",
+        commit_with("ttdp.py", '__version__ = "0.1.0"\n'),
+    ),
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", REFUSED)
 def test_a_release_that_is_refused(repository: Repository, reason: str, tmp_path: Path) -> None:
-    """In words, before anything is checked or changed."""
-    version = {"number": "0.2", "version": "0.5.0"}.get(reason, "0.2.0")
-    if reason == "dirty":
-        repository.write("new", "")
-    elif reason == "branch":
-        repository.git("checkout", "--quiet", "-b", "other")
-    elif reason == "news":
-        repository.write("CHANGELOG.md", NEWS.replace("- Something.\n", ""))
-        repository.commit("Nothing is new")
-    elif reason == "again":
-        repository.git("tag", "v0.2.0")
-    elif reason == "closed":
-        repository.write("packaging/deb/changelog", CHANGELOG.replace("UNRELEASED", "unstable"))
-        repository.commit("Closed by hand")
+    """With the reason, before anything is checked or changed."""
+    version, prepare = REFUSED[reason]
+    prepare(repository)
     before = repository.state()
-    done = repository.run("release.py", version, "--checks", f"touch {tmp_path}/checked")
-    assert done.returncode and REASONS[reason] in done.stderr, done
+    done = repository.release(version, f"touch {tmp_path}/checked")
+    assert done.returncode and reason in done.stderr, done
     assert repository.state() == before and not (tmp_path / "checked").exists()
