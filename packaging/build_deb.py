@@ -28,7 +28,6 @@ BESIDE = {
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
-DOCUMENTS = ("README.md", "CHANGELOG.md")
 FOR_DEBHELPER = {
     "tt-device-plugin.service": "tt-device-plugin.service",
     "tt-device-plugin-metrics.socket": "tt-device-plugin-metrics.socket",
@@ -71,12 +70,15 @@ def lay_out_source(source: Path, version: str) -> None:
         shutil.copy(TOP / "packaging/deb" / name, source / place)
     for script in ("bin/tt-device-plugin", "back-off"):
         (source / script).chmod(0o755)
-    for name in DOCUMENTS:
-        shutil.copy(TOP / name, source)
+    shutil.copy(TOP / "README.md", source)
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
     set_version(source / "debian/changelog", version)
+    # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.
+    epoch = build_pyz.source_date_epoch()
+    for path in source.rglob("*"):
+        os.utime(path, (epoch, epoch))
 
 
 def build_zipapp(source: Path, arch: str, version: str) -> None:

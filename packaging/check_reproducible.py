@@ -20,7 +20,7 @@ from pathlib import Path
 import build_pyz
 
 TOP = Path(__file__).resolve().parent.parent
-SOURCES = ("ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md", "generated", "packaging")
+SOURCES = ("ttdp.py", "shiv.toml", "README.md", "generated", "packaging")
 WORLDS = (
     ("a", 0o022, {"TZ": "UTC", "LC_ALL": "C"}),
     (
@@ -40,6 +40,9 @@ def build(place: Path, umask: int, variables: dict[str, str], version: str) -> d
             shutil.copytree(TOP / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(TOP / name, place)
+    if umask == 0o022:  # as in an old checkout, from before the commit
+        for path in place.rglob("*"):
+            os.utime(path, (1e9, 1e9))
     environment = {
         **os.environ,
         **variables,
