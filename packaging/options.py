@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes what manuals say of the options: from ttdp.Settings and the argument parser.
+"""Writes the options into the manuals, from ttdp.Settings and the argument parser.
 
-    options.py            writes it, between the marks in each of the files (`make generate`)
-    options.py --check    says where a file has something else, and fails (`make lint`)
+    options.py            replaces the text between the marks in each file (`make generate`)
+    options.py --check    prints the differences, and fails if there are any (`make lint`)
 
-The files are README.md and, in packaging/deb, the manual page, the documented configuration and
-bash's completion. The program has to be importable: PYTHONPATH=.
+The files are README.md and, in packaging/deb, the man page, the documented configuration and bash's
+completion. The program must be importable: PYTHONPATH=.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import ttdp
 
 TOP = Path(__file__).resolve().parent.parent
-BEGIN, END = "options, made by: make generate", "end of the options"
 
-# What stands in the documented configuration for a key that has no default.
+# Values in the documented configuration for keys without a default.
 EXAMPLES: dict[str, Any] = {
     "temperature_limit": "card",
     "name": "n300",
@@ -37,16 +36,23 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
-# What a key may be where that goes without saying.
+# Rules that need no sentence: the key's help is enough.
 PLAIN = ("the path of a directory", "a path, or empty", "an absolute path")
+# The options of single commands, whose texts in --help are shorter.
+COMMAND_OPTIONS = {
+    "--help": "Print the help text and exit.",
+    "--version": "Print the version and exit.",
+    "--json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
+    "--config-only": "With\n.Cm check :\ncheck only the configuration.",
+}
 
 
 class Key(NamedTuple):
-    """A key of the configuration file, and its flag and variable where it has them."""
+    """A key of the configuration file, with its flag and environment variable if it has them."""
 
-    section: str  # "[health]"; "" for those on top
+    section: str  # "[health]"; "" for the keys above all sections
     name: str
-    default: Any  # MISSING: the key has to be there, or follows another one
+    default: Any  # MISSING: the key is required, or its default is that of another key
     rule: ttdp.Rule
     help: str
     flag: str = ""
@@ -54,26 +60,27 @@ class Key(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What it means, with the choices that there are."""
+        """Its meaning, with the valid choices."""
         choices = self.rule.choices
         named = all(re.search(rf"\b{re.escape(each)}\b", self.help) for each in choices)
         return self.help if named else f"{self.help}: {self.rule.valid}"
 
     @property
     def sentences(self) -> list[str]:
-        """What it means, and what it may be."""
-        said = [f"{self.text[0].upper()}{self.text[1:]}."]
+        """Its meaning and its valid values."""
+        found = [f"{self.text[0].upper()}{self.text[1:]}."]
         evident = self.rule.choices or isinstance(self.default, bool)
         if not evident and self.rule.valid not in PLAIN:
-            said.append(f"It has to be {self.rule.valid}.")
-        return said
+            found.append(f"Must be {self.rule.valid}.")
+        return found
 
     @property
     def shown_default(self) -> str:
-        """As the file has it, but for the quotation marks; "" where there is none."""
-        none = self.default is MISSING or (self.default is None and "default:" in self.help)
-        if none or self.default is None:
-            return "" if none else "none"
+        """The default as in the file, without quotation marks; "" if there is none to show."""
+        if self.default is MISSING:
+            return ""
+        if self.default is None:
+            return "" if "default:" in self.help else "none"
         return self.default if isinstance(self.default, str) else json.dumps(self.default)
 
 
@@ -82,42 +89,42 @@ class Section(NamedTuple):
 
     heading: str
     kind: type
-    text: str  # what is true of all its keys
+    text: str  # for all its keys
 
 
 SECTIONS = (
-    Section("[health]", ttdp.HealthSettings, "When a chip counts as unhealthy."),
+    Section("[health]", ttdp.HealthSettings, "When a chip is unhealthy."),
     Section(
         "[sharing]",
         ttdp.Sharing,
-        "Several containers on one device: they take turns, and nothing keeps them apart. As "
-        "installed, no device is shared.",
+        "Several containers on one device: they take turns, without isolation. By default, no "
+        "device is shared.",
     ),
     Section(
         "[[sharing.resources]]",
         ttdp.SharedResource,
-        "One such table for each resource that is shared. Devices that it does not select stay "
-        "for one container each; then the shared ones need another name.",
+        "One table for each shared resource. Devices that it does not select stay exclusive; then "
+        "the shared ones need another name.",
     ),
     Section(
         "[[mounts]]",
         ttdp.Mount,
-        "One such table for each path that containers on a device get. Without any these are "
-        "/dev/hugepages-1G and /dev/hugepages; naming one replaces both.",
+        "One table for each host path that containers with a device get. The default is "
+        "/dev/hugepages-1G and /dev/hugepages, if they exist; any table replaces both.",
     ),
 )
 
 
 def main() -> int:
-    """Do as the command line says."""
-    parser = argparse.ArgumentParser(description="Writes what manuals say of the options.")
+    """Write the options, or check them."""
+    parser = argparse.ArgumentParser(description="Writes the options into the manuals.")
     parser.add_argument("--check", action="store_true", help="write nothing, fail if they differ")
     check = parser.parse_args().check
     differ = False
-    for name, make in FILES.items():
+    for (name, mark), make in PARTS.items():
         path = TOP / name
         before = path.read_text()
-        after = with_part(before, make())
+        after = with_part(before, mark, make())
         if check and before != after:
             differ = True
             lines = (before.splitlines(True), after.splitlines(True))
@@ -125,21 +132,22 @@ def main() -> int:
         elif before != after:
             path.write_text(after)
     if differ:
-        print("what stands there of the options is not what ttdp.py says; run: make generate")
+        print("run make generate: these options do not match ttdp.py")
     return int(differ)
 
 
-def with_part(text: str, part: str) -> str:
-    """Return a file's text with this between the marks; each of them is on a line of its own."""
-    pattern = rf"(?ms)^([^\n]*{BEGIN}[^\n]*\n).*?^([^\n]*{END}[^\n]*\n)"
+def with_part(text: str, mark: str, part: str) -> str:
+    """Return a file's text with this part between two lines that have its mark."""
+    begin, end = f"{mark}, made by: make generate", f"end of the {mark}"
+    pattern = rf"(?ms)^([^\n]*{begin}[^\n]*\n).*?^([^\n]*{end}[^\n]*\n)"
     result, number = re.subn(pattern, lambda found: found[1] + part + found[2], text)
     if number != 1:
-        raise ValueError(f"{number} places for the options where there has to be one")
+        raise ValueError(f"expected one place for the {mark}, found {number}")
     return result
 
 
 def top_keys() -> Iterator[Key]:
-    """Yield those that have a flag and a variable, too."""
+    """Yield the keys that also have a flag and an environment variable."""
     defaults = ttdp.Settings()
     for each in ttdp.OPTIONS:
         default = getattr(defaults, each.key)
@@ -147,6 +155,7 @@ def top_keys() -> Iterator[Key]:
 
 
 def keys_of(section: Section) -> Iterator[Key]:
+    """Yield the keys of a section."""
     for each in fields(section.kind):
         if each.metadata:
             rule, text = each.metadata["rule"], each.metadata["help"]
@@ -154,7 +163,7 @@ def keys_of(section: Section) -> Iterator[Key]:
 
 
 def metavar(key: Key) -> str:
-    """Return what stands for a flag's value, as --help says."""
+    """Return the placeholder of a flag's value, as in --help."""
     return key.name.rpartition("_")[2]
 
 
@@ -162,20 +171,18 @@ def metavar(key: Key) -> str:
 
 
 def readme() -> str:
-    """Return its table: a row for each flag, and one for each section of the file."""
-    file = "may be absent; one that is named has to exist"
-    rows = [("--config-file", "TTDP_CONFIG_FILE", "", ttdp.DEFAULT_CONFIG_FILE, file)]
-    for key in top_keys():
-        rows.append((key.flag, key.variable, key.name, key.shown_default, key.text))
-    lines = ["| flag | environment | key in the file | default | |", "|---|---|---|---|---|"]
-    for *code, text in rows:
-        lines.append(f"| {' | '.join([*map(quoted, code), escaped(text)])} |")
+    """Return the table: a row for each flag, and one for each section of the file."""
+    rows = [("--config-file", ttdp.DEFAULT_CONFIG_FILE, "a file named explicitly must exist")]
+    rows += [(key.flag, key.shown_default, key.text) for key in top_keys()]
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    lines += [
+        f"| {quoted(flag)} | {quoted(default)} | {escaped(text)} |" for flag, default, text in rows
+    ]
     for section in SECTIONS:
         keys = [*keys_of(section)]
         names = " ".join(quoted(key.name) for key in keys)
         defaults = ", ".join(quoted(key.shown_default) or "–" for key in keys)
-        cells = ["", "", f"{quoted(section.heading)} {names}", defaults, section.text]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {quoted(section.heading)} {names} | {defaults} | {section.text} |")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -187,45 +194,60 @@ def escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("<", "&lt;")
 
 
-# -- The manual page, in mdoc(7) -------------------------------------------------------------------
+# -- The man page, in mdoc(7) ----------------------------------------------------------------------
 
 
 def manual() -> str:
-    """Return the list of flags, and that of what only the file can say."""
+    """Return the list of flags, the options of the commands first."""
     lines = [".Bl -tag -width Ds"]
-    lines += [".It Fl -config-file Ar file", "The configuration file.", "Default"]
-    lines += [f".Pa {ttdp.DEFAULT_CONFIG_FILE} ,"]
-    lines += ["which may be absent; a file that is named has to exist.", ".Ev TTDP_CONFIG_FILE"]
+    for action in ttdp.argument_parser()._actions:
+        flag = action.option_strings[-1] if action.option_strings else ""
+        if flag and action.nargs == 0:
+            lines += [f".It Fl {flag[1:]}", COMMAND_OPTIONS[flag]]
+    lines += [".It Fl -config-file Ar file", "The configuration file."]
+    lines += ["The default file may be absent; a file named explicitly must exist."]
+    lines += [".br", "Default:", f".Pa {ttdp.DEFAULT_CONFIG_FILE} ."]
+    lines += environment("TTDP_CONFIG_FILE")
     for key in top_keys():
         value = f"Ar {metavar(key)}"
         if isinstance(key.default, bool):
             value = "Ns Op = Ns Ar bool"
-        lines.append(f".It Fl {key.flag[1:]} {value}")
-        lines += [*manual_text(key), f".Ev {key.variable}"]
-    for action in ttdp.argument_parser()._actions:
-        flag = action.option_strings[-1] if action.option_strings else ""
-        if flag and action.nargs == 0:
-            lines += [f".It Fl {flag[1:]}", roff(f"{str(action.help).capitalize()}.")]
-    lines += [".El", ".Pp", "The file can say more:", ".Bl -tag -width Ds"]
+        lines += [f".It Fl {key.flag[1:]} {value}", *manual_text(key), *environment(key.variable)]
+    return "".join(f"{line}\n" for line in [*lines, ".El"])
+
+
+def environment(variable: str) -> list[str]:
+    return [".br", "Environment:", f".Ev {variable} ."]
+
+
+def manual_keys() -> str:
+    """Return the lists of the keys that only the configuration file has, by section."""
+    lines = []
     for section in SECTIONS:
-        lines += [f".It Li {section.heading}", *map(roff, re.split(r"(?<=\.) ", section.text))]
+        lines += [f".Ss {section.heading}", *map(roff, sentences(section.text))]
+        lines += [".Bl -tag -width Ds"]
         for key in keys_of(section):
-            lines += [f".It Li {section.heading} {key.name}", *manual_text(key)]
-    lines.append(".El")
+            lines += [f".It Li {key.name}", *manual_text(key)]
+        lines += [".El"]
     return "".join(f"{line}\n" for line in lines)
 
 
 def manual_text(key: Key) -> list[str]:
-    """Return what a key means, what it may be and its default, each sentence on its own line."""
+    """Return a key's meaning, valid values and default, each sentence on its own line."""
     lines = [roff(each) for each in key.sentences]
     if key.shown_default:
         macro = ".Pa" if key.shown_default.startswith("/") else ".Li"
-        lines += ["Default", f"{macro} {key.shown_default} ."]
+        own_line = [".br"] if len(key.shown_default) > 45 else []  # troff cannot break a path
+        lines += [".br", "Default:", *own_line, f"{macro} {key.shown_default} ."]
     return lines
 
 
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=\.) ", text)
+
+
 def roff(text: str) -> str:
-    """Return a line of text with what roff would take for something else."""
+    """Return a line of text in which the characters that are special to roff are escaped."""
     for each, name in {"\\": "\\e", "°": "\\(de", '"': "\\(dq", "'": "\\(aq"}.items():
         text = text.replace(each, name)
     return text
@@ -235,7 +257,7 @@ def roff(text: str) -> str:
 
 
 def configuration() -> str:
-    """Return every key with its default, each line a comment."""
+    """Return all keys with their defaults; each line is a comment."""
     blocks = [documented(key) for key in top_keys()]
     for section in SECTIONS:
         heading = f"{comment(section.text)}#{section.heading}\n"
@@ -244,12 +266,12 @@ def configuration() -> str:
 
 
 def documented(key: Key) -> str:
-    """Return a key's lines."""
+    """Return a key's lines: its meaning, and its default or an example."""
     has_default = key.default not in (None, MISSING)
     if not has_default and key.name not in EXAMPLES:
-        sys.exit(f"{key.name} has no default: EXAMPLES in {__file__} needs a value for it")
+        sys.exit(f"add a value for {key.name}, which has no default, to EXAMPLES in {__file__}")
     value = key.default if has_default else EXAMPLES[key.name]
-    note = "  # an example; as installed there is none" if key.default is None else ""
+    note = "  # an example; not set by default" if key.default is None else ""
     return f"{comment(' '.join(key.sentences))}#{key.name} = {json.dumps(value)}{note}\n"
 
 
@@ -261,7 +283,7 @@ def comment(text: str) -> str:
 
 
 def completion() -> str:
-    """Return the words that the function below them completes, and what each flag takes."""
+    """Return the commands, the flags, and the kind of value of each flag."""
     actions = ttdp.argument_parser()._actions
     commands = next(each.choices for each in actions if not each.option_strings) or ()
     flags = [each.option_strings[-1] for each in actions if each.option_strings]
@@ -278,11 +300,12 @@ def completion() -> str:
     return "".join(f"{line}\n" for line in [*lines, "    )"])
 
 
-FILES: dict[str, Callable[[], str]] = {
-    "README.md": readme,
-    "packaging/deb/tt-device-plugin.8": manual,
-    "packaging/deb/config.toml": configuration,
-    "packaging/deb/completion.bash": completion,
+PARTS: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "options"): readme,
+    ("packaging/deb/tt-device-plugin.8", "options"): manual,
+    ("packaging/deb/tt-device-plugin.8", "configuration keys"): manual_keys,
+    ("packaging/deb/config.toml", "options"): configuration,
+    ("packaging/deb/completion.bash", "options"): completion,
 }
 
 if __name__ == "__main__":
