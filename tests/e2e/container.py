@@ -14,12 +14,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+import pytest
 
 from tests.e2e.machine import remove_cgroups
 from tests.world.processes import wait_until
 
+C = TypeVar("C", bound="Container")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
 PACKAGES = "systemd,systemd-sysv,dbus,python3"
 FRESH = 14 * 86400  # seconds for which a root tree is used again
@@ -44,7 +48,28 @@ exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --pr
 
 
 class Missing(Exception):
-    """What cannot be had here, in words."""
+    """Something that a test needs is not available here; the text names it."""
+
+
+@contextlib.contextmanager
+def optional(*, unless: bool = False) -> Iterator[None]:
+    """Skip the test if something is missing; `unless` it is required."""
+    try:
+        yield
+    except Missing as reason:
+        if unless:
+            raise
+        pytest.skip(f"NOT RUN: {reason}")
+
+
+def require_root(**tools: str) -> None:
+    """End the run with one line if it lacks root or a tool, given with its Debian package."""
+    if os.geteuid() != 0:
+        pytest.exit("run this as root: it boots systems", returncode=1)
+    tools = {"mmdebstrap": "mmdebstrap", "systemd_nspawn": "systemd-container", **tools}
+    missing = [name for tool, name in tools.items() if not shutil.which(tool.replace("_", "-"))]
+    if missing:
+        pytest.exit(f"apt-get install --no-install-recommends {' '.join(missing)}", returncode=1)
 
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
@@ -72,7 +97,7 @@ def root_tree(suite: str, packages: str = PACKAGES) -> Path:
 
 
 class Container:
-    """One system; can be booted several times."""
+    """One system, which can be booted several times; it is booted and deleted with the context."""
 
     def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
         """binds: what of the host is where in it, read-only. packages: what it has."""
@@ -90,6 +115,21 @@ class Container:
         self.root.mkdir()
         self.shared.mkdir()
         subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
+
+    def __enter__(self: C) -> C:
+        try:
+            self.start()
+        except BaseException:
+            self.delete()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.delete()
+
+    def start(self) -> None:
+        """Boot, and prepare the system for the tests."""
+        self.boot()
 
     def boot(self, begun: Callable[[], object] = lambda: None) -> float:
         """Boot, call `begun` early on, wait until all is started; returns the seconds taken."""

@@ -7,6 +7,7 @@ import errno
 import json
 import mmap
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -28,6 +29,14 @@ def writable(directory: str) -> Callable[[], None]:
         os.unlink(path)
 
     return act
+
+
+def status_socket() -> None:
+    path = f"{os.environ['RUNTIME_DIRECTORY']}/status.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+    os.unlink(path)
 
 
 def lock_directory() -> None:
@@ -75,6 +84,8 @@ print(
             "IPv6": attempt(lambda: socket.socket(socket.AF_INET6).close()),
             "packets": attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()),
             "unix sockets": attempt(lambda: socket.socket(socket.AF_UNIX).close()),
+            "a socket in the run-time directory": attempt(status_socket),
+            "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "kernel events": attempt(
                 lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 15).bind((0, 1))
             ),

@@ -70,6 +70,8 @@ def probing(unit: str, command: str, output: str) -> str:
     unit = re.sub(r"(?m)^Type=.*$", "Type=oneshot", unit)
     others = r"Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStopPost|ExecStartPre=\S*back-off"
     unit = re.sub(rf"(?m)^({others}).*\n", "", unit)
+    # The end of the probe must not delete the daemon's run-time directory.
+    unit = re.sub(r"(?m)^RuntimeDirectory=.*$", "RuntimeDirectory=probe", unit)
     started = f"ExecStart=/usr/bin/python3 {command}\nStandardOutput=file:{output}"
     return re.sub(r"(?m)^ExecStart=.*$", started, unit)
 
