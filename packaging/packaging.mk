@@ -31,7 +31,7 @@ dist/tt-device-plugin.pyz: $(PACKAGED) build/version | $(VENV)/pyvenv.cfg
 
 # Without the message the demo would be silent while it fetches grpcio.
 $(DEMO): $(PACKAGED) build/version
-	@echo 'building the demo, once: about 15 seconds'
+	@echo 'building the demo, once: about 10 seconds'
 	@$(MAKE) --no-print-directory $(VENV)/pyvenv.cfg
 	@$(PY) packaging/build_pyz.py --demo --output $@
 
