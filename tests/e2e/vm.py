@@ -8,6 +8,7 @@ devices, the driver is driver/tenstorrent.c. Other modules make other machines w
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,11 +18,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.e2e.container import CACHE, Missing, root_tree
 from tests.world.processes import ROOT
 
+Steps = dict[str, dict[str, Any]]
 DRIVER = Path(__file__).with_name("driver")
 TREE = "systemd,systemd-sysv,udev,dbus,kmod,python3"
 TOOLS = {
@@ -174,6 +176,13 @@ def run_to_end(qemu: Sequence[str], said: Path, console: Path, patience: float) 
             f"It wrote:\n{written[-6000:]}\nThe console says:\n{shown[-4000:]}"
         )
     return written.replace(END, "")
+
+
+def steps(written: str) -> Steps:
+    """Return the steps that a guest's script has written, one JSON object a line, by name."""
+    lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+    assert lines, written
+    return {line["step"]: line for line in lines}
 
 
 QEMU = ("qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35")
