@@ -120,7 +120,7 @@ def system(request: pytest.FixtureRequest, deb: Path) -> Iterator[System]:
 
 @pytest.mark.parametrize("place", ["/run/ttdp/shm", "/dev/shm/tt-device-plugin"])
 def test_a_user_logs_out(system: System, place: str, told: Told) -> None:
-    """Below /run/ttdp/shm the lock stays; below /dev/shm it is deleted, and two containers hold it."""
+    """Below /run/ttdp/shm the lock stays. Below /dev/shm it is deleted."""
     shm = f"{place}/n300"
     system.shell(f"mkdir -p {shm} && chmod 1777 {shm}")
     try:
