@@ -1,12 +1,12 @@
-"""An arm64 machine in QEMU's interpreter: Debian's own kernel, systemd and Python.
+"""An emulated arm64 machine with Debian's own kernel, systemd and Python.
 
-Nothing of that is installed under emulation, which is slow. mmdebstrap installs the system for the
-architecture of this machine, so all is there that maintainer scripts make: accounts, links, dpkg's
-database. Then the arm64 packages of the same names are unpacked over it, as in an upgrade, and the
-database says so. The machine boots it from memory.
+An installation under emulation would be slow. So mmdebstrap installs the system for the
+architecture of this machine, with all that maintainer scripts create: accounts, links, dpkg's
+database. Then the arm64 packages of the same names are unpacked over it, as in an upgrade, and
+entered into the database. The machine boots it from memory.
 
-With -icount the guest's clock counts instructions, 2 ns each. A busy host makes the guest slow, but
-in its own time nothing is late.
+With -icount the guest's clock counts instructions, 2 ns each. On a busy host the guest is slow, but
+nothing is late by its own clock.
 """
 
 from __future__ import annotations
@@ -31,28 +31,26 @@ AARCH64 = 183  # e_machine of its ELF files
 TOOLS = {
     "qemu-system-aarch64": "qemu-system-arm",
     "mmdebstrap": "mmdebstrap",
-    "dpkg-deb": "dpkg",
 }
 TERMINAL = "/dev/ttyS0"  # of a PCI card; the board's own serial port is the console
-HUNG = 3600.0  # seconds; a run takes three to four minutes on an idle machine
-# Pages of 1 GiB: what one n150 without an IOMMU needs. Only at boot is there room for them.
-HUGEPAGES = 4
-MEMORY = HUGEPAGES * 1024 + 4096  # MiB; the host has to have only what the guest touches
+TIMEOUT = 3600.0  # seconds; a run takes three to four minutes on an idle machine
+HUGEPAGES = 4  # of 1 GiB, for one n150 without an IOMMU; they can only be reserved at boot
+MEMORY = HUGEPAGES * 1024 + 4096  # MiB; the host needs only the pages that the guest uses
 
 
 @dataclass(frozen=True)
 class Release:
-    """A release of Debian, with the kernel and the processor that it is tried on."""
+    """A release of Debian, with the kernel and the processor of the test."""
 
     name: str
     suite: str
-    kernel: str  # the package that depends on the newest one
+    kernel: str  # the package that depends on the newest kernel
     processor: str
     page_size: int
 
 
-# Debian 13's C library uses branch target identification and pointer authentication where the
-# processor has them, which a neoverse-n1 has not.
+# Debian 13's C library uses branch target identification and pointer authentication. A neoverse-n1
+# has neither.
 EVERYTHING = "max,pauth-impdef=on"
 RELEASES = (
     Release("bookworm", "bookworm", "linux-image-arm64", "neoverse-n1", 4096),
@@ -62,16 +60,16 @@ RELEASES = (
 
 
 def run(release: Release, deb: Path, script: Path) -> str:
-    """Boot a system, run a Python script on it, and return what that has written; raises Missing.
+    """Boot a system, run a Python script on it, and return its output; raises Missing.
 
-    The script finds the package and probe.py in /srv, and can import tests.world.
+    The package and probe.py are in /srv, and the script can import tests.world.
     """
     place = system(release.suite)
     with tempfile.TemporaryDirectory(prefix="ttdp-arm64-", dir="/var/tmp") as directory:
         work = Path(directory)
         added = work / "added"
         _add_files(added, deb, script)
-        # Archives one after the other are one file system.
+        # Several archives in one file are one file system.
         with (work / "initrd").open("wb") as initrd:
             with (place / "root.cpio").open("rb") as base:
                 shutil.copyfileobj(base, initrd)
@@ -83,7 +81,7 @@ def run(release: Release, deb: Path, script: Path) -> str:
         qemu += ["-append", f"console=ttyAMA0 panic=-1 quiet hugepagesz=1G hugepages={HUGEPAGES}"]
         qemu += ["-serial", f"file:{console}", "-chardev", f"file,id=said,path={said}"]
         qemu += ["-device", "pci-serial,chardev=said"]
-        return vm.run_to_end(qemu, said, console, HUNG)
+        return vm.run_to_end(qemu, said, console, TIMEOUT)
 
 
 def _add_files(root: Path, deb: Path, script: Path) -> None:
@@ -102,13 +100,13 @@ def _add_files(root: Path, deb: Path, script: Path) -> None:
 def system(suite: str) -> Path:
     """Return a directory with a root tree, root.cpio, and kernels by their packages' names.
 
-    It comes from the cache, or is made, which takes a minute or two. Raises Missing.
+    It is cached; to make it takes a minute or two. Raises Missing.
     """
     if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
         raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
     kernels = sorted({release.kernel for release in RELEASES if release.suite == suite})
-    made_by = hashlib.sha256(repr((vm.TREE, kernels)).encode() + Path(__file__).read_bytes())
-    place = CACHE / f"{suite}-{ARCHITECTURE}-{made_by.hexdigest()[:12]}"
+    key = hashlib.sha256(repr((vm.TREE, kernels)).encode() + Path(__file__).read_bytes())
+    place = CACHE / f"{suite}-{ARCHITECTURE}-{key.hexdigest()[:12]}"
     if place.exists() and time.time() - place.stat().st_mtime < FRESH:
         return place
     installed = root_tree(suite, vm.TREE)
@@ -126,20 +124,15 @@ def system(suite: str) -> Path:
         tree.become(packages)
         with (half / "root.cpio").open("wb") as archive:
             vm.write_cpio(root, archive)
-        try:
-            half.rename(place)
-        except OSError:
-            if not place.exists():  # otherwise another run was quicker
-                raise
+        half.rename(place)
     return place
 
 
 def _download(suite: str, names: Sequence[str], kernels: Sequence[str], into: Path) -> list[Path]:
-    """Fetch the arm64 packages of these names, and what the kernels' depend on; raises Missing."""
+    """Fetch the arm64 packages of these names, and the kernels' dependencies; raises Missing."""
     into.mkdir()
     depends = f"apt-cache depends {' '.join(kernels)}"
-    # The tree that this makes is thrown away. Beside it, apt is set up for another suite and
-    # architecture, with the keys for it.
+    # mmdebstrap sets up apt for the other suite and architecture; its tree is not used.
     script = f"""
         set -e
         export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"
@@ -147,16 +140,10 @@ def _download(suite: str, names: Sequence[str], kernels: Sequence[str], into: Pa
         apt-get download {" ".join([*names, *kernels])}
         apt-get download $({depends} | sed -n 's/^ *Depends: linux-image/linux-image/p')
     """
-    made = subprocess.run(
-        [
-            *("mmdebstrap", "--quiet", "--variant=extract", f"--architectures={ARCHITECTURE}"),
-            *("--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"),
-            *(f"--extract-hook={script}", suite, "/dev/null"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["mmdebstrap", "--quiet", "--variant=extract", f"--architectures={ARCHITECTURE}"]
+    command += ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"]
+    command += [f"--extract-hook={script}", suite, "/dev/null"]
+    made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         raise Missing(f"no packages of {suite} for {ARCHITECTURE}: {made.stderr.strip()[-500:]}")
     return sorted(into.glob("*.deb"))
@@ -168,17 +155,15 @@ def _extract_kernel(packages: Sequence[Path], meta: str, target: Path) -> None:
     found = re.match(r"linux-image-(\S+)", depends)
     assert found, f"{meta} depends on {depends}"
     image = _package(packages, found[0])
-    path = f"./boot/vmlinuz-{found[1]}"
-    with subprocess.Popen(
-        ["dpkg-deb", "--fsys-tarfile", str(image)], stdout=subprocess.PIPE
-    ) as archive:
-        extracted = subprocess.run(
-            ["tar", "-x", "--to-stdout", path],
-            stdin=archive.stdout,
-            capture_output=True,
-            check=True,
-        )
-    target.write_bytes(extracted.stdout)
+    target.write_bytes(_tar(image, "--to-stdout", f"./boot/vmlinuz-{found[1]}"))
+
+
+def _tar(package: Path, *arguments: str) -> bytes:
+    """Run `tar -x` on the files of a package; return its output."""
+    command = ["dpkg-deb", "--fsys-tarfile", str(package)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as files:
+        tar = ["tar", "-x", *arguments]
+        return subprocess.run(tar, stdin=files.stdout, stdout=subprocess.PIPE, check=True).stdout
 
 
 def _package(packages: Sequence[Path], name: str) -> Path:
@@ -187,13 +172,13 @@ def _package(packages: Sequence[Path], name: str) -> Path:
 
 
 def _field(package: Path, *names: str) -> str:
-    """Return one field of a package's control file, or without a name all of it."""
+    """Return a field of a package's control file, or all fields."""
     command = ["dpkg-deb", "--field", str(package), *names]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Tree:
-    """A root tree for this machine's architecture, which becomes one for another."""
+    """A root tree of this machine's architecture, which becomes one of another."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -209,14 +194,14 @@ class Tree:
         return [*self._paragraphs]
 
     def become(self, packages: Sequence[Path]) -> None:
-        """Replace each package by the one of its name from these; raises Missing if any is left."""
+        """Replace each package by the one of the same name; raises Missing if a file is left."""
         paragraphs = []
         before: set[str] = set()
         after: set[str] = set()
         for name, old in self._paragraphs.items():
             package = _package(packages, name)
             control = _field(package)
-            # dpkg adds two fields to what the package says.
+            # dpkg adds two fields to those of the package.
             conffiles = re.findall(r"(?m)^Conffiles:\n(?: .*\n?)+", f"{old}\n")
             paragraphs.append("".join([control, "Status: install ok installed\n", *conffiles]))
             before |= self._forget(name)
@@ -226,14 +211,12 @@ class Tree:
             found = self.root / path.lstrip("/")
             if found.is_symlink() or found.is_file():
                 found.unlink()
-        (
-            self.root / "etc/ld.so.cache"
-        ).unlink()  # of the other architecture; the linker does without
+        (self.root / "etc/ld.so.cache").unlink()  # of the other architecture, and not needed
         if foreign := [*self._foreign_programs()]:
             raise Missing(f"files of another architecture are left: {', '.join(map(str, foreign))}")
 
     def _forget(self, name: str) -> set[str]:
-        """Remove what dpkg knows of a package; return its files and directories."""
+        """Remove a package from dpkg's database; return its files and directories."""
         files: set[str] = set()
         for path in self._info.glob(f"{name}[.:]*"):
             if path.suffix == ".list":
@@ -242,7 +225,7 @@ class Tree:
         return files
 
     def _unpack(self, package: Path, name: str, control: str) -> set[str]:
-        """Unpack a package, tell dpkg's database of it, and return its files and directories."""
+        """Unpack a package, enter it into dpkg's database; return its files and directories."""
         extracted = self.root.parent / "control"
         subprocess.run(["dpkg-deb", "--control", str(package), str(extracted)], check=True)
         same = re.search(r"(?m)^Multi-Arch: same$", control)
@@ -251,24 +234,13 @@ class Tree:
             if path.name != "control":
                 shutil.copy(path, self._info / f"{prefix}.{path.name}")
         shutil.rmtree(extracted)
-        with subprocess.Popen(
-            ["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE
-        ) as archive:
-            unpacked = subprocess.run(
-                ["tar", "-C", str(self.root), "-xv", "--keep-directory-symlink"],
-                stdin=archive.stdout,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        files = [
-            line.removeprefix(".").rstrip("/") or "/." for line in unpacked.stdout.splitlines()
-        ]
+        unpacked = _tar(package, "-C", str(self.root), "-v", "--keep-directory-symlink").decode()
+        files = [line.removeprefix(".").rstrip("/") or "/." for line in unpacked.splitlines()]
         (self._info / f"{prefix}.list").write_text("".join(f"{file}\n" for file in files))
         return {self._real(file) for file in files}
 
     def _real(self, path: str) -> str:
-        """Return a path without the link at its top: what was in /lib can now be in /usr/lib."""
+        """Return a path without the link at its top: a file of /lib can be in /usr/lib."""
         directory, _, name = path.rpartition("/")
         top, _, rest = directory.lstrip("/").partition("/")
         if (self.root / top).is_symlink():
