@@ -76,6 +76,9 @@ class ApiServer:
                 "terminationMessagePolicy": "File",
             }
             container.setdefault("imagePullPolicy", "IfNotPresent")
+            # Defaulted like this by a real server; the kubelet's predicates see requests only.
+            resources = container.setdefault("resources", {})
+            resources["requests"] = resources.get("limits", {}) | resources.get("requests", {})
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
 
