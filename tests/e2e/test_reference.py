@@ -29,10 +29,10 @@ from tests.e2e.machine import (
     pod,
     tail,
 )
+from tests.world.plugins import Policy
 from tests.world.processes import until, wait_until
 from tests.world.scenarios import SCENARIOS, Scenario, perform
 from tests.world.stage import LONG, Listed, Plugin, Wish
-from tests.world.topology import Policy
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ SLEEP = (
     "trap 'exit 0' USR1; trap 'exit 1' USR2; trap {term} TERM; while :; do sleep 3600 & wait; done"
 )
 USUAL = (None, "ContainerCreating", "PodInitializing", "CrashLoopBackOff")
-REFUSED = ("UnexpectedAdmissionError", "TopologyAffinityError")
+REFUSED = re.compile("UnexpectedAdmissionError|OutOf.*")
 GRACE = 60  # seconds for which a stubborn container would run on
 
 
@@ -154,10 +154,8 @@ class RealWorld:
         """Return why the kubelet has refused a pod, from its events: its status passes."""
         events, _ = self.api.collect("/api/v1/events")
         for event in events:
-            if (
-                event["involvedObject"].get("uid") == self._uids[name]
-                and event["reason"] in REFUSED
-            ):
+            is_mine = event["involvedObject"].get("uid") == self._uids[name]
+            if is_mine and REFUSED.fullmatch(event["reason"]):
                 return f"{event['reason']}: {event['message']}"
         return ""
 

@@ -1,7 +1,7 @@
-"""The reference kubelet's device manager: what containers are given and started with.
+"""The reference kubelet's device manager: which devices a container gets and starts with.
 
-It follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.30 to 1.37. One `DeviceManager` is one
-life of a kubelet: what a restart forgets is a new object's.
+It follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.30 to 1.37; functions are named as in
+1.37.1. One `DeviceManager` is one life of a kubelet: a restart makes another one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any, NamedTuple, Protocol
 from generated import deviceplugin_pb2 as pb
 from tests.world.checkpoint import CheckpointFile, Entry, Held, Snapshot
 from tests.world.eventlog import EventLog
-from tests.world.plugins import Config, Devices, Failure, Plugins
-from tests.world.topology import Hint, best_hint, hints_of, numa_nodes
+from tests.world.plugins import Client, Config, Devices, Failure, Plugins, numa_nodes
 
 NO_NUMA_NODE = -1
-PRE_START_TIMEOUT = 30.0  # seconds; the only call to a plugin for which the kubelet has a deadline
+PRE_START_TIMEOUT = 30.0  # seconds; no other call to a plugin has a deadline
 
 
 class AdmissionError(Exception):
-    """A pod that the kubelet rejects: what `kubectl describe` would say.
+    """A pod that the kubelet rejects, with the reason and message of `kubectl describe`.
 
-    `reason` is UnexpectedAdmissionError or TopologyAffinityError.
+    `reason` is UnexpectedAdmissionError or OutOf<resource>.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -38,39 +37,44 @@ class Panic(Exception):
 
 
 class Claim(NamedTuple):
-    """A container that wants devices, as the device manager sees it."""
+    """A container that requests devices, as the device manager sees it."""
 
     uid: str  # of its pod
-    pod: str  # its name, for events
+    pod: str  # the pod's name, for events
     container: str
     request: Mapping[str, int]
-    init: bool  # an ordinary init container: what it gets, the pod's later containers get again
+    init: bool  # an ordinary init container: the pod's later containers reuse its devices
     running: bool  # it runs, and did so when this kubelet started
 
 
 class Desired(Protocol):
-    """Which pods the kubelet is to run, as far as it knows."""
+    """The pods that the kubelet is to run, as far as it knows."""
 
     def active(self) -> set[str]:
         """Return the UIDs of the pods that it knows and that have not ended."""
 
     def all_sources_ready(self) -> bool:
-        """Tell whether it has heard of all of them, static pods and the API server's."""
+        """Return whether it has heard of all of them, static pods and the API server's."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """What a container gets: the answers for all of its resources, merged as the kubelet does."""
+    """The answers for all resources of a container, merged as the kubelet does it."""
 
-    ids: dict[str, frozenset[str]] = field(default_factory=dict)  # by resource
+    held: dict[str, Held] = field(default_factory=dict)  # by resource
     envs: dict[str, str] = field(default_factory=dict)
     mounts: list[pb.Mount] = field(default_factory=list)
     devices: list[pb.DeviceSpec] = field(default_factory=list)
     annotations: dict[str, str] = field(default_factory=dict)
     cdi_devices: list[str] = field(default_factory=list)
 
+    @property
+    def ids(self) -> dict[str, frozenset[str]]:
+        """The device IDs by resource."""
+        return {resource: frozenset(held.ids) for resource, held in self.held.items()}
+
     def add(self, answer: pb.ContainerAllocateResponse) -> None:
-        """Merge an answer but for its texts: what is there already wins."""
+        """Merge an answer, except variables and annotations: what is there already wins."""
         known = {spec.container_path for spec in self.devices}
         self.devices.extend(d for d in answer.devices if d.container_path not in known)
         known = {mount.container_path for mount in self.mounts}
@@ -79,23 +83,20 @@ class Allocation:
         self.cdi_devices.extend(name for name in names if name not in self.cdi_devices)
 
     def fields(self) -> dict[str, Any]:
-        """Return it for an event."""
+        """Return the allocation as fields of an event."""
         pairs = [f"{resource}={ident}" for resource, ids in self.ids.items() for ident in ids]
-        mounts = [
-            (m.host_path, m.container_path, "ro" if m.read_only else "rw") for m in self.mounts
-        ]
         return {
             "ids": sorted(pairs),
             "env": [f"{key}={value}" for key, value in sorted(self.envs.items())],
             "devices": [f"{d.host_path}:{d.container_path}:{d.permissions}" for d in self.devices],
-            "mounts": [":".join(mount) for mount in mounts],
+            "mounts": [f"{mount.host_path}:{mount.container_path}" for mount in self.mounts],
             "annotations": [f"{key}={value}" for key, value in sorted(self.annotations.items())],
             "cdi": self.cdi_devices,
         }
 
 
 class PodDevices:
-    """Who was given what, in the kubelet's memory (pod_devices.go)."""
+    """The devices of each pod, in the kubelet's memory (pod_devices.go)."""
 
     def __init__(self) -> None:
         self.held: dict[str, dict[str, dict[str, Held]]] = {}  # pod's UID, container, resource
@@ -103,7 +104,7 @@ class PodDevices:
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
 
     def of(self, uid: str, container: str) -> dict[str, Held]:
-        """Return what a container has, by resource."""
+        """Return the devices of a container, by resource."""
         return self.held.get(uid, {}).get(container, {})
 
     def insert(self, uid: str, container: str, resource: str, held: Held) -> None:
@@ -111,19 +112,19 @@ class PodDevices:
         self.held.setdefault(uid, {}).setdefault(container, {})[resource] = held
 
     def forget(self, uids: Iterable[str]) -> None:
-        """Free the devices of these pods; the checkpoint says so with its next writing."""
+        """Free the devices of these pods; the checkpoint follows with its next write."""
         for uid in uids:
             self.held.pop(uid, None)
         self.recount()
 
     def recount(self) -> None:
-        """Let those devices be allocated that somebody has, and no others."""
+        """Mark exactly those devices allocated that a pod has."""
         self.allocated = {}
         for entry in self.entries():
             self.allocated.setdefault(entry.resource, set()).update(entry.held.ids)
 
     def entries(self) -> list[Entry]:
-        """Return it all, as the checkpoint has it."""
+        """Return all devices as entries of the checkpoint."""
         return [
             Entry(uid, container, resource, held)
             for uid, containers in self.held.items()
@@ -132,9 +133,9 @@ class PodDevices:
         ]
 
     def reusable(self, uid: str) -> dict[str, set[str]]:
-        """Return what the pod's init containers have left behind, by resource.
+        """Return the devices that the pod's init containers leave to it, by resource.
 
-        Another pod's question ends that: the original keeps it for the pod that it looks at only.
+        The original keeps them for the latest pod only (`devicesToReuse`).
         """
         if self._reusable[0] != uid:
             self._reusable = (uid, {})
@@ -168,13 +169,13 @@ class DeviceManager:
         await self._file.write(self._snapshot())
 
     def write_checkpoint_now(self) -> None:
-        """Write the checkpoint past all writings that are under way."""
+        """Write the checkpoint past all writes that are under way."""
         self._file.write_now(self._snapshot())
 
     def read_checkpoint(self) -> None:
-        """Let pods have their devices again; resources are empty until a plugin registers.
+        """Read which pod has which devices; resources stay empty until a plugin registers.
 
-        A file that cannot be read or fails its checksum is as good as none.
+        A file that cannot be read or fails its checksum counts as none.
         """
         try:
             snapshot = self._file.read()
@@ -196,8 +197,7 @@ class DeviceManager:
         expired = sorted(resource for resource in known if self.plugins.is_expired(resource))
         for resource in expired:
             self.plugins.endpoints.pop(resource, None)
-            self.devices.healthy.pop(resource, None)
-            self.devices.unhealthy.pop(resource, None)
+            self.devices.remove(resource)
         if expired:
             self.write_checkpoint_now()
         for resource in expired:
@@ -219,14 +219,14 @@ class DeviceManager:
             self.pods.forget(gone)
 
     def is_known(self, resource: str) -> bool:
-        """Tell whether a plugin has registered the resource, or a pod has some of it.
+        """Return whether a plugin has registered the resource, or a pod has a device of it.
 
-        What the kubelet has never heard of it ignores: a container gets none of it.
+        Other resources are ignored: a container gets no devices of them.
         """
         return resource in self.devices.healthy or resource in self.pods.allocated
 
     def dereference(self, resource: str, ident: str) -> None:
-        """Follow a device that a pod has, or is just getting, and that is not listed."""
+        """Use a device that a pod has, or is just getting, and that is not listed."""
         text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
         if self.config.dereferences_unlisted:
             raise Panic(text)
@@ -237,7 +237,7 @@ class DeviceManager:
         result = Allocation()
         by_resource = self.pods.of(claim.uid, claim.container).items()
         for resource, held in self.config.shuffled(by_resource):
-            result.ids[resource] = frozenset(held.ids)
+            result.held[resource] = held
             result.add(held.answer)
             texts = ((result.envs, held.answer.envs), (result.annotations, held.answer.annotations))
             for mine, theirs in texts:
@@ -252,6 +252,28 @@ class DeviceManager:
 # ---------------------------------------------------------------------------------- admission
 
 
+def check_fit(
+    manager: DeviceManager, uid: str, request: Mapping[str, int], used: Mapping[str, int]
+) -> None:
+    """Raise AdmissionError if a pod's request does not fit beside what other pods `used`.
+
+    This is the predicate that every pod must pass after Allocate, also one that runs already
+    (predicateAdmitHandler.Admit of pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37). Allocatable
+    are the healthy devices, in the original as its Node object has them. If the pod has devices, it
+    is at least the number of allocated devices (sanitizeNodeAllocatable of manager.go): so an
+    intact checkpoint saves a pod whose device is Unhealthy, and without one the pod is rejected. A
+    resource that the kubelet does not know is not checked (removeMissingExtendedResources).
+    """
+    for resource, (_, allocatable) in manager.status().items():
+        requested = request.get(resource, 0)
+        if uid in manager.pods.held:
+            allocatable = max(allocatable, len(manager.pods.allocated.get(resource, ())))
+        if requested > max(0, allocatable - used.get(resource, 0)):
+            numbers = f"requested: {requested}, used: {used.get(resource, 0)}"
+            text = f"Node didn't have enough resource: {resource}, {numbers}"
+            raise AdmissionError(f"OutOf{resource}", f"{text}, capacity: {allocatable}")
+
+
 class Admission:
     """The admission of one container."""
 
@@ -260,57 +282,40 @@ class Admission:
         self._claim = claim
 
     async def run(self) -> Allocation:
-        """Give the container what it asks for. Raises AdmissionError, or Panic."""
+        """Give the container the devices that it requests. Raises AdmissionError, or Panic."""
         manager = self._manager
         known = {r: n for r, n in self._claim.request.items() if manager.is_known(r)}
-        nodes = self._affinity(known)
+        if manager.config.policy != "none":
+            self._find_hints(known)
         try:
-            await self.allocate(known, nodes)
+            await self.allocate(known)
         except Failure as failure:
             message = f"Allocate failed due to {failure}, which is unexpected"
             raise AdmissionError("UnexpectedAdmissionError", message) from failure
         return manager.edits(self._claim)
 
-    def _affinity(self, request: Mapping[str, int]) -> frozenset[int] | None:
-        """Return the Topology Manager's answer: NUMA nodes to take devices from, None for any."""
-        config = self._manager.config
-        if config.policy == "none":
-            return None
-        self._manager.prune()
-        hints = [self._hints(resource, needed) for resource, needed in request.items()]
-        best = best_hint(config.policy, config.numa_nodes, hints)
-        if config.policy != "best-effort" and not best.preferred:
-            text = "Resources cannot be allocated with Topology locality"
-            raise AdmissionError("TopologyAffinityError", text)
-        return best.nodes
+    def _find_hints(self, request: Mapping[str, int]) -> None:
+        """Use the devices that the Topology Manager asks about (GetTopologyHints()).
 
-    def _hints(self, resource: str, needed: int) -> list[Hint] | None:
-        """Return where the request can be met; None if no device says where it is."""
+        Nothing is aligned here: all that matters to a plugin is that an unlisted device is fatal.
+        """
         manager, claim = self._manager, self._claim
-        devices = manager.devices
-        if not devices.has_topology(resource):
-            return None
-        held = manager.pods.of(claim.uid, claim.container).get(resource)
-        if held and len(held.ids) != needed:
-            return []
-        if held:
-            usable, reusable = held.ids, set[str]()
-        else:
-            taken = manager.pods.allocated.get(resource, set())
-            usable = devices.healthy.get(resource, set()) - taken
-            reusable = manager.pods.reusable(claim.uid).get(resource, set())
-            if len(usable | reusable) < needed:
-                return []
-        listed = devices.listed[resource]
-        for ident in (usable | reusable) - listed.keys():
-            manager.dereference(resource, ident)
-        return hints_of(listed, manager.config.numa_nodes, usable, reusable, needed)
+        manager.prune()
+        for resource, needed in request.items():
+            if not manager.devices.has_topology(resource):
+                continue
+            held = manager.pods.of(claim.uid, claim.container).get(resource)
+            ids = held.ids if held else manager.pods.reusable(claim.uid).get(resource, set())
+            if held and len(ids) != needed:
+                continue
+            for ident in ids - manager.devices.listed[resource].keys():
+                manager.dereference(resource, ident)
 
-    async def allocate(self, request: Mapping[str, int], nodes: frozenset[int] | None) -> None:
+    async def allocate(self, request: Mapping[str, int]) -> None:
         """Allocate all resources; the checkpoint is written once if the container got any.
 
-        If one of several fails, what the others gave stays in memory, and comes into the file with
-        the next writing: of a pod that was refused (allocateContainerResources()).
+        If one of several fails, the answers for the others stay in memory, and come into the file
+        with the next write, of a pod that was rejected (allocateContainerResources()).
         """
         manager, claim = self._manager, self._claim
         manager.latest = claim.uid
@@ -319,9 +324,8 @@ class Admission:
             manager.prune()
         allocated = False
         for resource, needed in manager.config.shuffled(request.items()):
-            choice = Choice(manager, claim, resource, nodes)
-            if chosen := await choice.devices(needed):
-                await self._ask(resource, chosen)
+            if chosen := await Choice(manager, claim, resource).devices(needed):
+                await self._allocate(resource, chosen)
                 allocated = True
         if allocated:
             await manager.write_checkpoint()
@@ -329,7 +333,7 @@ class Admission:
             spare = reusable.get(resource, set())
             reusable[resource] = spare | held.ids if claim.init else spare - held.ids
 
-    async def _ask(self, resource: str, ids: set[str]) -> None:
+    async def _allocate(self, resource: str, ids: set[str]) -> None:
         """Call Allocate, and remember the answer."""
         manager, claim = self._manager, self._claim
         endpoint = manager.plugins.endpoints.get(resource)
@@ -377,20 +381,14 @@ class Admission:
 class Choice:
     """The choice of devices for one container and one resource (devicesToAllocate())."""
 
-    def __init__(
-        self, manager: DeviceManager, claim: Claim, resource: str, nodes: frozenset[int] | None
-    ) -> None:
+    def __init__(self, manager: DeviceManager, claim: Claim, resource: str) -> None:
         self._manager = manager
         self._claim = claim
         self._resource = resource
-        self._nodes = nodes
         self._chosen: set[str] = set()
 
     async def devices(self, required: int) -> set[str]:
-        """Return the devices that are still to be allocated; none if it has all that it wants.
-
-        Nobody is asked for what reuse or the exact number of aligned devices decides.
-        """
+        """Return the devices to be allocated; none if the container has all that it requests."""
         if not self._needs_any(required):
             return set()
         manager, resource, chosen = self._manager, self._resource, self._chosen
@@ -402,28 +400,18 @@ class Choice:
         if len(available) < needed:
             numbers = f"Requested: {needed}, Available: {len(available)}"
             raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
-        aligned = self._aligned(available)
-        if needed < len(aligned):
-            preferred = await self._prefer(aligned | chosen, required)
-            if self._take(preferred & aligned, required) or self._take(aligned, required):
-                return chosen
-        elif self._take(aligned, required):
-            return chosen
         preferred = await self._prefer(available | chosen, required)
-        if self._take(preferred & available, required):
-            return chosen
-        if self._nodes is not None and self._take(self._placed(available), required):
-            return chosen
-        if self._take(available, required):
+        if self._take(preferred & available, required) or self._take(available, required):
             return chosen
         numbers = f"Requested: {required}, Got: {len(chosen)}"
         raise Failure(f"unexpectedly allocated less resources than required. {numbers}")
 
     def _needs_any(self, required: int) -> bool:
-        """Tell whether there is anything to allocate; Failure if the container cannot have it.
+        """Return whether there is anything to allocate; Failure if the container cannot have it.
 
-        A node that comes up admits its pods whether their plugins have registered or not: the three
-        checks of health are what costs the pods of a plugin that is late their lives.
+        A container that ran when the kubelet started passes ("Container detected running, nothing
+        to do"). After a reboot none does: pods are admitted whether their plugins have registered
+        or not, and the three checks of health reject those whose plugin is late.
         """
         claim, resource = self._claim, self._resource
         held = self._manager.pods.of(claim.uid, claim.container).get(resource)
@@ -445,27 +433,15 @@ class Choice:
         return required > len(have)
 
     def _take(self, candidates: set[str], required: int) -> bool:
-        """Take as many of these as are still needed; tells whether that were enough."""
+        """Take as many of these as are still needed; returns whether they were enough."""
         missing = required - len(self._chosen)
         new = self._manager.config.shuffled(candidates - self._chosen)[:missing]
         self._chosen.update(new)
         self._manager.pods.allocated.setdefault(self._resource, set()).update(new)
         return len(self._chosen) == required
 
-    def _aligned(self, available: set[str]) -> set[str]:
-        """Return the devices on the NUMA nodes that the Topology Manager has chosen."""
-        nodes = self._nodes or frozenset()
-        return {ident for ident in available if not nodes.isdisjoint(self._places(ident))}
-
-    def _placed(self, available: set[str]) -> set[str]:
-        """Return the devices that say where they are."""
-        return {ident for ident in available if self._places(ident)}
-
-    def _places(self, ident: str) -> list[int]:
-        return numa_nodes(self._manager.devices.get(self._resource, ident))
-
     async def _prefer(self, available: set[str], size: int) -> set[str]:
-        """Return the plugin's preference, if it has one; what of it is not available is ignored."""
+        """Return the plugin's preference, if it has one; unavailable devices in it are ignored."""
         manager, resource, must = self._manager, self._resource, set(self._chosen)
         endpoint = manager.plugins.endpoints.get(resource)
         if not endpoint:
@@ -477,16 +453,12 @@ class Choice:
             must_include_deviceIDs=manager.config.shuffled(must),
             allocation_size=size,
         )
-        request = pb.PreferredAllocationRequest(container_requests=[question])
         begin = time.monotonic()
         try:
-            client = endpoint.running(resource)
-            call = client.stub.GetPreferredAllocation(request)
-            response: pb.PreferredAllocationResponse = await client.answer(call)
+            answers = await _preferred(endpoint.running(resource), question)
         except Failure as failure:
             text = f"device plugin GetPreferredAllocation rpc failed with err: {failure}"
             raise Failure(text) from failure
-        answers = response.container_responses
         ids = list(answers[0].deviceIDs) if answers else []
         asked = {"available": sorted(available), "must": sorted(must), "size": size}
         seconds = time.monotonic() - begin
@@ -497,6 +469,12 @@ class Choice:
             text = "not all available, or not all that must be included"
             manager.log.violation(f"{resource} prefers {ids}: {text}")
         return set(ids)
+
+
+async def _preferred(client: Client, question: pb.ContainerPreferredAllocationRequest) -> Any:
+    request = pb.PreferredAllocationRequest(container_requests=[question])
+    response = await client.answer(client.stub.GetPreferredAllocation(request))
+    return response.container_responses
 
 
 # ------------------------------------------------------------------------ starting a container
@@ -510,20 +488,20 @@ class Preparation:
         self._claim = claim
 
     async def run(self) -> Allocation:
-        """Call PreStartContainer where a plugin asks for it. Failure: the container cannot start.
+        """Call PreStartContainer if a plugin requires it. Failure: the container cannot start.
 
-        A container of which the kubelet knows no devices, because its file was lost, is allocated
-        anew, unless the plugin asks for PreStartContainer: it cannot be called for nothing.
+        A container whose devices the kubelet has lost with its file is allocated again, unless the
+        plugin requires PreStartContainer, which cannot be called without devices.
         """
         manager, claim = self._manager, self._claim
         wanted = {r: n for r, n in claim.request.items() if n and manager.is_known(r)}
-        unknown = False
+        is_lost = False
         for resource in manager.config.shuffled(wanted):
             await self._pre_start(resource)
             if resource not in manager.pods.of(claim.uid, claim.container):
-                unknown = True
-        if unknown and claim.uid in manager.desired.active():
-            await Admission(manager, claim).allocate(wanted, None)
+                is_lost = True
+        if is_lost and claim.uid in manager.desired.active():
+            await Admission(manager, claim).allocate(wanted)
         return manager.edits(claim)
 
     async def _pre_start(self, resource: str) -> None:

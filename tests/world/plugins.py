@@ -1,6 +1,6 @@
-"""The reference kubelet's side of the connections to device plugins: registration, streams, lists.
+"""The reference kubelet's connections to device plugins: registration, streams, lists.
 
-It follows `pkg/kubelet/cm/devicemanager/plugin/v1beta1` and what of `manager.go` belongs to it.
+It follows `pkg/kubelet/cm/devicemanager/plugin/v1beta1` and the parts of `manager.go` for these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,11 +24,11 @@ import grpc.aio
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
 from tests.world.eventlog import EventLog
-from tests.world.topology import Policy, numa_nodes
 
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
 HEALTHY = "Healthy"
+Policy = Literal["none", "best-effort", "restricted", "single-numa-node"]
 T = TypeVar("T")
 
 
@@ -38,8 +38,7 @@ class Config:
 
     directory: Path
     version: tuple[int, int] = (1, 36)
-    policy: Policy = "none"
-    numa_nodes: tuple[int, ...] = (0, 1)
+    policy: Policy = "none"  # the Topology Manager's
     grace_period: float = 300.0  # seconds after which a resource without a plugin is removed
     dial_timeout: float = 10.0
     clock: Callable[[], float] = time.monotonic  # counts the grace period
@@ -58,9 +57,9 @@ class Config:
 
     @property
     def keeps_the_last_pod(self) -> bool:
-        """Whether the pod that was admitted last counts as active until another one is admitted.
+        """Whether the pod that was admitted last is active until another one is: before 1.32.
 
-        `pendingAdmissionPod` of manager.go; it went with 1.32.
+        `pendingAdmissionPod` of manager.go.
         """
         return self.version < (1, 32)
 
@@ -74,38 +73,40 @@ class Config:
 
     @property
     def dereferences_unlisted(self) -> bool:
-        """Whether the ID of a device that is not listed makes the kubelet panic.
+        """Whether the ID of a device that is not listed makes the kubelet panic: since 1.34.
 
-        `ResourceDeviceInstances` (pod_devices.go) holds pointers since 1.34, and
-        generateDeviceTopologyHints and allocateContainerResources follow them unasked.
+        Since then `ResourceDeviceInstances` (pod_devices.go) holds pointers, and
+        generateDeviceTopologyHints and allocateContainerResources do not check them for nil.
         """
         return self.version >= (1, 34)
 
     @property
-    def knows_sockets_apart(self) -> bool:
+    def has_endpoint_per_socket(self) -> bool:
         """Whether connections are told apart by their sockets: since 1.37 (`endpointStore`)."""
         return self.version >= (1, 37)
 
 
 class Failure(Exception):
-    """What is a plain `error` in the original: Register answers UNKNOWN, admission wraps it."""
+    """A plain `error` of the original: Register answers UNKNOWN, admission wraps it."""
+
+
+def numa_nodes(device: pb.Device | None) -> list[int]:
+    """Return the NUMA nodes of a device; none of one that is not listed."""
+    return [node.ID for node in device.topology.nodes] if device is not None else []
 
 
 def is_extended_resource(name: str) -> bool:
-    """Tell whether a plugin may register `name`, that is whether it is an extended resource.
+    """Return whether a plugin may register a name: it must be an extended resource's.
 
-    The name must still be a qualified one as a quota's key, that is with `requests.` in front.
+    With `requests.` in front it must still be a qualified name, as it is the key of a quota.
     """
     if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
         return False
     domain, _, rest = f"requests.{name}".partition("/")
     label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    return (
-        len(domain) <= 253
-        and re.fullmatch(rf"{label}(\.{label})*", domain) is not None
-        and len(rest) <= 63
-        and re.fullmatch(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]", rest) is not None
-    )
+    has_valid_domain = re.fullmatch(rf"{label}(\.{label})*", domain) and len(domain) <= 253
+    has_valid_rest = re.fullmatch(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]", rest)
+    return bool(has_valid_domain and has_valid_rest and len(rest) <= 63)
 
 
 def _go_error(error: grpc.aio.AioRpcError) -> str:
@@ -122,22 +123,16 @@ class Client:
     path: str
     channel: grpc.aio.Channel
     stub: Any
-    lists: int = 0  # messages on the stream so far
+    lists: int = 0  # number of messages on the stream so far
     last: list[bytes] | None = None  # the latest of them
     closed: bool = False
 
     @classmethod
     def to(cls, resource: str, path: str) -> Client:
-        """Make one for a plugin's socket; it connects with its first call."""
-        channel = grpc.aio.insecure_channel(
-            f"unix:{path}",
-            options=[
-                ("grpc.default_authority", "localhost"),
-                # As in Go, every connection stands alone: a back-off from an older socket must not
-                # delay this one.
-                ("grpc.use_local_subchannel_pool", 1),
-            ],
-        )
+        """Make a client for a plugin's socket; it connects with its first call."""
+        # As in Go, connections share nothing: an older socket's back-off must not delay this one.
+        options = [("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
+        channel = grpc.aio.insecure_channel(f"unix:{path}", options=options)
         return cls(resource, path, channel, rpc.DevicePluginStub(channel))
 
     @property
@@ -146,7 +141,7 @@ class Client:
         return os.path.basename(self.path)
 
     async def dial(self) -> None:
-        """Wait until the plugin answers; who serves late pays: gRPC tries again after a second."""
+        """Wait until the plugin answers; if it serves late, gRPC tries again after a second."""
         while (state := self.channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
             await self.channel.wait_for_state_change(state)
 
@@ -156,7 +151,7 @@ class Client:
         await self.channel.close()
 
     async def answer(self, call: Any) -> Any:
-        """Return the answer to a call; Failure, also where our own closing cancelled it."""
+        """Return the answer to a call. Raises Failure, also if closing the client cancelled it."""
         try:
             return await call
         except grpc.aio.AioRpcError as error:
@@ -170,7 +165,7 @@ class Client:
 
 @dataclass(eq=False, slots=True)
 class Endpoint:
-    """What the kubelet calls for a resource."""
+    """The plugin that the kubelet calls for a resource."""
 
     client: Client | None  # None: known from the checkpoint only
     options: pb.DevicePluginOptions | None
@@ -187,7 +182,7 @@ class Endpoint:
 
 
 class Devices:
-    """What plugins have listed, by resource."""
+    """The devices that plugins have listed, by resource."""
 
     def __init__(self) -> None:
         self.listed: dict[str, dict[str, pb.Device]] = {}
@@ -195,7 +190,7 @@ class Devices:
         self.unhealthy: dict[str, set[str]] = {}
 
     def replace(self, resource: str, devices: Sequence[pb.Device]) -> None:
-        """Take over a whole list."""
+        """Replace the whole list of a resource."""
         self.listed[resource] = {device.ID: device for device in devices}
         self.healthy[resource] = {device.ID for device in devices if device.health == HEALTHY}
         self.unhealthy[resource] = {device.ID for device in devices if device.health != HEALTHY}
@@ -207,17 +202,22 @@ class Devices:
         self.healthy[resource] = set()
         return lost
 
+    def remove(self, resource: str) -> None:
+        """Remove a resource, which then has no capacity any more."""
+        self.healthy.pop(resource, None)
+        self.unhealthy.pop(resource, None)
+
     def get(self, resource: str, ident: str) -> pb.Device | None:
         """Return a device as it is listed."""
         return self.listed.get(resource, {}).get(ident)
 
     def has_topology(self, resource: str) -> bool:
-        """Tell whether any device of the resource says where it is."""
+        """Return whether any device of the resource has a NUMA node."""
         return any(numa_nodes(device) for device in self.listed.get(resource, {}).values())
 
 
 def inspect_list(resource: str, devices: Sequence[pb.Device]) -> Iterator[str]:
-    """Yield what the kubelet swallows in a list, and no good plugin sends."""
+    """Yield what the kubelet tolerates in a list, and no correct plugin sends."""
     seen: set[str] = set()
     for device in devices:
         what = f"{resource} lists device {device.ID!r}"
@@ -233,7 +233,7 @@ def inspect_list(resource: str, devices: Sequence[pb.Device]) -> Iterator[str]:
 
 
 def accepts(path: str) -> bool:
-    """Tell whether somebody accepts connections on a unix socket."""
+    """Return whether a unix socket accepts connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         return probe.connect_ex(path) in (0, errno.EAGAIN)
 
@@ -241,9 +241,8 @@ def accepts(path: str) -> bool:
 def refuse_impossible(request: pb.RegisterRequest) -> None:
     """Raise Failure for a registration that the kubelet refuses at once."""
     if request.version != "v1beta1":
-        quoted = json.dumps(request.version)
         raise Failure(
-            f"requested API version {quoted} is not supported by kubelet. "
+            f"requested API version {json.dumps(request.version)} is not supported by kubelet. "
             'Supported version is ["v1beta1"]'
         )
     if not is_extended_resource(request.resource_name):
@@ -253,9 +252,9 @@ def refuse_impossible(request: pb.RegisterRequest) -> None:
 class Plugins:
     """The plugins that have registered, and their streams.
 
-    Before 1.37 the kubelet knows one connection a resource: **when any stream of the resource ends,
-    the newest connection is taken down**, so a plugin that registers anew first and ends its old
-    stream afterwards loses both. Since 1.37 it knows one a socket: registering a socket that is
+    Before 1.37 the kubelet knows one connection per resource: **when any stream of the resource
+    ends, the newest connection is closed**, so a plugin that registers again first and ends its old
+    stream afterwards loses both. Since 1.37 it knows one per socket: registering a socket that is
     still connected is refused ("already connected"), **and because the kubelet then forgets the old
     connection without closing it, that socket's name is refused from then on** until it restarts.
     """
@@ -266,15 +265,15 @@ class Plugins:
         log: EventLog,
         devices: Devices,
         write: Callable[[], Awaitable[None]],
-        look: Callable[[], object],
+        remove_expired: Callable[[], object],
     ) -> None:
-        """`write` writes the checkpoint; `look` removes resources whose grace period is over."""
+        """Args: write: writes the checkpoint; remove_expired: after a resource's grace period."""
         self.endpoints: dict[str, Endpoint] = {}
         self._config = config
         self._log = log
         self._devices = devices
         self._write = write
-        self._look = look
+        self._remove_expired = remove_expired
         self._timers: list[asyncio.TimerHandle] = []
         self._clients: dict[str, list[Client]] = {}
         self._by_socket: dict[str, dict[str, Endpoint]] = {}  # since 1.37
@@ -283,17 +282,17 @@ class Plugins:
     # Registration
 
     async def register(self, request: pb.RegisterRequest) -> None:
-        """Answer a plugin's Register; Failure where the original has an error."""
+        """Answer a plugin's Register; raises Failure where the original returns an error."""
         resource = request.resource_name
         refuse_impossible(request)
         if not request.endpoint or "/" in request.endpoint:
             text = f"{resource} registers the endpoint {request.endpoint!r}, not a file name"
             self._log.violation(text)
         client = Client.to(resource, os.path.normpath(self._config.directory / request.endpoint))
-        if self._config.knows_sockets_apart:
+        if self._config.has_endpoint_per_socket:
             self._clients.setdefault(resource, []).append(client)
         else:
-            self._clients[resource] = [client]  # the one before is neither closed nor remembered
+            self._clients[resource] = [client]  # the former one is neither closed nor remembered
         try:
             await self._connect(client, request)
         except BaseException:
@@ -323,16 +322,16 @@ class Plugins:
         except Failure as failure:
             raise Failure(f"failed to get device plugin options: {failure}") from failure
         if request.HasField("options") and request.options != options:
-            self._log.violation(
-                f"{client.resource} registers other options than GetDevicePluginOptions answers"
-            )
-        endpoint = Endpoint(client, options)
-        if self._config.knows_sockets_apart:
+            text = "registers other options than GetDevicePluginOptions answers"
+            self._log.violation(f"{client.resource} {text}")
+        self._add_endpoint(client, Endpoint(client, options))
+
+    def _add_endpoint(self, client: Client, endpoint: Endpoint) -> None:
+        if self._config.has_endpoint_per_socket:
             connected = self._by_socket.setdefault(client.resource, {})
             if client.path in connected:
-                self._log.violation(
-                    f"{client.resource} registers {client.path} again while it is still connected"
-                )
+                text = f"registers {client.path} again while it is still connected"
+                self._log.violation(f"{client.resource} {text}")
                 raise Failure(f"device plugin already connected: {client.path}")
             connected[client.path] = endpoint
         self.endpoints[client.resource] = endpoint
@@ -340,7 +339,7 @@ class Plugins:
     def _deregister(self, client: Client) -> None:
         """Forget the resource's connection; since 1.37 all those to this socket."""
         others = [c for c in self._clients.get(client.resource, []) if c.path != client.path]
-        if others and self._config.knows_sockets_apart:
+        if others and self._config.has_endpoint_per_socket:
             self._clients[client.resource] = others
         else:
             self._clients.pop(client.resource, None)
@@ -348,10 +347,10 @@ class Plugins:
     # Streams
 
     async def _follow(self, client: Client) -> None:
-        """Follow a ListAndWatch stream to its end, then take down what the original does."""
+        """Follow a ListAndWatch stream to its end, then close the connection that this ends."""
         try:
             async for response in client.stub.ListAndWatch(pb.Empty()):
-                await self._take(client, response)
+                await self._receive(client, response)
             reason = "the plugin ended it"
         except grpc.aio.AioRpcError as error:
             reason = _go_error(error)
@@ -362,21 +361,20 @@ class Plugins:
             reason = "closed by the kubelet"
         except grpc.aio.UsageError:  # the channel was closed before the call began
             reason = "closed by the kubelet"
-        by_path = self._config.knows_sockets_apart
+        by_path = self._config.has_endpoint_per_socket
         known = self._clients.get(client.resource, [])
         target = next((c for c in known if c.path == client.path or not by_path), None)
         self._log.record("ended", resource=client.resource, endpoint=client.name, reason=reason)
         if target:
             if target is not client:
-                self._log.violation(
-                    f"{client.resource} ended a stream after registering anew: both are lost"
-                )
+                text = "ended a stream after registering again: both are lost"
+                self._log.violation(f"{client.resource} {text}")
             await self._disconnect(target)
         if not client.closed:
             await client.close()
 
-    async def _take(self, client: Client, response: pb.ListAndWatchResponse) -> None:
-        """Take over a list and write the checkpoint, also if nothing has changed."""
+    async def _receive(self, client: Client, response: pb.ListAndWatchResponse) -> None:
+        """Replace the resource's list and write the checkpoint, even if nothing has changed."""
         resource = client.resource
         for text in inspect_list(resource, response.devices):
             self._log.violation(text)
@@ -393,7 +391,7 @@ class Plugins:
             healthy=len(healthy),
             unhealthy=len(unhealthy),
             number=client.lists,
-            repeated=repeated,  # nothing in it is new, whatever its order
+            repeated=repeated,  # nothing in it is new; the order does not count
             endpoint=client.name,
             healthy_ids=sorted(healthy),
             unhealthy_ids=sorted(unhealthy),
@@ -402,7 +400,7 @@ class Plugins:
     async def _disconnect(self, client: Client) -> None:
         resource = client.resource
         self._deregister(client)
-        if not self._config.knows_sockets_apart:
+        if not self._config.has_endpoint_per_socket:
             if endpoint := self.endpoints.get(resource):
                 self._lose(resource, endpoint)
         elif endpoint := self._by_socket.get(resource, {}).pop(client.path, None):
@@ -414,7 +412,7 @@ class Plugins:
         await client.close()
 
     def _lose(self, resource: str, endpoint: Endpoint) -> None:
-        """Take notice that no plugin is left: devices are unhealthy at once, nothing is written."""
+        """Make all devices unhealthy, as no plugin is left; the checkpoint is not written."""
         lost = self._devices.lose(resource)
         self._stop(endpoint)
         self._log.record("lost", resource=resource, ids=sorted(lost))
@@ -423,28 +421,25 @@ class Plugins:
         endpoint.stopped_at = self._config.clock()
         # The original looks whenever it reports the node's status, every few seconds.
         later = asyncio.get_running_loop().call_later
-        self._timers.append(later(self._config.grace_period + 0.001, self._look))
+        self._timers.append(later(self._config.grace_period + 0.001, self._remove_expired))
 
     # What others ask and do
 
     def is_listed(self, resource: str) -> bool:
-        """Tell whether a plugin of the resource is connected and has sent its first list."""
+        """Return whether a plugin of the resource is connected and has sent its first list."""
         endpoint = self.endpoints.get(resource)
         client = endpoint.client if endpoint and endpoint.stopped_at is None else None
         return client is not None and client.lists > 0
 
     def is_expired(self, resource: str) -> bool:
-        """Tell whether the resource has been without a plugin for longer than the grace period."""
+        """Return whether the resource has been without a plugin for more than the grace period."""
         endpoint = self.endpoints.get(resource)
-        if endpoint is None:
-            return True
-        stopped_at = endpoint.stopped_at
-        if stopped_at is None:
-            return False
-        return self._config.clock() - stopped_at > self._config.grace_period
+        if endpoint is None or endpoint.stopped_at is None:
+            return endpoint is None
+        return self._config.clock() - endpoint.stopped_at > self._config.grace_period
 
     def remember(self, resource: str) -> None:
-        """Know a resource from the checkpoint, without a plugin; it is not removed at once."""
+        """Add a resource of the checkpoint, without a plugin; it is not removed at once."""
         self.endpoints[resource] = Endpoint(None, None)
         self._stop(self.endpoints[resource])
 
@@ -455,7 +450,7 @@ class Plugins:
                 await client.close()
 
     async def disconnect_all(self) -> None:
-        """Say farewell to every plugin, as an orderly stop does."""
+        """End the streams of all plugins, as an orderly stop does."""
         for clients in list(self._clients.values()):
             for client in clients:
                 await self._disconnect(client)
@@ -468,7 +463,7 @@ class Plugins:
         self._clients.clear()
         for client in abandoned:
             await client.close()
-        # Those that a newer registration replaced are in nobody's list any more.
+        # Connections that a newer registration replaced are in no list any more.
         for stream in self._streams:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)

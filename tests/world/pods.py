@@ -1,7 +1,7 @@
-"""The pods of a reference kubelet's node: what is wanted of them, what runs, and what starts it.
+"""The pods of a reference kubelet's node, and the workers that start their containers.
 
-What the API server and the directory of manifests have, and what the container runtime keeps
-running, outlives the kubelet: `Pods` and `Runtime` are the node's, a `Worker` is the kubelet's.
+The objects of the API server, manifests, and running containers outlive the kubelet: `Pods` belongs
+to the node, a `Worker` to the kubelet.
 """
 
 from __future__ import annotations
@@ -9,28 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from tests.world.devicemanager import Allocation, Claim
 from tests.world.eventlog import EventLog
 from tests.world.plugins import Failure
 
-FIRST_PID = 4_194_305  # beyond what a 64-bit kernel gives to a process of this machine
-CONTROLLERS = ("blkio", "cpu", "cpuacct", "cpuset", "devices", "freezer", "memory", "pids")
+if TYPE_CHECKING:
+    from tests.world.runtime import Runtime
 
 Kind = Literal["main", "init", "restartable"]
 Quality = Literal["guaranteed", "burstable", "besteffort"]
-Layout = Literal["cgroupfs", "systemd", "v1"]
 
 
 @dataclass(eq=False, slots=True)
 class Container:
-    """A container of a pod: what it asks for, and how far it is."""
+    """A container of a pod: its request, and its state."""
 
     name: str
     request: dict[str, int]
@@ -41,35 +39,63 @@ class Container:
 
 @dataclass(eq=False, slots=True)
 class Pod:
-    """A pod, from its creation until its containers have ended and nobody asks for it."""
+    """A pod, from its creation until its containers have ended and its object is deleted."""
 
     name: str
     uid: str
     static: bool
     quality: Quality
     containers: dict[str, Container] = field(default_factory=dict)
-    wanted: bool = True  # the API server has it, or its manifest is there
+    sandbox: int | None = None  # PID of its sandbox's process, while that runs
+    wanted: bool = True  # its object is in the API server, or its manifest is there
     known: bool = False  # this kubelet, in this life, has learned of it
     over: bool = False  # rejected, completed, or terminated
     rejected: bool = False
 
     @property
     def full_name(self) -> tuple[str, str]:
-        """Its namespace and name; the name that tests give it can be `namespace/name`."""
+        """Its namespace and name; tests can name a pod `namespace/name`."""
         *namespace, name = self.name.split("/")
         return (namespace[0] if namespace else "default"), name
 
+    @property
+    def has_containers(self) -> bool:
+        """Whether a container runs."""
+        return any(container.pid for container in self.containers.values())
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether its cgroup has processes, the sandbox's or a container's."""
+        return self.sandbox is not None or self.has_containers
+
+    @property
+    def request(self) -> Counter[str]:
+        """The devices that it requests, by resource, as PodRequests() of the kubelet adds them up.
+
+        Init containers run one after another, beside those restartable ones that stand before them.
+        """
+        init, sidecars, main = Counter[str](), Counter[str](), Counter[str]()
+        for container in self.containers.values():
+            if container.kind == "main":
+                main.update(container.request)
+                continue
+            if container.kind == "restartable":
+                sidecars.update(container.request)
+            own = container.request if container.kind == "init" else {}
+            init |= sidecars + Counter(own)
+        return init | (sidecars + main)
+
     def claim(self, container: str, *, running: bool) -> Claim:
-        """Return what the device manager has to know of a container."""
+        """Return what the device manager must know of a container."""
         wish = self.containers[container]
         return Claim(self.uid, self.name, container, wish.request, wish.kind == "init", running)
 
 
 class Pods:
-    """All pods of a node, its API server's and static ones; and what the kubelet knows of them.
+    """All pods of a node, the API server's and static ones, and which of them the kubelet knows.
 
     It learns of static pods as soon as it starts, and of the API server's when that answers. Until
-    both have been seen once in its life, sources are not ready, and nobody is forgotten.
+    both have been seen once in its life, sources are not ready, and no pod is forgotten.
     """
 
     def __init__(self) -> None:
@@ -89,40 +115,42 @@ class Pods:
 
     def get_running(self, name: str) -> Pod:
         """Return the first pod of this name, or UID, that still has a container running."""
-        for pod in self.all:
-            if name in (pod.name, pod.uid) and any(c.pid for c in pod.containers.values()):
-                return pod
-        return self.get(name)
+        found = (pod for pod in self.all if name in (pod.name, pod.uid) and pod.has_containers)
+        return next(found, None) or self.get(name)
 
     def get_or_add(self, name: str, static: bool, quality: Quality) -> Pod:
-        """Return the pod of this name that there is, or a new one, with a UID of its own.
+        """Return the existing pod of this name, or a new one.
 
-        A UID is the same in each run of a test. A static pod's is 32 hex digits, a hash of its
-        manifest; one of an API server is a UUID.
+        The UID is the same in each run of a test. A static pod's is 32 hex digits, a hash of its
+        manifest: a manifest that returns has the same UID again. An API server's is a UUID.
         """
         same = [pod for pod in self.all if pod.name == name]
         if same and same[-1].wanted and not same[-1].over:
             return same[-1]
-        seed = f"{name}#{len(same)}"
         if static:
-            uid = hashlib.md5(seed.encode(), usedforsecurity=False).hexdigest()
+            uid = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
         else:
-            uid = str(uuid.uuid5(uuid.NAMESPACE_OID, seed))
+            uid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}#{len(same)}"))
         self.all.append(Pod(name, uid, static, quality))
         return self.all[-1]
 
+    def used_beside(self, pod: Pod) -> Counter[str]:
+        """Return the devices that other active pods request, by resource."""
+        others = [p for p in self.all if p.known and not p.over and p.uid != pod.uid]
+        return sum((other.request for other in others), Counter[str]())
+
     def forget(self) -> None:
-        """Let the kubelet know of no pod, as after its start."""
+        """Let the kubelet know no pod, as after its start."""
         self._ready = False
         for pod in self.all:
             pod.known = False
 
     def is_heard_of(self, pod: Pod) -> bool:
-        """Tell whether news of the pod reach the kubelet now."""
+        """Return whether news of the pod reach the kubelet now."""
         return pod.static or not self.api_away
 
     def sources_are_ready(self) -> None:
-        """Remember that the kubelet has heard of all pods that there are."""
+        """Note that the kubelet has heard of all existing pods."""
         self._ready = True
 
     # What the device manager asks
@@ -132,120 +160,16 @@ class Pods:
         return {pod.uid for pod in self.all if pod.known and not pod.over}
 
     def all_sources_ready(self) -> bool:
-        """Tell whether the kubelet has heard of all pods once in its life."""
+        """Return whether the kubelet has heard of all pods once in its life."""
         return self._ready
 
 
-# ------------------------------------------------------------------------------ what runs
-
-
-class Host(Protocol):
-    """Where a container's process shows: a simulated node (tests.world.node)."""
-
-    def start_process(self, pid: int, cgroup: str, nodes: Sequence[str]) -> None:
-        """Show a process of this /proc/<pid>/cgroup that has opened these device nodes.
-
-        A node is named by its host path, or by its CDI name. FileNotFoundError if there is none.
-        """
-
-    def end_process(self, pid: int) -> None:
-        """Show it no longer."""
-
-
-class Runtime:
-    """The container runtime and the kernel: containers' processes, their cgroups, what they open.
-
-    `cgroups` is where a simulated node's cgroup hierarchies are, such as `<sysfs_root>/fs/cgroup`,
-    None for nowhere; they have directories only. `layout` is of version 2 with either of the
-    kubelet's cgroup drivers, or of version 1, where each controller has its own.
-    """
-
-    def __init__(self, cgroups: Path | None, layout: Layout, host: Host | None) -> None:
-        self._cgroups = cgroups
-        self._layout = layout
-        self._host = host
-        self._next = FIRST_PID
-
-    def pod_cgroup(self, pod: Pod) -> str:
-        """Return the path of a pod's cgroup below a hierarchy (pod_container_manager_linux.go)."""
-        quality = "" if pod.quality == "guaranteed" else pod.quality
-        if self._layout == "systemd":
-            slices = ["kubepods", *filter(None, [quality]), f"pod{pod.uid.replace('-', '_')}"]
-            names = ["-".join(slices[: n + 1]) for n in range(len(slices))]
-            return "/".join(f"{name}.slice" for name in names)
-        return "/".join(filter(None, ["kubepods", quality, f"pod{pod.uid}"]))
-
-    def _hierarchies(self) -> list[Path]:
-        if self._cgroups is None:
-            return []
-        if self._layout == "v1":
-            return [self._cgroups / name for name in (*CONTROLLERS, "systemd", "unified")]
-        return [self._cgroups]
-
-    def make_cgroup(self, pod: Pod) -> None:
-        """Make a pod's cgroup, as the kubelet does before it pulls images."""
-        for hierarchy in self._hierarchies():
-            (hierarchy / self.pod_cgroup(pod)).mkdir(parents=True, exist_ok=True)
-
-    def remove_cgroup(self, pod: Pod) -> None:
-        """Remove it, as the kubelet does after the pod's last container."""
-        for hierarchy in self._hierarchies():
-            shutil.rmtree(hierarchy / self.pod_cgroup(pod), ignore_errors=True)
-
-    def start(self, pod: Pod, container: Container, allocation: Allocation) -> None:
-        """Run a container, which opens its nodes. FileNotFoundError: there is none."""
-        pid = self._next
-        self._next += 1
-        inside = self._container_cgroup(pod, pid)
-        if self._host:
-            nodes = [spec.host_path for spec in allocation.devices]
-            text = self._proc_cgroup(inside)
-            self._host.start_process(pid, text, [*nodes, *allocation.cdi_devices])
-        for hierarchy in self._hierarchies():
-            (hierarchy / inside).mkdir(parents=True)
-        container.pid = pid
-
-    def stop(self, pod: Pod, container: Container) -> None:
-        """End a container, if it runs: it closes its nodes and its cgroup goes. The pod's stays."""
-        if container.pid is None:
-            return
-        if self._host:
-            self._host.end_process(container.pid)
-        inside = self._container_cgroup(pod, container.pid)
-        for hierarchy in self._hierarchies():
-            shutil.rmtree(hierarchy / inside, ignore_errors=True)
-        container.pid = None
-
-    def _container_cgroup(self, pod: Pod, pid: int) -> str:
-        name = hashlib.sha256(f"{pod.uid}/{pid}".encode()).hexdigest()
-        name = f"cri-containerd-{name}.scope" if self._layout == "systemd" else name
-        return f"{self.pod_cgroup(pod)}/{name}"
-
-    def _proc_cgroup(self, inside: str) -> str:
-        """Return /proc/<pid>/cgroup."""
-        lines = [f"0::/{inside}"]
-        if self._layout == "v1":
-            numbered = enumerate(CONTROLLERS, start=2)
-            lines = [f"{number}:{name}:/{inside}" for number, name in numbered]
-            lines += [f"1:name=systemd:/{inside}", f"0::/{inside}"]
-        return "\n".join(lines)
-
-    def lose_power(self) -> None:
-        """Remove all cgroups, as the kernel has none after a boot."""
-        for hierarchy in self._hierarchies():
-            for directory in hierarchy.glob("kubepods*"):
-                shutil.rmtree(directory)
-
-
-# ------------------------------------------------------------------------------ what starts it
-
-
 class Worker:
-    """What starts the containers of one pod, in the order of their admission, one at a time.
+    """Starts the containers of one pod, in the order of their admission, one at a time.
 
-    A container that cannot be started is tried again after `back_off` seconds, and others go on.
-    What comes after an init container waits for it; an ordinary one has done its work when the next
-    container is to start.
+    First come the pod's cgroup, its volumes and its sandbox. A container that cannot be started is
+    tried again after `back_off` seconds, and others go on. Containers after an init container wait
+    for it; an ordinary one has done its work when the next container is to start.
     """
 
     def __init__(
@@ -253,12 +177,15 @@ class Worker:
         pod: Pod,
         runtime: Runtime,
         log: EventLog,
+        ready: Callable[[], Awaitable[object]],
         prepare: Callable[[Claim], Awaitable[Allocation]],
         back_off: float,
     ) -> None:
+        """Args: ready: waits until volumes are mounted; prepare: calls PreStartContainer."""
         self._pod = pod
         self._runtime = runtime
         self._log = log
+        self._ready = ready
         self._prepare = prepare
         self._back_off = back_off
         self._awake = asyncio.Event()
@@ -267,18 +194,18 @@ class Worker:
         self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
-        """Look again what there is to start."""
+        """Look again for containers to start."""
         self._awake.set()
 
     def cancel(self) -> asyncio.Task[None]:
-        """Start nothing any more, as the kubelet is gone; returns what ends with that."""
+        """Start nothing more, as the kubelet is gone; returns the task that ends with that."""
         self._task.cancel()
         return self._task
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Start nothing any more, and do something then.
+        """Start nothing more, and call `then` after that.
 
-        A pod's worker does one thing after the other, and the deletion of its pod does not call off
+        A pod's worker does one thing after the other, and the deletion of its pod does not cancel
         PreStartContainer (measured with 1.33 and 1.37): the pod stays until that has returned.
         """
         if self._starting:
@@ -288,9 +215,12 @@ class Worker:
             then()
 
     async def _run(self) -> None:
+        self._runtime.make_cgroup(self._pod)
+        await self._ready()
         while True:
             self._awake.clear()
-            self._runtime.make_cgroup(self._pod)
+            if self._pod.sandbox is None:
+                self._runtime.start_sandbox(self._pod)
             self._starting = True
             complete = await self._start_all()
             self._starting = False
@@ -304,7 +234,7 @@ class Worker:
                     await asyncio.wait_for(self._awake.wait(), self._back_off)
 
     async def _start_all(self) -> bool:
-        """Start what does not run; tells whether nothing is left to be tried again."""
+        """Start all containers that do not run; returns whether nothing must be tried again."""
         complete = True
         for container in list(self._pod.containers.values()):
             if container.pid is not None or container.over or self._then:

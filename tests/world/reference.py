@@ -1,4 +1,4 @@
-"""The reference kubelet as a world for scenarios, and with plugins by its side."""
+"""The reference kubelet as a world for scenarios, and with plugins beside it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from generated import deviceplugin_pb2 as pb
 from generated import podresources_pb2 as pods_pb
 from generated import podresources_pb2_grpc as pods_rpc
 from tests.world.kubelet import AdmissionError, Kubelet
+from tests.world.plugins import Policy
 from tests.world.pods import Container
 from tests.world.stage import LONG, Listed, Plugin, Wish
-from tests.world.topology import Policy
 
 N150 = "tenstorrent.com/n150"
 
 
 @contextlib.asynccontextmanager
 async def lister(kubelet: Kubelet) -> AsyncIterator[Any]:
-    """Give the pod resources API as a client has it."""
+    """Give a client of the pod resources API."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(
         f"unix:{kubelet.pod_resources}", options=options
@@ -51,7 +51,7 @@ class Bench:
     async def plugin(
         self, *devices: pb.Device, resource: str = N150, name: str = "p.sock", **options: bool
     ) -> Plugin:
-        """Let a plugin serve, with `options` for the kubelet."""
+        """Start a plugin's server, with `options` for the kubelet."""
         plugin = Plugin(self.directory, devices, resource, name)
         plugin.options = pb.DevicePluginOptions(**options)
         self._stack.push_async_callback(plugin.stop)
@@ -61,7 +61,7 @@ class Bench:
     async def registered(
         self, kubelet: Kubelet, *devices: pb.Device, resource: str = N150, **options: bool
     ) -> Plugin:
-        """Let a plugin serve and register, and wait until the kubelet has its list."""
+        """Start a plugin that registers, and wait until the kubelet has its list."""
         name = f"{resource.rpartition('/')[2]}.sock"
         plugin = await self.plugin(*devices, resource=resource, name=name, **options)
         await plugin.register()
@@ -77,11 +77,7 @@ class ReferenceWorld:
         self.cgroups = directory / "cgroups"
         self._forced: set[str] = set()
         self.kubelet = Kubelet(
-            directory / "d",
-            version=version,
-            back_off=0.01,
-            cgroups=self.cgroups,
-            layout="v1",
+            directory / "d", version=version, back_off=0.01, cgroups=self.cgroups, layout="v1"
         )
 
     @property
@@ -99,14 +95,13 @@ class ReferenceWorld:
     async def state(self, name: str, container: str) -> str:
         found = self.kubelet.node.pods.get(name)
         about = [event.fields for event in self.kubelet.events if event.fields.get("pod") == name]
-        if found.rejected:
-            (fields,) = [fields for fields in about if "reason" in fields][-1:]
-            return f"{fields['reason']}: {fields['message']}"
+        failures = [fields for fields in about if "reason" in fields]
         state = found.containers[container]
-        if state.pid is not None or state.over:
-            return "done" if state.over else "running"
-        failures = [f for f in about if "reason" in f and f["container"] == container][-1:]
-        return "".join(f"{fields['reason']}: {fields['message']}" for fields in failures)
+        if not found.rejected:
+            if state.pid is not None or state.over:
+                return "done" if state.over else "running"
+            failures = [fields for fields in failures if fields["container"] == container]
+        return "".join(f"{fields['reason']}: {fields['message']}" for fields in failures[-1:])
 
     async def complete(self, name: str) -> None:
         self.kubelet.complete(name)
@@ -149,15 +144,12 @@ class ReferenceWorld:
         await self.kubelet.wait_for(self.kubelet.node.pods.all_sources_ready)
 
     async def dead(self) -> bool:
-        kubelet = self.kubelet
-        await kubelet.wait_for(
-            lambda: not kubelet.node.alive or kubelet.node.pods.all_sources_ready()
-        )
-        return not kubelet.node.alive
+        node = self.kubelet.node
+        await self.kubelet.wait_for(lambda: not node.alive or node.pods.all_sources_ready())
+        return not node.alive
 
     async def missed(self, plugin: Plugin) -> None:
-        ended = self.kubelet.find
-        await self.kubelet.wait_for(lambda: ended("ended", plugin.resource))
+        await self.kubelet.wait_for(lambda: self.kubelet.find("ended", plugin.resource))
 
     async def api_server_away(self) -> None:
         self.kubelet.api_server_away()
@@ -168,12 +160,10 @@ class ReferenceWorld:
     async def listed(self) -> Listed:
         async with lister(self.kubelet) as stub:
             answer = await stub.List(pods_pb.ListPodResourcesRequest())
-        return {
-            pod.name: {
-                container.name: [
-                    (d.resource_name, i) for d in container.devices for i in d.device_ids
-                ]
-                for container in pod.containers
-            }
-            for pod in answer.pod_resources
-        }
+        listed: Listed = {}
+        for pod in answer.pod_resources:
+            containers = listed.setdefault(pod.name, {})
+            for container in pod.containers:
+                devices = [(d.resource_name, i) for d in container.devices for i in d.device_ids]
+                containers[container.name] = devices
+        return listed

@@ -19,9 +19,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from tests.world.checkpoint import CHECKPOINT
 from tests.world.stage import Part, Stage, Wish, World, device
-from tests.world.topology import Policy
 
 Script = Callable[[Stage], Awaitable[None]]
 
@@ -79,15 +77,10 @@ async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
 
 
 @writes("""
-     | registered:
-     |   options x
-     |   file - | x:a,b
-     | another list:
-     |   file - | x:a,c
-     | the same list:
-     |   file - | x:a,c
-     | nothing healthy:
-     |   file - | x:-
+     | registered: options x; file - | x:a,b
+     | another list: file - | x:a,c
+     | the same list: file - | x:a,c
+     | nothing healthy: file - | x:-
 """)
 async def lists(stage: Stage) -> None:
     """Each message is written down: a registration's, a change, and the same once more."""
@@ -102,24 +95,11 @@ async def lists(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   file one/main=x:a | x:a,b
-     |   cgroups one
-     | the plugin is gone:
-     |   file one/main=x:a | x:a,b
-     |   cgroups one
-     | another socket:
-     |   options x
-     |   file one/main=x:a | x:a,b
-     |   cgroups one
-     | one started again:
-     |   prestart x a
-     |   file one/main=x:a | x:a,b
-     |   cgroups one
+     | one runs: options x; prefer x a,b for 1; allocate x a; prestart x a;
+     |   file one/main=x:a | x:a,b; cgroups one
+     | the plugin is gone: file one/main=x:a | x:a,b; cgroups one
+     | another socket: options x; file one/main=x:a | x:a,b; cgroups one
+     | one started again: prestart x a; file one/main=x:a | x:a,b; cgroups one
 """)
 async def registering_again(stage: Stage) -> None:
     """A plugin that ends its stream and registers a socket of another name has its devices back."""
@@ -138,25 +118,14 @@ async def registering_again(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b,c for 1
-     |   allocate x a
-     |   prestart x a
-     |   file one/main=x:a | x:a,b,c
-     |   cgroups one
-     | two runs:
-     |   prefer x b,c for 2
-     |   allocate x b,c
-     |   prestart x b,c
-     |   file one/main=x:a two/main=x:b,c | x:a,b,c
-     |   cgroups one two
+     | one runs: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
+     |   file one/main=x:a | x:a,b,c; cgroups one
+     | two runs: prefer x b,c for 2; allocate x b,c; prestart x b,c;
+     |   file one/main=x:a two/main=x:b,c | x:a,b,c; cgroups one two
      | asked: List names one/main=x:a two/main=x:b,x:c
      |   three: UnexpectedAdmissionError: Allocate failed due to requested number of devices
      |     unavailable for x. Requested: 1, Available: 0, which is unexpected
-     | three is refused:
-     |   file one/main=x:a two/main=x:b,c | x:a,b,c
-     |   cgroups one two
+     | three is refused: file one/main=x:a two/main=x:b,c | x:a,b,c; cgroups one two
 """)
 async def admission(stage: Stage) -> None:
     """Admission asks for a preference, then for an answer; a start asks PreStartContainer."""
@@ -171,20 +140,10 @@ async def admission(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b,c for 1
-     |   allocate x a
-     |   prefer x b,c for 1
-     |   allocate x b
-     |   prestart x a
-     |   prestart x b
-     |   file one/main=x:a one/side=x:b | x:a,b,c
+     | one runs: options x; prefer x a,b,c for 1; allocate x a; prefer x b,c for 1;
+     |   allocate x b; prestart x a; prestart x b; file one/main=x:a one/side=x:b | x:a,b,c;
      |   cgroups one
-     | side started again:
-     |   prestart x b
-     |   file one/main=x:a one/side=x:b | x:a,b,c
-     |   cgroups one
+     | side started again: prestart x b; file one/main=x:a one/side=x:b | x:a,b,c; cgroups one
      | asked: List names one/main=x:a one/side=x:b
 """)
 async def two_containers(stage: Stage) -> None:
@@ -198,13 +157,8 @@ async def two_containers(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b for 2
-     |   allocate x a,b
-     |   prestart x a,b
-     |   file one/main=x:a@0,a@1,b@1 | x:a,b
-     |   cgroups one
+     | one runs: options x; prefer x a,b for 2; allocate x a,b; prestart x a,b;
+     |   file one/main=x:a@0,a@1,b@1 | x:a,b; cgroups one
      | asked: List names one/main=x:a,x:a,x:b
 """)
 async def numa_nodes(stage: Stage) -> None:
@@ -216,16 +170,9 @@ async def numa_nodes(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b,c for 1
-     |   allocate x a
-     |   prefer x a,b,c with a for 2
-     |   allocate x a,b
-     |   prestart x a
-     |   prestart x a,b
-     |   file one/main=x:a,b one/setup=x:a | x:a,b,c
-     |   cgroups one
+     | one runs: options x; prefer x a,b,c for 1; allocate x a; prefer x a,b,c with a for 2;
+     |   allocate x a,b; prestart x a; prestart x a,b;
+     |   file one/main=x:a,b one/setup=x:a | x:a,b,c; cgroups one
      | asked: List names one/main=x:a,x:b
 """)
 async def an_init_container(stage: Stage) -> None:
@@ -238,15 +185,8 @@ async def an_init_container(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b,c for 1
-     |   allocate x a
-     |   prefer x b,c for 1
-     |   allocate x b
-     |   prestart x a
-     |   prestart x b
-     |   file one/main=x:b one/setup=x:a | x:a,b,c
+     | one runs: options x; prefer x a,b,c for 1; allocate x a; prefer x b,c for 1;
+     |   allocate x b; prestart x a; prestart x b; file one/main=x:b one/setup=x:a | x:a,b,c;
      |   cgroups one
      | asked: List names one/main=x:b one/setup=x:a
 """)
@@ -260,24 +200,15 @@ async def a_restartable_init_container(stage: Stage) -> None:
 
 
 @writes("""
-     | registered:
-     |   options x
-     |   options y
-     |   file - | x:a y:a
+     | registered: options x; options y; file - | x:a y:a
      |   one: UnexpectedAdmissionError: Allocate failed due to rpc error: code =
      |     FailedPrecondition desc = not now, which is unexpected
-     | one is refused:
-     |   prefer first a for 1
-     |   allocate first a
-     |   prefer second a for 1
-     |   allocate second a
-     |   file - | first:a second:a
-     | a message:
-     |   file one/main=first:a | first:a second:a
+     | one is refused: prefer first a for 1; allocate first a; prefer second a for 1;
+     |   allocate second a; file - | first:a second:a
+     | a message: file one/main=first:a | first:a second:a
 1.33 | asked: List names one/main=-
 1.37 | asked: List names nobody
-     | another message:
-     |   file - | first:a second:a
+     | another message: file - | first:a second:a
 """)
 async def a_refused_second_resource(stage: Stage) -> None:
     """What the first resource's plugin gave comes into the file with the next message."""
@@ -299,15 +230,8 @@ async def a_refused_second_resource(stage: Stage) -> None:
 @writes("""
      |   one: CreateContainerConfigError: device plugin PreStartContainer rpc failed with err:
      |     rpc error: code = FailedPrecondition desc = not now
-     | one runs:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   prestart x a
-     |   prestart x a
-     |   file one/main=x:a | x:a,b
-     |   cgroups one
+     | one runs: options x; prefer x a,b for 1; allocate x a; prestart x a; prestart x a;
+     |   prestart x a; file one/main=x:a | x:a,b; cgroups one
 """)
 async def a_refused_start(stage: Stage) -> None:
     """PreStartContainer is tried again until it is granted; the pod keeps what it has."""
@@ -324,35 +248,16 @@ async def a_refused_start(stage: Stage) -> None:
 
 
 @writes("""
-     | one and two run:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   prefer x b for 1
-     |   allocate x b
-     |   prestart x b
-     |   file one/main=x:a two/main=x:b | x:a,b
+     | one and two run: options x; prefer x a,b for 1; allocate x a; prestart x a;
+     |   prefer x b for 1; allocate x b; prestart x b; file one/main=x:a two/main=x:b | x:a,b;
      |   cgroups one two
-     | one has ended:
-     |   file one/main=x:a two/main=x:b | x:a,b
-     |   cgroups two
-     | a message:
-     |   file one/main=x:a two/main=x:b | x:a,b
-     |   cgroups two
+     | one has ended: file one/main=x:a two/main=x:b | x:a,b; cgroups two
+     | a message: file one/main=x:a two/main=x:b | x:a,b; cgroups two
      | asked: List names two/main=x:b
-     | asked:
-     |   file one/main=x:a two/main=x:b | x:a,b
-     |   cgroups two
-     | another message:
-     |   file two/main=x:b | x:a,b
-     |   cgroups two
-     | three runs, and List was not asked:
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   file three/main=x:a | x:a,b
-     |   cgroups three
+     | asked: file one/main=x:a two/main=x:b | x:a,b; cgroups two
+     | another message: file two/main=x:b | x:a,b; cgroups two
+     | three runs, and List was not asked: prefer x a,b for 1; allocate x a; prestart x a;
+     |   file three/main=x:a | x:a,b; cgroups three
 """)
 async def orderly_deletion(stage: Stage) -> None:
     """The pod is forgotten when List asks, and the file follows with the next message."""
@@ -375,22 +280,11 @@ async def orderly_deletion(stage: Stage) -> None:
 
 @writes("""
      | asked: List names one/main=x:a
-     | one waits:
-     |   options x
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file one/main=x:a | x:a
-     |   cgroups one
+     | one waits: options x; prefer x a for 1; allocate x a; prestart x a;
+     |   file one/main=x:a | x:a; cgroups one
      | asked again: List names nobody
-     | two waits:
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file - | x:a
-     |   cgroups two
-     | two is gone:
-     |   file - | x:a
+     | two waits: prefer x a for 1; allocate x a; prestart x a; file - | x:a; cgroups two
+     | two is gone: file - | x:a
 """)
 async def deletion_during_a_start(stage: Stage) -> None:
     """PreStartContainer is not called off: the pod stays until it has returned, forced or not."""
@@ -418,22 +312,11 @@ async def deletion_during_a_start(stage: Stage) -> None:
 
 @writes("""
      | asked: List names nobody
-     | a message:
-     |   options x
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file - | x:a
+     | a message: options x; prefer x a for 1; allocate x a; prestart x a; file - | x:a;
      |   cgroups one
-     | two runs:
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file two/main=x:a | x:a
+     | two runs: prefer x a for 1; allocate x a; prestart x a; file two/main=x:a | x:a;
      |   cgroups one two
-     | one has ended:
-     |   file two/main=x:a | x:a
-     |   cgroups two
+     | one has ended: file two/main=x:a | x:a; cgroups two
 """)
 async def forced_deletion(stage: Stage) -> None:
     """The device goes to the next pod while the first one's container runs on."""
@@ -450,19 +333,11 @@ async def forced_deletion(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file one/main=x:a | x:a
-     |   cgroups one
+     | one runs: options x; prefer x a for 1; allocate x a; prestart x a;
+     |   file one/main=x:a | x:a; cgroups one
      | asked: List names nobody
-     | a message:
-     |   file - | x:a
-     |   cgroups one
-     | one has ended:
-     |   file - | x:a
+     | a message: file - | x:a; cgroups one
+     | one has ended: file - | x:a
 """)
 async def a_manifest_removed(stage: Stage) -> None:
     """A static pod is forgotten while its container runs on."""
@@ -478,21 +353,12 @@ async def a_manifest_removed(stage: Stage) -> None:
 
 
 @writes("""
-     | one is complete:
-     |   options x
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
+     | one is complete: options x; prefer x a for 1; allocate x a; prestart x a;
      |   file one/main=x:a | x:a
 1.33 | asked: List names one/main=-
 1.37 | asked: List names nobody
-     | a message:
-     |   file - | x:a
-     | two runs:
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file two/main=x:a | x:a
+     | a message: file - | x:a
+     | two runs: prefer x a for 1; allocate x a; prestart x a; file two/main=x:a | x:a;
      |   cgroups two
 """)
 async def a_completed_pod(stage: Stage) -> None:
@@ -512,27 +378,13 @@ async def a_completed_pod(stage: Stage) -> None:
 
 
 @writes("""
-     | both run:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   prefer x b for 1
-     |   allocate x b
-     |   prestart x b
-     |   file api/main=x:a static/main=x:b | x:a,b
+     | both run: options x; prefer x a,b for 1; allocate x a; prestart x a; prefer x b for 1;
+     |   allocate x b; prestart x b; file api/main=x:a static/main=x:b | x:a,b;
      |   cgroups api static
-     | the kubelet is down:
-     |   file api/main=x:a static/main=x:b | x:a,b
-     |   cgroups api static
-     | it is up:
-     |   options x
-     |   file api/main=x:a static/main=x:b | x:a,b
-     |   cgroups api static
+     | the kubelet is down: file api/main=x:a static/main=x:b | x:a,b; cgroups api static
+     | it is up: options x; file api/main=x:a static/main=x:b | x:a,b; cgroups api static
      | asked: List names api/main=x:a static/main=x:b
-     | api started again:
-     |   prestart x a
-     |   file api/main=x:a static/main=x:b | x:a,b
+     | api started again: prestart x a; file api/main=x:a static/main=x:b | x:a,b;
      |   cgroups api static
 """)
 async def a_restart(stage: Stage) -> None:
@@ -552,19 +404,9 @@ async def a_restart(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   allocate x a
-     |   prestart x a
-     |   prestart x a
-     |   file one/main=x:a one/setup=x:a | x:a,b
-     |   cgroups one
-     | it is up:
-     |   options x
-     |   file one/main=x:a one/setup=x:a | x:a,b
-     |   cgroups one
+     | one runs: options x; prefer x a,b for 1; allocate x a; allocate x a; prestart x a;
+     |   prestart x a; file one/main=x:a one/setup=x:a | x:a,b; cgroups one
+     | it is up: options x; file one/main=x:a one/setup=x:a | x:a,b; cgroups one
 """)
 async def a_restart_with_an_init_container(stage: Stage) -> None:
     """Of an init container that has ended the devices have to be healthy again."""
@@ -572,31 +414,18 @@ async def a_restart_with_an_init_container(stage: Stage) -> None:
     parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
     await stage.run(Wish("one", parts))
     stage.note("one runs")
-    await stage.world.stop()
-    await stage.start(plugin)
-    await stage.world.heard_of_all()
+    await stage.restart(plugin)
     await stage.settled("one")
     stage.note("it is up")
 
 
 @writes("""
-     | both run:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   prefer x b for 1
-     |   allocate x b
-     |   allocate x b
-     |   prestart x b
-     |   prestart x b
-     |   file one/main=x:a two/main=x:b two/setup=x:b | x:a,b
-     |   cgroups one two
+     | both run: options x; prefer x a,b for 1; allocate x a; prestart x a; prefer x b for 1;
+     |   allocate x b; allocate x b; prestart x b; prestart x b;
+     |   file one/main=x:a two/main=x:b two/setup=x:b | x:a,b; cgroups one two
      |   two: UnexpectedAdmissionError: Allocate failed due to no healthy devices present;
      |     cannot allocate unhealthy devices x, which is unexpected
-     | it is up:
-     |   file one/main=x:a two/main=x:b two/setup=x:b | x:a,b
-     |   cgroups one
+     | it is up: file one/main=x:a two/main=x:b two/setup=x:b | x:a,b; cgroups one
 """)
 async def a_restart_without_the_plugin(stage: Stage) -> None:
     """A pod that runs is left alone; one whose init container has ended is not."""
@@ -616,31 +445,17 @@ async def a_restart_without_the_plugin(stage: Stage) -> None:
 
 
 @writes("""
-     | all run:
-     |   options x
-     |   prefer x a,b,c for 1
-     |   allocate x a
-     |   prestart x a
-     |   prefer x b,c for 1
-     |   allocate x b
-     |   prestart x b
-     |   prefer x c for 1
-     |   allocate x c
-     |   prestart x c
-     |   file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c
+     | all run: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
+     |   prefer x b,c for 1; allocate x b; prestart x b; prefer x c for 1; allocate x c;
+     |   prestart x c; file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c;
      |   cgroups gone static stays
-     | it is up:
-     |   options x
-     |   file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c
+     | it is up: options x; file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c;
      |   cgroups gone static stays
      | asked: List names static/main=x:c
-     | a message:
-     |   file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c
+     | a message: file gone/main=x:a static/main=x:c stays/main=x:b | x:a,b,c;
      |   cgroups gone static stays
      | asked again: List names static/main=x:c stays/main=x:b
-     | another message:
-     |   file static/main=x:c stays/main=x:b | x:a,b,c
-     |   cgroups static stays
+     | another message: file static/main=x:c stays/main=x:b | x:a,b,c; cgroups static stays
 """)
 async def a_restart_without_the_api_server(stage: Stage) -> None:
     """Nobody is forgotten, and List names static pods only, until it is back."""
@@ -667,79 +482,106 @@ async def a_restart_without_the_api_server(stage: Stage) -> None:
 
 
 @writes("""
-     | it is up:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   options x
-     |   file - | x:a,b
-     |   cgroups one
+     | it is up: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
+     |   prefer x b,c for 1; allocate x b; prestart x b; options x; file - | x:a,b,c;
+     |   cgroups one two
+     | three runs: prefer x a,b,c for 1; allocate x a; prestart x a;
+     |   file three/main=x:a | x:a,b,c; cgroups one three two
+     |   four: OutOfx: Node didn't have enough resource: x, requested: 1, used: 3, capacity: 3
+     | four is refused: prefer x b,c for 1; allocate x b;
+     |   file four/main=x:b three/main=x:a | x:a,b,c; cgroups one three two
      |   one: CreateContainerConfigError: no devices found allocated in local cache for pod
      |     <one>, container main, resource x
-     | one has crashed:
-     |   file - | x:a,b
-     |   cgroups one
+     | one has crashed: file four/main=x:b three/main=x:a | x:a,b,c; cgroups one three two
 """)
-async def a_lost_file(stage: Stage) -> None:
-    """A container whose devices are forgotten is not allocated anew, but stays in error."""
-    plugin = await stage.plugin(A, B)
+async def a_deleted_file(stage: Stage) -> None:
+    """Pods run on; their devices go to others as well, and a container that ends cannot return."""
+    plugin = await stage.plugin(A, B, C)
     await stage.run(one("one"))
-    await stage.world.stop()
-    (stage.world.directory / CHECKPOINT).unlink()
-    await stage.start(plugin)
-    await stage.world.heard_of_all()
+    await stage.run(one("two"))
+    await stage.restart(plugin, file=b"")
     stage.note("it is up")
+    await stage.run(one("three"))
+    stage.note("three runs")
+    await stage.run(one("four"))
+    stage.note("four is refused")
     await stage.world.crash(stage.full("one"), "main")
     await stage.settled("one", but=("", "running"))
     stage.note("one has crashed")
 
 
 @writes("""
-     | it is up:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   options x
-     |   file - | x:a,b
+     |   deleted-1: OutOfdeleted: Node didn't have enough resource: deleted, requested: 1,
+     |     used: 0, capacity: 0
+     |   deleted-2: OutOfdeleted: Node didn't have enough resource: deleted, requested: 1,
+     |     used: 0, capacity: 0
+     | deleted: options deleted; prefer deleted a,b for 1; allocate deleted a;
+     |   prestart deleted a; prefer deleted b for 1; allocate deleted b; prestart deleted b;
+     |   options deleted; file - | deleted:-
+     |   garbled-1: OutOfgarbled: Node didn't have enough resource: garbled, requested: 1,
+     |     used: 0, capacity: 0
+     |   garbled-2: OutOfgarbled: Node didn't have enough resource: garbled, requested: 1,
+     |     used: 0, capacity: 0
+     | garbled: options garbled; prefer garbled a,b for 1; allocate garbled a;
+     |   prestart garbled a; prefer garbled b for 1; allocate garbled b; prestart garbled b;
+     |   options deleted; options garbled; file - | deleted:- garbled:-
+""")
+async def a_lost_file_and_unhealthy_devices(stage: Stage) -> None:
+    """Pods that run are killed, all for which there is no healthy device."""
+    for what, file in {"deleted": b"", "garbled": b"garbage"}.items():
+        plugin = await stage.plugin(A, B, resource=what)
+        pods = [f"{what}-1", f"{what}-2"]
+        for pod in pods:
+            await stage.run(Wish(pod, [Part("main", {what: 1})]))
+        await stage.restart(plugin, device("a", "Unhealthy"), device("b", "Unhealthy"), file=file)
+        for pod in pods:
+            await stage.settled(pod, but=("", "running"))
+            await stage.world.gone(stage.full(pod))
+        stage.note(what)
+        for pod in pods:
+            await stage.delete(pod)
+
+
+@writes("""
+     | it is up: options x; prefer x a,b for 1; allocate x a; prestart x a; prefer x b for 1;
+     |   allocate x b; prestart x b; options x; file one/main=x:a two/main=x:b | x:-;
+     |   cgroups one two
+     | both started again: prestart x b; file one/main=x:a two/main=x:b | x:-; cgroups one two
+""")
+async def an_intact_file_and_missing_devices(stage: Stage) -> None:
+    """Pods run on, and containers start again, though devices are unhealthy or not listed."""
+    plugin = await stage.plugin(A, B)
+    await stage.run(one("one"))
+    await stage.run(one("two"))
+    await stage.restart(plugin, device("a", "Unhealthy"))
+    stage.note("it is up")
+    await stage.crash("one")
+    await stage.crash("two")
+    stage.note("both started again")
+
+
+@writes("""
+     | it is up: options x; prefer x a,b for 1; allocate x a; options x; file - | x:a,b;
      |   cgroups one
-     | one started again:
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   file one/main=x:a | x:a,b
+     | one started again: prefer x a,b for 1; allocate x a; file one/main=x:a | x:a,b;
      |   cgroups one
 """)
 async def a_lost_file_and_no_prestart(stage: Stage) -> None:
     """Without PreStartContainer the plugin is asked to allocate again at the next start."""
     plugin = await stage.plugin(A, B, prestart=False)
     await stage.run(one("one"))
-    await stage.world.stop()
-    (stage.world.directory / CHECKPOINT).unlink()
-    await stage.start(plugin)
-    await stage.world.heard_of_all()
+    await stage.restart(plugin, file=b"")
     stage.note("it is up")
     await stage.crash("one")
     stage.note("one started again")
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   allocate x a
-     |   prestart x a
-     |   prestart x a
-     |   file one/main=x:a one/setup=x:a | x:a,b
-     |   cgroups one
-     | the power is cut:
-     |   file one/main=x:a one/setup=x:a | x:a,b
-     | one runs again:
-     |   options x
-     |   prestart x a
-     |   prestart x a
-     |   file one/main=x:a one/setup=x:a | x:a,b
-     |   cgroups one
+     | one runs: options x; prefer x a,b for 1; allocate x a; allocate x a; prestart x a;
+     |   prestart x a; file one/main=x:a one/setup=x:a | x:a,b; cgroups one
+     | the power is cut: file one/main=x:a one/setup=x:a | x:a,b
+     | one runs again: options x; prestart x a; prestart x a;
+     |   file one/main=x:a one/setup=x:a | x:a,b; cgroups one
 """)
 async def a_reboot(stage: Stage) -> None:
     """Pods have what they had, without Allocate; init containers run again."""
@@ -757,24 +599,13 @@ async def a_reboot(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file one/main=x:a | x:a
-     |   cgroups one
+     | one runs: options x; prefer x a for 1; allocate x a; prestart x a;
+     |   file one/main=x:a | x:a; cgroups one
      |   one: UnexpectedAdmissionError: Allocate failed due to no healthy devices present;
      |     cannot allocate unhealthy devices x, which is unexpected
-     | one is refused:
-     |   file one/main=x:a | x:a
-     | two runs:
-     |   options x
-     |   prefer x a for 1
-     |   allocate x a
-     |   prestart x a
-     |   file two/main=x:a | x:a
-     |   cgroups two
+     | one is refused: file one/main=x:a | x:a
+     | two runs: options x; prefer x a for 1; allocate x a; prestart x a;
+     |   file two/main=x:a | x:a; cgroups two
 """)
 async def a_reboot_with_a_late_plugin(stage: Stage) -> None:
     """Pods that come before the plugin has registered are refused, and their devices free."""
@@ -798,24 +629,12 @@ async def a_reboot_with_a_late_plugin(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs:
-     |   options x
-     |   prefer x a,b for 1
-     |   allocate x a
-     |   prestart x a
-     |   file one/main=x:a@0 | x:a,b
-     |   cgroups one
-     | listed as Unhealthy:
-     |   options x
-     |   file one/main=x:a@0 | x:b
-     |   cgroups one
+     | one runs: options x; prefer x a,b for 1; allocate x a; prestart x a;
+     |   file one/main=x:a@0 | x:a,b; cgroups one
+     | listed as Unhealthy: options x; file one/main=x:a@0 | x:b; cgroups one
 1.33 | not listed: it lives
 1.37 | not listed: it dies
-     | listed again:
-     |   options x
-     |   options x
-     |   file one/main=x:a@0 | x:a,b
-     |   cgroups one
+     | listed again: options x; options x; file one/main=x:a@0 | x:a,b; cgroups one
 """)
 async def an_id_that_is_not_listed(stage: Stage) -> None:
     """A kubelet with a Topology Manager dies of it at its start; not if it is Unhealthy."""
@@ -845,97 +664,19 @@ async def an_id_that_is_not_listed(stage: Stage) -> None:
     stage.note("listed again")
 
 
-@writes("""
-     | best-effort:
-     |   options x
-     |   options x
-     |   file - | x:a,b,c,d
-     | first of best-effort:
-     |   prefer x b,c,d for 2
-     |   allocate x b,c
-     |   prestart x b,c
-     |   file best-effort-first/main=x:b@1,c@1 | x:a,b,c,d
-     |   cgroups best-effort-first
-     | second of best-effort:
-     |   allocate x a,d
-     |   prestart x a,d
-     |   file best-effort-first/main=x:b@1,c@1 best-effort-second/main=x:a@0,d@1 | x:a,b,c,d
-     |   cgroups best-effort-first best-effort-second
-     | restricted:
-     |   options x
-     |   file best-effort-first/main=x:b@1,c@1 best-effort-second/main=x:a@0,d@1 | x:a,b,c,d
-     | first of restricted:
-     |   prefer x b,c,d for 2
-     |   allocate x b,c
-     |   prestart x b,c
-     |   file restricted-first/main=x:b@1,c@1 | x:a,b,c,d
-     |   cgroups restricted-first
-     |   restricted-second: TopologyAffinityError: Resources cannot be allocated with Topology
-     |     locality
-     | second of restricted:
-     |   file restricted-first/main=x:b@1,c@1 | x:a,b,c,d
-     |   cgroups restricted-first
-     | single-numa-node:
-     |   options x
-     |   file restricted-first/main=x:b@1,c@1 | x:a,b,c,d
-     | first of single-numa-node:
-     |   prefer x b,c,d for 2
-     |   allocate x b,c
-     |   prestart x b,c
-     |   file single-numa-node-first/main=x:b@1,c@1 | x:a,b,c,d
-     |   cgroups single-numa-node-first
-     |   single-numa-node-second: TopologyAffinityError: Resources cannot be allocated with
-     |     Topology locality
-     | second of single-numa-node:
-     |   file single-numa-node-first/main=x:b@1,c@1 | x:a,b,c,d
-     |   cgroups single-numa-node-first
-""")
-async def policies(stage: Stage) -> None:
-    """The plugin is asked about aligned devices only; what cannot be aligned is refused, or not."""
-    devices = [device("a", nodes=[0]), *(device(ident, nodes=[1]) for ident in "bcd")]
-    plugin = await stage.plugin(*devices)
-    tried: tuple[Policy, ...] = ("best-effort", "restricted", "single-numa-node")
-    for policy in tried:
-        await stage.world.stop()
-        await stage.start(plugin, policy=policy)
-        await stage.world.heard_of_all()
-        stage.note(policy)
-        for name in ("first", "second"):
-            await stage.run(one(f"{policy}-{name}", 2))
-            stage.note(f"{name} of {policy}")
-        for name in ("first", "second"):
-            await stage.delete(f"{policy}-{name}")
-    await stage.world.stop()
-    await stage.start(plugin, policy="none")
-    await stage.world.heard_of_all()
-
-
 # -- Others
 
 
 @writes("""
-     | the second has registered:
-     |   options x
-     |   options x of two
-     |   file - | x:c,d
-     | the first sends its list:
-     |   file - | x:a,b
-     | one runs:
-     |   prefer x a,b for 1 of two
-     |   allocate x a of two
-     |   prestart x a of two
-     |   file one/main=x:a | x:a,b
-     |   cgroups one
+     | the second has registered: options x; options x of two; file - | x:c,d
+     | the first sends its list: file - | x:a,b
+     | one runs: prefer x a,b for 1 of two; allocate x a of two; prestart x a of two;
+     |   file one/main=x:a | x:a,b; cgroups one
 1.33 |   two: UnexpectedAdmissionError: Allocate failed due to no healthy devices present;
 1.33 |     cannot allocate unhealthy devices x, which is unexpected
-     | the second is gone:
-1.33 |   file one/main=x:a | x:a,b
-1.33 |   cgroups one
-1.37 |   prefer x b for 1
-1.37 |   allocate x b
-1.37 |   prestart x b
-1.37 |   file one/main=x:a two/main=x:b | x:a,b
-1.37 |   cgroups one two
+1.33 | the second is gone: file one/main=x:a | x:a,b; cgroups one
+1.37 | the second is gone: prefer x b for 1; allocate x b; prestart x b;
+1.37 |   file one/main=x:a two/main=x:b | x:a,b; cgroups one two
 """)
 async def a_second_plugin(stage: Stage) -> None:
     """It is asked with the IDs of the one that wrote last; when it dies nothing is written."""

@@ -1,4 +1,4 @@
-"""What scenarios of kubelets are told with: a plugin, a world, a record of what happens.
+"""The parts of kubelet scenarios: a plugin, a world, a record of what happens.
 
 A scenario works on a `Stage`: that is a `World`, which is the reference kubelet or an original,
 with plugins and pods whose names no other scenario uses, and the `Record` that the scenario writes.
@@ -19,16 +19,14 @@ import grpc
 import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
-from generated import deviceplugin_pb2_grpc
 from tests.world.checkpoint import CHECKPOINT
+from tests.world.plugins import Policy, rpc
 from tests.world.pods import Kind
 from tests.world.processes import Broken, until
-from tests.world.topology import Policy
-
-rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
 DOMAIN = "example.com"
-LONG = 60.0  # seconds after which something that a kubelet has to do is taken for hung
+LONG = 60.0  # seconds after which something that a kubelet must do has failed
+WIDTH = 88  # of a record's lines
 
 Method = Literal["Allocate", "PreStartContainer"]
 
@@ -43,7 +41,7 @@ def device(ident: str, health: str = "Healthy", nodes: Sequence[int] = ()) -> pb
 
 
 class Plugin:
-    """The least that a kubelet takes for a device plugin: one resource, one socket, and knobs."""
+    """The least that a kubelet accepts as a device plugin: one resource, one socket, and knobs."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Plugin:
         name: str,
         calls: list[str] | None = None,
     ) -> None:
-        """`name`: its socket's. `calls`: where it writes down what it is asked."""
+        """Args: name: its socket's; calls: a list to which it adds the calls that it gets."""
         self.directory = directory
         self.devices = list(devices)
         self.resource = resource
@@ -64,9 +62,9 @@ class Plugin:
         self.grants = asyncio.Event()  # PreStartContainer waits for this
         self.grants.set()
         self.permissions = "rw"
-        self.node = "/dev/null"  # the device node that everybody gets
-        self.preference: Sequence[str] | None = None  # None: what must be, then the lowest IDs
-        self.alias = ""  # for the record, where a resource has two
+        self.envs: dict[str, str] = {}  # additional ones for every container
+        self.preference: Sequence[str] | None = None  # None: must-include, then the lowest IDs
+        self.alias = ""  # for the record, if a resource has two plugins
         self._streams: set[asyncio.Queue[list[pb.Device] | None]] = set()
         self._server: grpc.aio.Server | None = None
 
@@ -88,7 +86,7 @@ class Plugin:
             await rpc.RegistrationStub(channel).Register(request, timeout=LONG)
 
     async def stop(self) -> None:
-        """Be gone; what it served on is removed."""
+        """Stop serving; gRPC removes the socket."""
         if self._server:
             await self._server.stop(None)
             self._server = None
@@ -100,34 +98,28 @@ class Plugin:
             stream.put_nowait(self.devices)
 
     def end_streams(self) -> None:
-        """End its streams politely."""
+        """End its streams, without an error."""
         for stream in self._streams:
             stream.put_nowait(None)
 
     def _note(self, call: str, ids: Iterable[str], more: str = "") -> None:
         name = self.resource.rpartition("/")[2]
-        who = f" of {self.alias}" if self.alias else ""
-        self.calls.append(
-            f"{call} {name} {','.join(sorted(ids))}{more}{who}".replace("  ", " ").strip()
-        )
+        who = f"of {self.alias}" if self.alias else ""
+        self.calls.append(" ".join(filter(None, [call, name, ",".join(sorted(ids)), more, who])))
 
     async def _may_refuse(self, method: Method, context: Any) -> None:
         if self.refuses(method):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not now")
 
-    # The service
-
     async def GetDevicePluginOptions(
         self, request: pb.Empty, context: Any
     ) -> pb.DevicePluginOptions:
-        """Tell what it offers."""
         self._note("options", [])
         return self.options
 
     async def ListAndWatch(
         self, request: pb.Empty, context: Any
     ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        """Send its list, and again whenever it is told to."""
         lists: asyncio.Queue[list[pb.Device] | None] = asyncio.Queue()
         lists.put_nowait(self.devices)
         self._streams.add(lists)
@@ -140,27 +132,25 @@ class Plugin:
     async def GetPreferredAllocation(
         self, request: pb.PreferredAllocationRequest, context: Any
     ) -> pb.PreferredAllocationResponse:
-        """Prefer what must be included, then the lowest IDs."""
         question = request.container_requests[0]
         must, size = sorted(question.must_include_deviceIDs), question.allocation_size
         available = sorted(question.available_deviceIDs)
-        more = f" with {','.join(must)}" if must else ""
-        self._note("prefer", available, f"{more} for {size}")
+        more = f"with {','.join(must)} for {size}" if must else f"for {size}"
+        self._note("prefer", available, more)
         lowest = [*must, *(ident for ident in available if ident not in must)][:size]
         ids = lowest if self.preference is None else self.preference
         answer = pb.ContainerPreferredAllocationResponse(deviceIDs=ids)
         return pb.PreferredAllocationResponse(container_responses=[answer])
 
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
-        """Answer with something of each sort."""
         ids = sorted(request.container_requests[0].devices_ids)
         self._note("allocate", ids)
         await self._may_refuse("Allocate", context)
         node = pb.DeviceSpec(
-            container_path=f"/dev/{ids[0]}", host_path=self.node, permissions=self.permissions
+            container_path=f"/dev/{ids[0]}", host_path="/dev/null", permissions=self.permissions
         )
         answer = pb.ContainerAllocateResponse(
-            envs={"IDS": ",".join(ids)},
+            envs={"IDS": ",".join(ids), **self.envs},
             annotations={"of": self.resource},
             mounts=[pb.Mount(container_path="/etc/ids", host_path="/etc/hostname", read_only=True)],
             devices=[node],
@@ -170,7 +160,6 @@ class Plugin:
     async def PreStartContainer(
         self, request: pb.PreStartContainerRequest, context: Any
     ) -> pb.PreStartContainerResponse:
-        """Let the container start, unless told not to."""
         self._note("prestart", request.devices_ids)
         await self.grants.wait()
         await self._may_refuse("PreStartContainer", context)
@@ -181,7 +170,7 @@ class Plugin:
 
 
 class Part(NamedTuple):
-    """A container that a pod is to have."""
+    """A container of a pod to be created."""
 
     name: str
     request: Mapping[str, int]  # by the last part of a resource's name
@@ -189,7 +178,7 @@ class Part(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """A pod that is to be."""
+    """A pod to be created."""
 
     name: str
     parts: Sequence[Part]
@@ -199,7 +188,7 @@ class Wish(NamedTuple):
 
 
 Listed = dict[str, dict[str, list[tuple[str, str]]]]
-"""What List says: by pod and container, resources and IDs."""
+"""The answer of List: by pod and container, resources and IDs."""
 
 
 class World(Protocol):
@@ -210,21 +199,21 @@ class World(Protocol):
 
     @property
     def version(self) -> tuple[int, int]:
-        """The kubelet's."""
+        """The kubelet's version."""
 
     @property
     def directory(self) -> Path:
-        """Where plugins' sockets and the checkpoint are."""
+        """The directory of plugins' sockets and the checkpoint."""
 
     @property
     def cgroups(self) -> Path:
-        """Where pods' cgroups are, at any depth."""
+        """A directory that has pods' cgroups, at any depth, with `tasks` files."""
 
     async def create(self, wish: Wish) -> None:
-        """Create the pod; what becomes of it is asked for later."""
+        """Create a pod; `state` returns how far it is."""
 
     async def uid(self, name: str) -> str:
-        """Return the UID that the kubelet knows a pod by."""
+        """Return the UID by which the kubelet knows a pod."""
 
     async def state(self, name: str, container: str) -> str:
         """Return "running", "done", or the kubelet's reason why not; "" while it starts."""
@@ -242,7 +231,7 @@ class World(Protocol):
         """Delete a pod's object or manifest at once, and wait until the kubelet has seen it."""
 
     async def gone(self, name: str) -> None:
-        """Wait until a pod that was deleted or refused has no cgroup any more, and no object.
+        """Wait until a pod that was deleted or rejected has no cgroup any more, and no object.
 
         The containers of a pod whose deletion was forced are killed.
         """
@@ -251,7 +240,7 @@ class World(Protocol):
         """Kill the kubelet."""
 
     async def start(self, plugins: Iterable[Plugin], policy: Policy | None) -> None:
-        """Start it; `plugins` register as soon as they can. `policy`: another one from now on."""
+        """Start it; `plugins` register as soon as they can. `policy`: a new one, if any."""
 
     async def cut_power(self) -> None:
         """End all processes of the node, whose kubelet was stopped; `start` is then a reboot."""
@@ -260,16 +249,16 @@ class World(Protocol):
         """Wait until a kubelet that was started has heard of all pods."""
 
     async def dead(self) -> bool:
-        """Tell whether the kubelet has died by itself before it has heard of all pods."""
+        """Return whether the kubelet has died by itself before it has heard of all pods."""
 
     async def missed(self, plugin: Plugin) -> None:
         """Wait until the kubelet has seen that a plugin is gone."""
 
     async def api_server_away(self) -> None:
-        """Let nobody answer in the API server's place."""
+        """Stop the API server."""
 
     async def api_server_back(self) -> None:
-        """Let it answer again."""
+        """Start the API server again."""
 
     async def listed(self) -> Listed:
         """Call List."""
@@ -278,10 +267,22 @@ class World(Protocol):
 # -------------------------------------------------------------------------------------- the stage
 
 
+def wrapped(title: str, pieces: Sequence[str]) -> list[str]:
+    """Return lines with `title: piece; piece; …`, broken between pieces only."""
+    lines, line = [], f"{title}: {pieces[0]}"
+    for piece in pieces[1:]:
+        if len(line) + len(piece) + 3 > WIDTH:
+            lines.append(f"{line};")
+            line = f"  {piece}"
+        else:
+            line += f"; {piece}"
+    return [*lines, line]
+
+
 class Record:
     """What a scenario writes down, without what differs from run to run.
 
-    Resources and pods are called without the scenario's prefix, pods' UIDs by their names.
+    Resources and pods are named without the scenario's prefix, pods' UIDs replaced by their names.
     """
 
     def __init__(self, world: World, prefix: str) -> None:
@@ -293,25 +294,24 @@ class Record:
         self._prefix = prefix
 
     def write(self, text: str) -> None:
-        """Write down a text that can be long and have UIDs in it."""
+        """Write down a text that can be long and contain UIDs."""
         text = text.replace(f"{DOMAIN}/{self._prefix}.", "")
         for uid, name in self.pods.items():
             text = text.replace(uid, f"<{name}>")
-        self.lines += textwrap.wrap(text, 88, initial_indent="  ", subsequent_indent="    ")
+        self.lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
     def note(self, what: str) -> None:
-        """Write down what there is after a step: calls since the last one, the file, cgroups."""
+        """Write down the state after a step: calls since the last one, the file, cgroups."""
         entries, registered = self._file()
-        cgroups = self._cgroups()
-        self.lines.append(f"{what}:")
-        self.lines += [f"  {self._short_call(call)}" for call in self.calls]
+        pieces = [self._short_call(call) for call in self.calls]
         self.calls.clear()
-        self.lines.append(f"  file {' '.join(entries) or '-'} | {' '.join(registered) or '-'}")
-        if cgroups:
-            self.lines.append(f"  cgroups {' '.join(cgroups)}")
+        pieces.append(f"file {' '.join(entries) or '-'} | {' '.join(registered) or '-'}")
+        if cgroups := self._cgroups():
+            pieces.append(f"cgroups {' '.join(cgroups)}")
+        self.lines += wrapped(what, pieces)
 
     def note_listed(self, what: str, listed: Listed) -> None:
-        """Write down what List says."""
+        """Write down the answer of List."""
         texts = []
         for pod, containers in listed.items():
             if not pod.startswith(f"{self._prefix}-"):
@@ -329,7 +329,7 @@ class Record:
         self.aliases = dict(zip(names, aliases, strict=True))
 
     def _short(self, resource: str) -> str | None:
-        """Return how the record calls a resource; None for one that is not this scenario's."""
+        """Return the record's name of a resource; None for one that is not this scenario's."""
         prefix = f"{DOMAIN}/{self._prefix}."
         name = resource.removeprefix(prefix)
         return self.aliases.get(name, name) if resource.startswith(prefix) else None
@@ -360,23 +360,34 @@ class Record:
         return sorted(entries), sorted(registered)
 
     def _cgroups(self) -> list[str]:
-        """Return which of the pods have a cgroup."""
-        found = set()
-        for _, directories, _ in os.walk(self._world.cgroups):
-            found.update(directories)
-        return sorted(name for uid, name in self.pods.items() if f"pod{uid}" in found)
+        """Return which of the pods have a cgroup, and whether it has no processes."""
+        found: dict[str, bool] = {}
+        for path, _, _ in os.walk(self._world.cgroups):
+            for uid, name in self.pods.items():
+                if path.endswith(f"/pod{uid}"):
+                    found[name] = found.get(name, False) or has_processes(Path(path))
+        return sorted(name if populated else f"{name}(empty)" for name, populated in found.items())
+
+
+def has_processes(cgroup: Path) -> bool:
+    """Return whether a cgroup of version 1 has processes in it, at any depth."""
+    found = False
+    for directory, _, files in os.walk(cgroup):
+        with contextlib.suppress(FileNotFoundError, OSError):  # it has just been removed
+            found = found or ("tasks" in files and bool(Path(directory, "tasks").read_text()))
+    return found
 
 
 class Stage:
-    """What a scenario works with: a world, its plugins, its pods, and the record."""
+    """The stage of one scenario: a world, plugins, pods, and the record."""
 
     def __init__(self, world: World, prefix: str) -> None:
-        """`prefix`: of the names of pods and resources; scenarios share a kubelet, but no names."""
+        """Args: prefix: of pods' and resources' names; scenarios share a kubelet, but no names."""
         self.world = world
         self.record = Record(world, prefix)
         self._prefix = prefix
         self._plugins: list[Plugin] = []
-        self._left: list[str] = []  # pods that there still are
+        self._left: list[str] = []  # pods that still exist
 
     def full(self, name: str) -> str:
         """Return the full name of a pod."""
@@ -413,24 +424,36 @@ class Stage:
             await plugin.register()
 
     async def send(self, plugin: Plugin, *devices: pb.Device) -> None:
-        """Let a plugin send a list, by default the same once more, and wait for the writing."""
+        """Let a plugin send a list, by default the same once more, and wait for the write."""
         async with self._written():
             plugin.send(*(devices or plugin.devices))
 
     async def start(self, *plugins: Plugin, policy: Policy | None = None) -> None:
-        """Start the kubelet, and wait until it has written down what plugins list."""
+        """Start the kubelet, and wait until it has written the plugins' lists down."""
         if plugins:
             async with self._written():
                 await self.world.start(plugins, policy)
         else:
             await self.world.start((), policy)
 
+    async def restart(self, plugin: Plugin, *devices: pb.Device, file: bytes | None = None) -> None:
+        """Restart the kubelet and all plugins, with other devices or checkpoint (b"": none)."""
+        await self.world.stop()
+        path = self.world.directory / CHECKPOINT
+        if file:
+            path.write_bytes(file)
+        elif file is not None:
+            path.unlink()
+        plugin.devices = list(devices) or plugin.devices
+        await self.start(*self._plugins)
+        await self.world.heard_of_all()
+
     @contextlib.asynccontextmanager
     async def _written(self) -> AsyncIterator[None]:
         """Wait at the end until the kubelet has written its file."""
         before = self._identity()
         yield
-        await until(lambda: self._identity() not in (before, None), "a writing", LONG)
+        await until(lambda: self._identity() not in (before, None), "a write", LONG)
 
     def _identity(self) -> tuple[int, int] | None:
         try:
@@ -440,7 +463,7 @@ class Stage:
         return status.st_ino, status.st_mtime_ns
 
     async def called(self, method: str, times: int) -> None:
-        """Wait until plugins have been called so often since the last note."""
+        """Wait until plugins have got so many calls since the last note."""
 
         def enough() -> bool:
             return sum(call.startswith(method) for call in self.record.calls) >= times
@@ -461,14 +484,14 @@ class Stage:
         self.record.pods[await self.world.uid(full.name)] = wish.name
 
     async def run(self, wish: Wish) -> None:
-        """Create a pod, and wait until it runs, or what it fails of is known."""
+        """Create a pod, and wait until it runs, or until the reason why not is known."""
         await self.create(wish)
         for part in wish.parts:
             if not await self.settled(wish.name, part.name):
                 break
 
     async def settled(self, name: str, container: str = "main", but: Sequence[str] = ("",)) -> bool:
-        """Tell whether a container runs, or has run; why not goes into the record.
+        """Return whether a container runs, or has run; the reason why not goes into the record.
 
         `but`: states that are not its last.
         """
@@ -518,15 +541,15 @@ class Stage:
     # The record
 
     def note(self, what: str) -> None:
-        """Write down what there is after a step."""
+        """Write down the state after a step."""
         self.record.note(what)
 
     async def ask(self, what: str) -> None:
-        """Call List, which lets the kubelet forget, and write down what it says."""
+        """Call List, which lets the kubelet forget, and write down its answer."""
         self.record.note_listed(what, await self.world.listed())
 
     async def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove all pods and plugins."""
         try:
             for plugin in self._plugins:
                 plugin.grants.set()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,13 +13,8 @@ import pytest
 
 from generated import deviceplugin_pb2 as pb
 from generated import podresources_pb2 as pods_pb
-from tests.world.kubelet import (
-    CHECKPOINT,
-    AdmissionError,
-    Panic,
-    is_extended_resource,
-)
-from tests.world.processes import PATIENCE, ROOT
+from tests.world.kubelet import CHECKPOINT, AdmissionError, Panic
+from tests.world.plugins import is_extended_resource
 from tests.world.reference import Bench, ReferenceWorld, lister
 from tests.world.scenarios import SCENARIOS, Scenario, perform
 from tests.world.stage import Plugin, device
@@ -284,48 +276,3 @@ async def test_a_device_that_is_dropped_while_it_is_allocated_is_fatal_since_1_3
     with pytest.raises(RuntimeError):
         await kubelet.admit("pod", "main", {N150: 1})
     await kubelet.start()
-
-
-# ---------------------------------------------------------------------------------------- by hand
-
-
-async def _run(*arguments: str, stdin: int | None = asyncio.subprocess.PIPE) -> Any:
-    command = [sys.executable, "-m", "tests.world.kubelet", *arguments]
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=stdin, stdout=pipe)
-
-
-async def _until(process: Any, start: str) -> str:
-    while line := (await asyncio.wait_for(process.stdout.readline(), PATIENCE)).decode():
-        if line.startswith(start):
-            return str(line.rstrip("\n"))
-    raise AssertionError(f"ended without a line {start!r}")
-
-
-async def test_the_command_line_tells_what_happens_and_obeys(bench: Bench) -> None:
-    """A line for each event; commands on standard input; `quit` ends it, and no socket is left."""
-    process = await _run(str(bench.directory))
-    try:
-        await _until(process, "started ")
-        plugin = await bench.plugin(A, device("b", "Unhealthy"))
-        await plugin.register()
-        line = await _until(process, "list ")
-        assert line.startswith(f"list resource={N150} healthy=1 unhealthy=1 number=1 ")
-        assert line.endswith(" endpoint=p.sock healthy_ids=a unhealthy_ids=b")
-        lines = ["capacity", f"admit pod {N150}=1", f"admit two {N150}=1", "delete pod", "restart"]
-        process.stdin.write("\n".join([*lines, ""]).encode())
-        capacity = f"capacity resource={N150} capacity=2 allocatable=1"
-        assert await _until(process, "capacity ") == capacity
-        assert f" ids={N150}=a " in await _until(process, "admitted pod=pod container=main")
-        assert "Requested: 1, Available: 0" in await _until(process, "rejected pod=two")
-        for start in ("deleted pod=pod", "killed", "started"):
-            await _until(process, start)
-        process.stdin.write(b"nonsense\nquit\n")
-        assert await _until(process, "error ") == "error message='no such command: nonsense'"
-        await _until(process, "stopped")
-        assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
-        assert not (bench.directory / "kubelet.sock").exists()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
