@@ -128,7 +128,8 @@ def forked(
 ) -> Answer:
     """Run the program to its end, in a process that has imported it already."""
     with tempfile.TemporaryDirectory() as home:
-        arguments = (words, environ, node and node.root, *(f"{home}/{name}" for name in "oe"))
+        heartbeats = node.heartbeats() if node else []
+        arguments = (words, environ, heartbeats, *(f"{home}/{name}" for name in "oe"))
         process = _forks.Process(target=_be_the_program, args=arguments, daemon=True)
         process.start()
         process.join(4 * PATIENCE)
@@ -137,13 +138,13 @@ def forked(
 
 
 def _be_the_program(
-    words: Sequence[str], environ: Mapping[str, str], root: Path | None, *outputs: str
+    words: Sequence[str], environ: Mapping[str, str], heartbeats: Sequence[Path], *outputs: str
 ) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.clear()
     os.environ.update(environ)
-    with simulation.hastened(SimulatedNode.open(root)) if root else contextlib.nullcontext():
+    with simulation.hastened(heartbeats):
         sys.exit(simulation.main(words))
 
 

@@ -1,35 +1,29 @@
 """A simulated node: sysfs, /dev and /proc of a machine with Tenstorrent cards, as a tree.
 
 `SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd)
-and udev show them: same names, links, formats, order of appearance and kernel uevents;
-tests.world.captures has what it is modelled on.
+and udev show them: same names, links, formats, order of appearance and kernel uevents.
+tests.world.captures has the recordings that it is modelled on.
 
 A plain tree cannot do all that the kernel does: for reads that fail or block see tests.world.tree.
-A device node is a real character device where the process may make one ("mknod"); elsewhere it is a
-symlink to /dev/null or one of its siblings ("link"), whose number sysfs's `dev` then repeats:
-stat() agrees either way.
-
-The state that files cannot tell is kept in `<root>/state.json` under a lock, so several processes
-can work on one tree: `SimulatedNode.open(root)`, or by hand `python -m tests.world.node`.
+A device file is a real character device if the process may make one ("mknod"); otherwise it is a
+symlink to /dev/null or a similar device ("link"), whose number sysfs's `dev` then repeats: stat()
+agrees in both cases.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import inspect
-import json
+import functools
 import os
 import re
 import stat
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR, capture
 from tests.world.tree import link, put, put_errno, remove, remove_empty, replace
@@ -43,6 +37,7 @@ CARDS = {
     "p150b": 0x41, "p150c": 0x42, "p100a": 0x43,
     "p300b": 0x44, "p300a": 0x45, "p300c": 0x46, "galaxy-blackhole": 0x47,
 }  # fmt: skip
+WORMHOLES = ("n150", "n300", "galaxy-wormhole")
 ARCHITECTURES = {"0x401e": "wormhole", "0xb140": "blackhole"}
 # First ordinal of a Galaxy tray by the high nibble of the bus number, a table in the driver (since
 # 2.8).
@@ -50,7 +45,7 @@ GALAXY_ORDINALS = {
     "wormhole": {0xC: 0, 0x8: 8, 0x0: 16, 0x4: 24},
     "blackhole": {0x0: 0, 0x4: 8, 0xC: 16, 0x8: 24},
 }
-GALAXY_PROBE_ORDER = (0x0, 0xC, 0x8, 0x4)  # as the captured machine enumerated its root buses
+GALAXY_PROBE_ORDER = (0x0, 0xC, 0x8, 0x4)  # in which the captured machine enumerated its root buses
 
 # The release which brought an attribute; nothing listed here was in 1.34. Which architecture got
 # tt_asic_id in 2.1 is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
@@ -61,43 +56,36 @@ SINCE = {
     "fan1_input": (2, 0),
     "fan1_label": (2, 0),
 }
-BLACKHOLE_MAX_SINCE = (2, 6)
-COUNTERS_SINCE, PROC_SINCE, CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (
-    (2, 0),
-    (2, 5),
-    (2, 6),
-    (2, 8),
-    (2, 9),
-)
+BLACKHOLE_MAX_SINCE, COUNTERS_SINCE, PROC_SINCE = (2, 6), (2, 0), (2, 5)
+CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (2, 6), (2, 8), (2, 9)
 
-# Link nodes borrow the numbers of these, which every machine and container has.
-BORROWED = {(1, 3): "/dev/null", (1, 5): "/dev/zero", (1, 7): "/dev/full", (1, 8): "/dev/random",
-            (1, 9): "/dev/urandom"}  # fmt: skip
+# Symlinks borrow the numbers of these devices, which every machine and container has.
+BORROWED = {
+    (1, 3): "/dev/null", (1, 5): "/dev/zero", (1, 7): "/dev/full", (1, 8): "/dev/random",
+    (1, 9): "/dev/urandom",
+}  # fmt: skip
 
 Condition = Literal["healthy", "dead", "off-bus", "resetting", "lost"]
+Nodes = Literal["auto", "mknod", "link"]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
-    """A kernel uevent as it arrives: a header, then NUL-terminated assignments, SEQNUM last."""
-    lines = [
-        f"{action}@{devpath}",
-        f"ACTION={action}",
-        f"DEVPATH={devpath}",
-        *(f"{k}={v}" for k, v in env.items()),
-    ]
-    return "".join(f"{line}\0" for line in [*lines, f"SEQNUM={seqnum}"]).encode()
+    """Return a kernel uevent as it arrives: a header, then NUL-terminated assignments."""
+    assignments = {"ACTION": action, "DEVPATH": devpath, **env, "SEQNUM": str(seqnum)}
+    lines = [f"{action}@{devpath}", *(f"{k}={v}" for k, v in assignments.items())]
+    return "".join(f"{line}\0" for line in lines).encode()
 
 
-def dead_value(name: str, healthy: str) -> str:
-    """What an attribute reads when every register of the chip reads all ones.
+def dead_value(name: str, healthy: str = "") -> str:
+    """Return the value of an attribute when every register of the chip reads all ones.
 
     Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The
-    others follow from the same arithmetic (32 bits: mV as they are, mA and limits in thousandths),
-    tt_eth_fw_ver from its bit fields 8.4.12.
+    others follow from the same arithmetic (32 bits: mV unchanged, mA and limits in thousandths),
+    tt_eth_fw_ver from its bit fields 8.4.12. Names and labels keep their `healthy` value.
     """
-    if name.endswith("_label") or name == "name":
-        return healthy
     special = {
+        "name": healthy,
         "tt_card_type": "unknown",
         "tt_serial": "F" * 16,
         "tt_asic_id": "F" * 16,
@@ -109,64 +97,357 @@ def dead_value(name: str, healthy: str) -> str:
         "power1_input": "4293967296",
         "power1_max": "4293967296",
     }
+    if name.endswith("_label"):
+        return healthy
     return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
 
 
-# --------------------------------------------------------------------------------------------------
-# The node
-# --------------------------------------------------------------------------------------------------
+def one_step(operation: F) -> F:
+    """Let an operation on a node, or a chip, be one step for other threads."""
+
+    @functools.wraps(operation)
+    def in_one_step(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        with self.holding():
+            return operation(self, *arguments, **keywords)
+
+    return in_one_step  # type: ignore[return-value]
 
 
-@dataclass
-class Function:
-    """A PCI function in state.json: its place, what it shows while well, and what ails it."""
+# ---------------------------------------------------------------------------------------- the chip
 
+
+@dataclass(eq=False)
+class Chip:
+    """A PCI function: its identity while healthy, its present state, and its operations."""
+
+    node: SimulatedNode
     path: str  # below /sys/devices: "pci0000:00/0000:00:02.0/0000:01:00.0"
     pci: dict[str, str]
-    telemetry: dict[str, str]  # tt_*; the heartbeat's present value is in its file only
+    telemetry: dict[str, str]  # tt_*
     counters: dict[str, str]  # pcie_perf_counters/*
     sensors: dict[str, str]  # hwmon
     firmware: bool = True  # ready when the driver looks
     condition: Condition = "healthy"
     frozen: bool = False
     present: bool = False  # on the PCI bus
-    ordinal: int | None = None  # while the driver is bound
+    ordinal: int | None = None  # N of /dev/tenstorrent/N while the driver is bound
     hwmon: int | None = None  # while the driver shows telemetry
     iommu: tuple[int, str] | None = None  # group and its type
     other_driver: str | None = None  # such as "vfio-pci", while that is bound
+    overridden: set[str] = field(default_factory=set)  # attributes that a test has set
+
+    def __post_init__(self) -> None:
+        self.bdf = self.path.rsplit("/", 1)[-1]
+        self.arch = ARCHITECTURES[self.pci["device"]]
+        self.holding = self.node.holding
+        self.directory = self.node.root / "sys/devices" / self.path
 
     @property
-    def bdf(self) -> str:
-        return self.path.rsplit("/", 1)[-1]
+    def facts(self) -> Chip:
+        """The chip's state."""
+        return self
 
     @property
-    def arch(self) -> str:
-        return ARCHITECTURES[self.pci["device"]]
+    def device_node(self) -> Path:
+        """The device file's path; LookupError without one."""
+        if self.ordinal is None:
+            raise LookupError(f"{self.bdf} has no device file")
+        return self.node.root / f"dev/tenstorrent/{self.ordinal}"
 
-    def uevent_environment(self) -> dict[str, str]:
-        """What the kernel says of it in uevents and, after DRIVER, in its `uevent` file."""
+    @property
+    def by_pci(self) -> Path:
+        """The link to the device file that our package's udev rule makes."""
+        return self.node.root / "dev/tenstorrent/by-pci" / self.bdf
+
+    @property
+    def pids(self) -> Path:
+        """The driver's file of the processes that have the device file open."""
+        return self.node.root / f"proc/driver/tenstorrent/{self.ordinal}/pids"
+
+    @property
+    def class_directory(self) -> Path:
+        """The directory of the class device."""
+        return self.directory / f"tenstorrent/tenstorrent!{self.ordinal}"
+
+    @property
+    def hwmon_directory(self) -> Path:
+        """The directory of the sensors."""
+        return self.directory / f"hwmon/hwmon{self.hwmon}"
+
+    # Attributes
+
+    def attribute(self, name: str) -> Path:
+        """Return the path of an attribute: PCI's, tt_*, a sensor, `dev`, a performance counter."""
+        if name in PCI_ATTRIBUTES and name != "uevent":
+            return self.directory / name
+        is_sensor = SENSOR.fullmatch(name)
+        if self.ordinal is None or (is_sensor and self.hwmon is None):
+            raise LookupError(f"{self.bdf} has no {name} now")
+        return (self.hwmon_directory if is_sensor else self.class_directory) / name
+
+    def _content(self, name: str) -> str | bytes | None:
+        """Return an attribute's content in the chip's present condition; None: ENODATA."""
+        is_off_bus = self.condition in ("off-bus", "resetting")
+        if name == "config":
+            return b"\xff" * CONFIG_BYTES if is_off_bus else bytes.fromhex(self.pci[name])
+        if name in self.pci:
+            return "Unknown" if is_off_bus and name == "current_link_speed" else self.pci[name]
+        if name in self.counters:  # registers, which can be read between reset and POST_RESET
+            return self.counters[name] if self.condition in ("healthy", "lost") else ALL_ONES
+        value = (self.sensors if SENSOR.fullmatch(name) else self.telemetry)[name]
+        if self.condition == "healthy" or name == "name" or name.endswith("_label"):
+            return value
+        # A chip in reset was read before 2.9; its values then are not captured.
+        has_enodata = self.node.version >= ENODATA_SINCE and self.condition in ("resetting", "lost")
+        return None if has_enodata else dead_value(name)
+
+    def show(self, *names: str) -> None:
+        """Write attributes with their content in the chip's present condition."""
+        for name in names:
+            self.overridden.discard(name)
+            content = self._content(name)
+            if content is None:
+                put_errno(self.attribute(name), "ENODATA")
+            else:
+                put(self.attribute(name), content)
+
+    def environment(self, *without: str) -> dict[str, str]:
+        """Return the PCI function's part of kernel uevents."""
         ids = {name: self.pci[name][2:].upper() for name in PCI_ATTRIBUTES[:5]}
-        return {
+        environment = {
             "PCI_CLASS": ids["class"].lstrip("0"),
             "PCI_ID": f"{ids['vendor']}:{ids['device']}",
             "PCI_SUBSYS_ID": f"{ids['subsystem_vendor']}:{ids['subsystem_device']}",
             "PCI_SLOT_NAME": self.bdf,
             "MODALIAS": self.pci["modalias"],
         }
+        return {key: value for key, value in environment.items() if key not in without}
+
+    def show_uevent(self) -> None:
+        """Write the PCI function's `uevent` file."""
+        driver = "tenstorrent" if self.ordinal is not None else self.other_driver
+        lines = ({"DRIVER": driver} if driver else {}) | self.environment()
+        put(self.directory / "uevent", "\n".join(f"{k}={v}" for k, v in lines.items()))
+
+    @one_step
+    def fail(self, attribute: str, error: str = "EIO") -> None:
+        """Let reads of an attribute fail, until `restore` or an operation that writes it."""
+        if not hasattr(errno, error):
+            raise ValueError(f"{error} is no errno")
+        self.overridden.add(attribute)
+        put_errno(self.attribute(attribute), error)
+
+    @one_step
+    def write(self, attribute: str, content: bytes) -> None:
+        """Let an attribute read exactly this, newline or not; it need not have existed."""
+        self.overridden.add(attribute)
+        put(self.attribute(attribute), content)
+
+    @one_step
+    def remove(self, attribute: str) -> None:
+        """Remove an attribute (firmware that lacks the tag)."""
+        self.overridden.add(attribute)
+        remove(self.attribute(attribute))
+
+    @one_step
+    def block(self, attribute: str = "tt_heartbeat") -> None:
+        """Let readers of an attribute wait until `unblock`."""
+        self.overridden.add(attribute)
+        replace(self.attribute(attribute), os.mkfifo)
+
+    @one_step
+    def restore(self, attribute: str) -> None:
+        """Undo fail, write, remove or block."""
+        self.show(attribute)
+
+    def unblock(self, attribute: str = "tt_heartbeat") -> None:
+        """Let a reader that waits have its value (others, an empty read)."""
+        self.restore(attribute)
+
+    # The firmware
+
+    @property
+    def beats(self) -> bool:
+        """Whether the heartbeat can advance: not a dead, resetting or blocked chip's."""
+        is_shown = self.hwmon is not None and "tt_heartbeat" in self.telemetry
+        return is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden
+
+    @one_step
+    def beat(self, n: int = 1) -> None:
+        """Advance the heartbeat, if it can."""
+        if self.beats:
+            value = int(self.telemetry["tt_heartbeat"]) + n
+            self._set(self.telemetry, "tt_heartbeat", str(value & 0xFFFFFFFF))
+
+    def freeze(self) -> None:
+        """Stop the firmware: the ticker leaves the heartbeat alone, all else is as before."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Let the firmware run again."""
+        self.frozen = False
+
+    def heat(self, celsius: float) -> None:
+        """Set the temperature."""
+        self._set(self.sensors, "temp1_input", str(round(celsius * 1000)))
+
+    def trip(self, n: int = 1) -> None:
+        """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
+        trips = int(self.telemetry["tt_therm_trip_count"]) + n
+        self._set(self.telemetry, "tt_therm_trip_count", str(trips))
+
+    @one_step
+    def _set(self, group: dict[str, str], name: str, value: str) -> None:
+        group[name] = value
+        if self.hwmon is not None:
+            self.show(name)
+
+    def die(self, bus: bool = False) -> None:
+        """Let every register read all ones, without error or event; with `bus`, `config`, too."""
+        self._become("off-bus" if bus else "dead")
+
+    def revive(self) -> None:
+        """Let the chip answer again; if it was dead at probe, that is as late as `speak`."""
+        self._become("healthy")
+
+    def reset(self) -> None:
+        """Begin a reset: ENODATA from all tt_* and hwmon (since 2.9) until POST_RESET, no event."""
+        self._become("resetting")
+
+    def post_reset(self, heartbeat: int = 20, late: bool = False) -> None:
+        """End a reset: values again, and the heartbeat restarts lower; no event.
+
+        `late`: the firmware was not ready. Blackhole then gives ENODATA until the driver is bound
+        again; Wormhole uses the old addresses, so its values return all the same.
+        """
+        if "tt_heartbeat" in self.telemetry:
+            self.telemetry["tt_heartbeat"] = str(heartbeat)
+        self._become("lost" if late and self.arch == "blackhole" else "healthy")
+
+    @one_step
+    def _become(self, condition: Condition) -> None:
+        self.condition = condition
+        if self.present:
+            self.show("current_link_speed", "config")
+        if self.ordinal is not None:
+            self.show(*self.counters)
+        if self.hwmon is not None:
+            self.show(*self.telemetry, *self.sensors)
+        if condition == "healthy":
+            self._look_again()
+
+    @one_step
+    def silence(self) -> None:
+        """Bind the driver again while the firmware is not ready: neither tt_* nor hwmon."""
+        self.firmware = False
+        if self.ordinal is not None:
+            self.rebind()
+
+    @one_step
+    def speak(self) -> None:
+        """Let the firmware become ready. Wormhole's driver polls: hwmon `add`, then `change`.
+
+        Blackhole's driver has looked once, at probe: it shows nothing until it is bound again.
+        """
+        self.firmware = True
+        self._look_again()
+
+    def _look_again(self) -> None:
+        is_unseen = self.ordinal is not None and self.hwmon is None
+        if is_unseen and self.firmware and self.arch == "wormhole":
+            self.node.show_telemetry(self)
+
+    # The bus and the driver
+
+    @one_step
+    def vanish(self) -> None:
+        """Remove the PCI function (unplugged, or by /sys/bus/pci/devices/*/remove)."""
+        if self.present:
+            self.node.unplug(self)
+
+    @one_step
+    def come_back(self, ordinal: int | None = None) -> None:
+        """Let the function be found again, alive, now the last in the kernel's list."""
+        if self.present:
+            raise ValueError(f"{self.bdf} is there")
+        self.condition = "healthy"
+        self.pci["driver_override"] = "(null)"
+        self.node.chips.remove(self)
+        self.node.chips.append(self)
+        self.node.plug(self)
+        self.node.bind(self, ordinal)
+
+    @one_step
+    def unbind(self) -> None:
+        """Unbind the driver; the function stays on the bus."""
+        self.node.release(self)
+        self.node.release_other(self)
+
+    @one_step
+    def bind(self, ordinal: int | None = None) -> None:
+        """Bind the driver, with the lowest free ordinal unless one is given."""
+        if self.ordinal is not None or not self.present:
+            raise ValueError(f"{self.bdf} cannot be bound")
+        self.node.bind(self, ordinal)
+
+    @one_step
+    def rebind(self) -> None:
+        """Unbind and bind, with the same ordinal: the remedy for lost telemetry of a Blackhole."""
+        ordinal = self.ordinal
+        self.unbind()
+        self.bind(ordinal)
+
+    @one_step
+    def keep_for(self, driver: str) -> None:
+        """Write `driver_override`: only this driver, such as vfio-pci, may probe; "(null)": any."""
+        self.pci["driver_override"] = driver
+        self.show("driver_override")
+
+    @one_step
+    def bind_to(self, driver: str) -> None:
+        """Bind another driver, such as vfio-pci, for which the function is kept."""
+        self.unbind()
+        self.keep_for(driver)
+        self.other_driver = driver
+        theirs = self.node.root / "sys/bus/pci/drivers" / driver
+        link(self.directory / "driver", theirs)
+        link(theirs / self.bdf, self.directory)
+        self.show_uevent()
+        self.node.emit_pci("bind", self, DRIVER=driver)
+
+    @one_step
+    def mislead(self, target: str = "") -> None:
+        """Let the by-pci link point elsewhere, such as to "../7"; "": remove it."""
+        remove(self.by_pci)
+        if target:
+            self.by_pci.parent.mkdir(parents=True, exist_ok=True)
+            self.by_pci.symlink_to(target)
+
+    @one_step
+    def set_pids(self, pids: Iterable[int | str]) -> None:
+        """Set who has the device file open: a PID per descriptor (0: of another PID namespace).
+
+        A driver before 2.5 does not show it.
+        """
+        if self.ordinal is not None and self.pids.exists():
+            put(self.pids, "\n".join(map(str, pids)))
+
+
+# ---------------------------------------------------------------------------------------- the node
 
 
 class SimulatedNode:
-    """A machine's device tree under `root`, and the operations that befall it.
+    """A machine's device tree under `root`, and the operations on it.
 
     `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events
-    and links there are; unless `loaded=False` it is loaded. `numbers` are (major, minor) by ordinal
-    where the default (245:N, or the borrowed ones of "link") will not do. `udev_rules=False`:
-    without the driver's rules the node stays 0600 and there are no by-id links; `links=False`:
-    without our package's rule there are no by-pci links.
+    and links exist; unless `loaded=False` it is loaded. `numbers` are (major, minor) by ordinal
+    instead of the default (245:N, or the borrowed ones of "link"). `udev_rules=False`: without the
+    driver's rules a device file stays 0600 and has no by-id link; `links=False`: without our
+    package's rule there are no by-pci links.
 
     `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the
-    kernel sends it. `on_step` is called in the middle of operations, with a part of a device there
-    and another not.
+    kernel sends it. `on_step` is called in the middle of operations, when a part of a device exists
+    and another does not. `chips` has every function that was ever added, in the kernel's order.
     """
 
     def __init__(
@@ -174,176 +455,80 @@ class SimulatedNode:
         root: Path,
         *,
         driver: str = "2.10.1-pre",
-        nodes: Literal["auto", "mknod", "link"] = "auto",
-        numbers: Sequence[tuple[int, int]] | None = None,
+        nodes: Nodes = "auto",
+        numbers: Sequence[tuple[int, int]] = (),
         udev_rules: bool = True,
         links: bool = True,
         loaded: bool = True,
     ) -> None:
-        self._attach(root)
-        if self._state_file.exists():
-            raise FileExistsError(f"{root} holds a simulated node already")
-        for path in (
-            "sys/class/hwmon",
-            "sys/bus/pci/devices",
-            "sys/devices",
-            "sys/dev/char",
-            "dev",
-            "proc/driver",
-        ):
-            (root / path).mkdir(parents=True, exist_ok=True)
-        self._state: dict[str, Any] = {
-            "driver": driver,
-            "nodes": _node_kind(root / "dev") if nodes == "auto" else nodes,
-            "numbers": numbers,
-            "udev_rules": udev_rules,
-            "links": links,
-            "driver_state": "",
-            "bound": [],
-            "seqnum": 1050,
-        }
-        self._save()
+        self.root = root
+        self.chips: list[Chip] = []
+        self.on_uevent: Callable[[bytes], None] | None = None
+        self.on_step: Callable[[], None] | None = None
+        self.version = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
+        for path in ("class/hwmon", "bus/pci/devices", "devices", "dev/char"):
+            (root / "sys" / path).mkdir(parents=True)
+        (root / "dev").mkdir()
+        (root / "proc/driver").mkdir(parents=True)
+        self._driver = driver
+        self._is_linked = nodes == "link" or (nodes == "auto" and not _can_mknod(root / "dev"))
+        self._numbers = numbers
+        self._udev_rules = udev_rules
+        self._links = links
+        self._driver_state = ""  # or "coming", "live", as in `initstate`
+        self._bound: list[Chip] = []  # in the order of their probes
+        self._seqnum = 1050
+        self._lock = threading.RLock()
         if loaded:
             self.load_driver()
 
-    def _attach(self, root: Path) -> None:
-        self.root = root
-        self.on_uevent: Callable[[bytes], None] | None = None
-        self.on_step: Callable[[], None] | None = None
-        self._state_file = root / "state.json"
-        self._functions: dict[
-            str, Function
-        ] = {}  # in the order of the kernel's list: a rescanned function is the last
-        self._loaded: tuple[int, int] | None = None
-        self._lock = threading.RLock()
-        self._depth = 0
-
     @classmethod
-    def open(cls, root: Path) -> SimulatedNode:
-        """The node that this or another process made under `root`."""
-        if not (root / "state.json").exists():
-            raise FileNotFoundError(f"{root} holds no simulated node")
-        node = cls.__new__(cls)
-        node._attach(root)
-        with node.holding():
-            return node
-
-    @classmethod
-    def from_capture(
-        cls,
-        root: Path,
-        name: str,
-        *,
-        nodes: Literal["auto", "mknod", "link"] = "auto",
-        numbers: Sequence[tuple[int, int]] | None = None,
-    ) -> SimulatedNode:
-        """The tree of a capture, with its driver's version, ordinals, hwmon numbers and values."""
+    def from_capture(cls, root: Path, name: str, **options: Any) -> SimulatedNode:
+        """Return the tree of a capture, with its driver, ordinals, hwmon numbers and values."""
         facts = capture(name)
-        functions = sorted(
-            facts["functions"], key=lambda function: (function["hwmon"] or 0, function["ordinal"])
-        )
-        rules = all(function["mode"] == "0666" for function in functions)
-        node = cls(root, driver=facts["driver"], nodes=nodes, numbers=numbers, udev_rules=rules)
-        with node.changing():
-            for facts in functions:
-                shown = facts.get("class", {})
-                if (
-                    "board" in facts
-                ):  # the capture shows no telemetry (or nothing at all): this is what it would be
-                    card = next(
-                        card
-                        for card, code in CARDS.items()
-                        if code == int(facts["board"]["ssid"], 16)
-                    )
-                    function = node._function(
-                        card, facts["path"], facts["board"]["serial"], facts["board"]["asic_id"]
-                    )
-                    function.pci |= facts.get("pci", {})
-                    function.firmware = not shown
-                else:
-                    telemetry = {k: v for k, v in shown.items() if k.startswith("tt_")}
-                    counters = {k: v for k, v in shown.items() if "/" in k}
-                    sensors = {k: v for k, v in facts["sensors"].items() if k != "uevent"}
-                    function = Function(
-                        facts["path"], dict(facts["pci"]), telemetry, counters, sensors
-                    )
-                node._functions[function.bdf] = function
-                node._plug(function)
-                node._probe(function, ordinal=facts["ordinal"], hwmon=facts["hwmon"])
+        rules = all(function["mode"] == "0666" for function in facts["functions"])
+        node = cls(root, driver=facts["driver"], udev_rules=rules, **options)
+        for function in sorted(facts["functions"], key=lambda f: (f["hwmon"] or 0, f["ordinal"])):
+            shown = function.get("class", {})
+            if board := function.get("board"):  # no telemetry, or nothing at all, was shown
+                ident = board["serial"], board["asic_id"]
+                card = next(c for c, code in CARDS.items() if code == int(board["ssid"], 16))
+                chip = node._chip(card, function["path"], *ident)
+                chip.pci |= function.get("pci", {})
+                chip.firmware = not shown
+            else:
+                telemetry = {k: v for k, v in shown.items() if k.startswith("tt_")}
+                counters = {k: v for k, v in shown.items() if "/" in k}
+                sensors = {k: v for k, v in function["sensors"].items() if k != "uevent"}
+                pci = dict(function["pci"])
+                chip = Chip(node, function["path"], pci, telemetry, counters, sensors)
+            node.chips.append(chip)
+            node.plug(chip)
+            node.bind(chip, function["ordinal"], function["hwmon"])
         return node
-
-    # -- state -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold the tree: what happens inside is one step to who else goes through this class."""
-        with self._lock, contextlib.ExitStack() as stack:
-            if self._depth == 0:
-                lock = stack.enter_context((self.root / ".lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                status = self._state_file.stat()
-                if self._loaded != (status.st_ino, status.st_mtime_ns):
-                    stored = json.loads(self._state_file.read_text())
-                    self._functions = {
-                        bdf: Function(**function)
-                        for bdf, function in stored.pop("functions").items()
-                    }
-                    self._state, self._loaded = stored, (status.st_ino, status.st_mtime_ns)
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Hold the tree, and keep what changes of the state, also if it fails halfway."""
-        with self.holding():
-            before = self._dump()
-            try:
-                yield
-            finally:
-                if self._dump() != before:
-                    self._save()
-
-    def _dump(self) -> str:
-        return json.dumps(
-            self._state | {"functions": {bdf: asdict(f) for bdf, f in self._functions.items()}},
-            indent=1,
-        )
-
-    def _save(self) -> None:
-        put(self._state_file, self._dump())
-        status = self._state_file.stat()
-        self._loaded = (status.st_ino, status.st_mtime_ns)
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """The driver's release: (2, 10) for "2.10.1-pre"."""
-        return tuple(int(part) for part in re.findall(r"\d+", self._state["driver"])[:2])
-
-    @property
-    def chips(self) -> list[Chip]:
-        """Every function that was ever added, those that vanished too, in the kernel's order."""
-        with self.holding():
-            return [Chip(self, bdf) for bdf in self._functions]
+        """Keep other threads from changing the tree."""
+        with self._lock:
+            yield
 
     def chip(self, name: str | int) -> Chip:
-        """A function by its BDF ("0000:01:00.0" or "01:00.0") or by its present ordinal."""
-        with self.holding():
-            for bdf, function in self._functions.items():
-                if str(name) in (bdf, bdf.removeprefix("0000:"), str(function.ordinal)):
-                    return Chip(self, bdf)
-        raise LookupError(f"no function {name} among {', '.join(self._functions) or 'none'}")
+        """Return a chip by its BDF ("0000:01:00.0" or "01:00.0") or by its present ordinal."""
+        for chip in self.chips:
+            if str(name) in (chip.bdf, chip.bdf.removeprefix("0000:"), str(chip.ordinal)):
+                return chip
+        raise LookupError(f"no chip {name} among {[chip.bdf for chip in self.chips]}")
 
     @property
     def flags(self) -> list[str]:
-        """The options that make the daemon look at this tree."""
-        return [f"--{name}-root={self.root / directory}" for name, directory in
-                (("sysfs", "sys"), ("dev", "dev"), ("proc", "proc"))]  # fmt: skip
+        """The options that let the daemon use this tree."""
+        roots = {"sysfs": "sys", "dev": "dev", "proc": "proc"}
+        return [f"--{name}-root={self.root / path}" for name, path in roots.items()]
 
-    # -- what can happen to a machine --------------------------------------------------------------
+    # What can happen to a machine
 
+    @one_step
     def add(
         self,
         card: str,
@@ -358,611 +543,448 @@ class SimulatedNode:
         """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
         A p300* has two functions with one serial, a Galaxy 32 on its own buses (8 for each serial),
-        any other card one. `bdf`, `asic_id` and `ordinal` are those of the first function. NUMA
-        node: -1 unless told, but on a Galaxy 0 for the trays below bus 0x80 and 1 above.
+        any other card one. `bdf`, `asic_id` and `ordinal` are those of the first function. The NUMA
+        node is -1 by default, but on a Galaxy 0 for the trays below bus 0x80 and 1 above.
         `firmware=False`: not ready when the driver looks.
         """
-        galaxy, code = card.startswith("galaxy-"), CARDS[card]
-        with self.changing():
-            if galaxy:
-                places = [
-                    f"0000:{tray << 4 | chip:02x}:00.0"
-                    for tray in GALAXY_PROBE_ORDER
-                    for chip in range(1, 9)
-                ]
-            else:
-                used = {int(bdf.split(":")[1], 16) for bdf in self._functions}
-                domain, first = (bdf or "0000:01").split(":")[:2]
-                free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
-                places = [
-                    f"{domain}:{bus:02x}:00.0"
-                    for bus in free[: 2 if card.startswith("p300") else 1]
-                ]
-                if bdf:
-                    places[0] = bdf
-            if taken := self._functions.keys() & set(places):
-                raise ValueError(f"{', '.join(taken)} is occupied")
-            added, first_chip = [], len(self._functions) + 1
-            for index, place in enumerate(places):
-                bus = int(place.split(":")[1], 16)
-                board = bus >> 4 if galaxy else first_chip
-                own_serial = serial or f"000{code:04X}{511700100 + board}"
-                own_id = f"{0x3B1D7A5620E40000 + (code << 8) + first_chip + index:016X}"
-                node_number = (
-                    numa_node
-                    if numa_node is not None
-                    else (0 if bus < 0x80 else 1)
-                    if galaxy
-                    else -1
-                )
-                function = self._function(
-                    card, _path(place), own_serial, own_id if index else asic_id or own_id
-                )
-                cpus = "0-1" if node_number < 0 else str(node_number)
-                function.pci |= {"numa_node": str(node_number), "local_cpulist": cpus}
-                function.firmware = firmware
-                self._functions[place] = function
-                self._plug(function)
-                self._probe(function, ordinal=None if ordinal is None else ordinal + index)
-                added.append(Chip(self, place))
-            return added
+        is_galaxy = card.startswith("galaxy-")
+        number = len(self.chips) + 1
+        added = []
+        for index, place in enumerate(self._places(card, bdf)):
+            bus = int(place.split(":")[1], 16)
+            board = bus >> 4 if is_galaxy else number
+            own_serial = serial or f"000{CARDS[card]:04X}{511700100 + board}"
+            own_id = f"{0x3B1D7A5620E40000 + (CARDS[card] << 8) + number + index:016X}"
+            if asic_id and not index:
+                own_id = asic_id
+            chip = self._chip(card, _path(place), own_serial, own_id)
+            numa = int(bus >= 0x80) if is_galaxy else -1
+            numa = numa if numa_node is None else numa_node
+            cpus = "0-1" if numa < 0 else str(numa)
+            chip.pci |= {"numa_node": str(numa), "local_cpulist": cpus}
+            chip.firmware = firmware
+            self.chips.append(chip)
+            self.plug(chip)
+            self.bind(chip, None if ordinal is None else ordinal + index)
+            added.append(chip)
+        return added
 
-    def _function(self, card: str, path: str, serial: str, asic_id: str) -> Function:
-        """A function of `card` with the values of the captured board of its architecture."""
-        code = CARDS[card]
-        sample = capture("n150-p150a")["functions"][
-            0 if card == "n150" or card in ("n300", "galaxy-wormhole") else 1
-        ]
-        blackhole = sample["pci"]["device"] == "0xb140"
+    def _places(self, card: str, bdf: str | None) -> list[str]:
+        """Return the addresses of a card's functions."""
+        if card.startswith("galaxy-"):
+            buses = [tray << 4 | chip for tray in GALAXY_PROBE_ORDER for chip in range(1, 9)]
+            places = [f"0000:{bus:02x}:00.0" for bus in buses]
+        else:
+            used = {int(chip.bdf.split(":")[1], 16) for chip in self.chips}
+            domain, first = (bdf or "0000:01").split(":")[:2]
+            free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
+            count = 2 if card.startswith("p300") else 1
+            places = [f"{domain}:{bus:02x}:00.0" for bus in free[:count]]
+            places[0] = bdf or places[0]
+        if taken := {chip.bdf for chip in self.chips} & {*places}:
+            raise ValueError(f"{', '.join(taken)} is occupied")
+        return places
+
+    def _chip(self, card: str, path: str, serial: str, asic_id: str) -> Chip:
+        """Return a chip of a card, with the values of the captured one of its architecture."""
+        code, is_wormhole = CARDS[card], card in WORMHOLES
+        sample = capture("n150-p150a")["functions"][0 if is_wormhole else 1]
 
         def offered(name: str) -> bool:
-            since = (
-                BLACKHOLE_MAX_SINCE
-                if blackhole and name.endswith("_max")
-                else SINCE.get(name, (0,))
-            )
-            return self.version >= since
+            if name.endswith("_max") and not is_wormhole:
+                return self.version >= BLACKHOLE_MAX_SINCE
+            return name != "uevent" and self.version >= SINCE.get(name, (0,))
 
         shown = {k: v for k, v in sample["class"].items() if offered(k)}
         identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
-        modalias = re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"])
-        config = (
-            sample["pci"]["config"][:92] + f"{code:02x}00" + sample["pci"]["config"][96:]
-        )  # its own at 0x2e
-        return Function(
-            path=path,
-            pci=sample["pci"]
-            | {"subsystem_device": f"0x{code:04x}", "modalias": modalias, "config": config},
+        config = sample["pci"]["config"]
+        own = {
+            "subsystem_device": f"0x{code:04x}",
+            "modalias": re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"]),
+            "config": f"{config[:92]}{code:02x}00{config[96:]}",  # the same number at 0x2e
+        }
+        has_counters = self.version >= COUNTERS_SINCE
+        return Chip(
+            self,
+            path,
+            pci=sample["pci"] | own,
             telemetry={k: identity.get(k, v) for k, v in shown.items() if k.startswith("tt_")},
-            counters={
-                k: v for k, v in shown.items() if "/" in k and self.version >= COUNTERS_SINCE
-            },
-            sensors={k: v for k, v in sample["sensors"].items() if k != "uevent" and offered(k)},
+            counters={k: v for k, v in shown.items() if "/" in k and has_counters},
+            sensors={k: v for k, v in sample["sensors"].items() if offered(k)},
         )
 
+    @one_step
     def load_driver(self, probe: bool = True) -> None:
-        """modprobe: the functions are probed in the kernel's order, which may be another by now.
+        """Load the driver: chips are probed in the kernel's order, which may have changed.
 
-        `probe=False` stops before the first of them, with the module still initialising; go on with
+        `probe=False` stops before the first of them, while the module initialises; continue with
         `probe`.
         """
-        with self.changing():
-            if self._state["driver_state"]:
-                raise ValueError("the driver is loaded")
-            self._state["driver_state"] = "coming"
-            driver = self.root / "sys/bus/pci/drivers/tenstorrent"
-            module = self.root / "sys/module/tenstorrent"
-            (module / "drivers").mkdir(parents=True)
-            put(module / "version", self._state["driver"])
-            put(module / "initstate", "coming")
-            (self.root / "sys/class/tenstorrent").mkdir()
-            if self.version >= PROC_SINCE:
-                (self.root / "proc/driver/tenstorrent").mkdir()
-            self._emit("add", "/class/tenstorrent", SUBSYSTEM="class")
-            link(driver / "module", module)
-            link(module / "drivers/pci:tenstorrent", driver)
-            if probe:
-                for function in self._functions.values():
-                    self._probe(function)
-            self._loaded_after_the_last()
+        if self._driver_state:
+            raise ValueError("the driver is loaded")
+        self._driver_state = "coming"
+        driver = self.root / "sys/bus/pci/drivers/tenstorrent"
+        module = self.root / "sys/module/tenstorrent"
+        (module / "drivers").mkdir(parents=True)
+        put(module / "version", self._driver)
+        put(module / "initstate", "coming")
+        (self.root / "sys/class/tenstorrent").mkdir()
+        if self.version >= PROC_SINCE:
+            (self.root / "proc/driver/tenstorrent").mkdir()
+        self._emit("add", "/class/tenstorrent", SUBSYSTEM="class")
+        link(driver / "module", module)
+        link(module / "drivers/pci:tenstorrent", driver)
+        for chip in self.chips if probe else ():
+            self.bind(chip)
+        self._finish_loading()
 
+    @one_step
     def probe(self, chip: str | int) -> None:
-        """While the driver is being loaded it takes this one next; with the last it is loaded."""
-        with self.changing():
-            self._probe(self._functions[self.chip(chip).bdf])
-            self._loaded_after_the_last()
+        """Probe this chip next, while the driver is being loaded; after the last it is loaded."""
+        self.bind(self.chip(chip))
+        self._finish_loading()
 
-    def _loaded_after_the_last(self) -> None:
-        if any(
-            self._is_ours(function) and function.ordinal is None
-            for function in self._functions.values()
-        ):
+    def _finish_loading(self) -> None:
+        if any(self._can_bind(chip) and chip.ordinal is None for chip in self.chips):
             return
-        self._state["driver_state"] = "live"
+        self._driver_state = "live"
         put(self.root / "sys/module/tenstorrent/initstate", "live")
         self._emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
         self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
 
-    def _is_ours(self, function: Function) -> bool:
-        """Whether the driver can have it: it is there, no other driver's, nor kept for one."""
-        kept = function.pci["driver_override"] not in ("(null)", "tenstorrent")
-        return function.present and function.other_driver is None and not kept
+    def _can_bind(self, chip: Chip) -> bool:
+        is_kept = chip.pci["driver_override"] not in ("(null)", "tenstorrent")
+        return chip.present and chip.other_driver is None and not is_kept
 
+    @one_step
     def unload_driver(self) -> None:
-        """rmmod: the functions are released, the last bound first.
+        """Unload the driver: chips are released, the last bound first."""
+        for chip in reversed(list(self._bound)):
+            self.release(chip)
+        for directory in ("bus/pci/drivers", "class", "module"):
+            remove(self.root / "sys" / directory / "tenstorrent")
+            if directory == "class":
+                remove_empty(self.root / "proc/driver/tenstorrent")
+            subsystem = directory.rpartition("/")[2]
+            self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
+        self._driver_state = ""
 
-        (The real one refuses while a node is open.)
-        """
-        with self.changing():
-            for bdf in reversed(list(self._state["bound"])):
-                self._release(self._functions[bdf])
-            for directory, subsystem in (
-                ("bus/pci/drivers", "drivers"),
-                ("class", "class"),
-                ("module", "module"),
-            ):
-                remove(self.root / "sys" / directory / "tenstorrent")
-                if subsystem == "class":
-                    remove_empty(self.root / "proc/driver/tenstorrent")
-                self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
-            self._state["driver_state"] = ""
-
+    @one_step
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
-        """Renumber two functions, as a reload can: unbound, then bound as the other's number."""
-        with self.changing():
-            one, other = (self._functions[self.chip(name).bdf] for name in (a, b))
-            ordinals = one.ordinal, other.ordinal
-            self._release(one)
-            self._release(other)
-            self._probe(other, ordinal=ordinals[0])
-            self._probe(one, ordinal=ordinals[1])
+        """Renumber two chips, as a reload can: unbound, then bound with the other's number."""
+        one, other = self.chip(a), self.chip(b)
+        ordinals = one.ordinal, other.ordinal
+        self.release(one)
+        self.release(other)
+        self.bind(other, ordinals[0])
+        self.bind(one, ordinals[1])
 
     def set_hugepages(self, count_1g: int) -> None:
         """Reserve 1 GiB pages, all free, and mount hugetlbfs twice, on the host's paths."""
-        with self.changing():
-            pool = self.root / "sys/kernel/mm/hugepages/hugepages-1048576kB"
-            pool.mkdir(parents=True, exist_ok=True)
-            for name in ("nr_hugepages", "free_hugepages"):
-                put(pool / name, str(count_1g))
-            mounts = {"hugepages": "pagesize=2M", "hugepages-1G": "mode=777,pagesize=1024M"}
-            for name in mounts:
-                (self.root / "dev" / name).mkdir(exist_ok=True)
-            lines = [
-                f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,{options} 0 0"
-                for name, options in mounts.items()
-            ]
-            put(self.root / "proc/mounts", "\n".join(lines))
+        pool = self.root / "sys/kernel/mm/hugepages/hugepages-1048576kB"
+        pool.mkdir(parents=True, exist_ok=True)
+        for name in ("nr_hugepages", "free_hugepages"):
+            put(pool / name, str(count_1g))
+        lines = []
+        for name, size in {"hugepages": "2M", "hugepages-1G": "1024M"}.items():
+            (self.root / "dev" / name).mkdir(exist_ok=True)
+            lines.append(f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,pagesize={size} 0 0")
+        put(self.root / "proc/mounts", "\n".join(lines))
 
+    @one_step
     def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
-        """Put a function behind an IOMMU, in a group of its own; "identity" translates nothing."""
-        with self.changing():
-            function = self._functions[self.chip(bdf).bdf]
-            used = {
-                other.iommu[0]
-                for other in self._functions.values()
-                if other.iommu and other is not function
-            }
-            self._iommu_down(function)
-            function.iommu = (_lowest_free(used), type)
-            self._iommu_up(function)
+        """Put a chip behind an IOMMU, in a group of its own; "identity" translates nothing."""
+        chip = self.chip(bdf)
+        used = {other.iommu[0] for other in self.chips if other.iommu and other is not chip}
+        self._hide_iommu(chip)
+        chip.iommu = (_lowest_free(used), type)
+        self._show_iommu(chip)
 
+    @one_step
     def tick(self) -> None:
-        """One beat of every chip whose firmware lives and is not frozen."""
-        with self.holding():
-            for function in self._functions.values():
-                if not function.frozen:
-                    self._beat(function, 1)
+        """Advance the heartbeat of every chip whose firmware lives and is not frozen."""
+        for chip in self.chips:
+            if not chip.frozen:
+                chip.beat()
 
+    def heartbeats(self) -> list[Path]:
+        """Return the files of the heartbeats that tick, for processes that must tick by hand."""
+        return [c.attribute("tt_heartbeat") for c in self.chips if c.beats and not c.frozen]
+
+    @one_step
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
     ) -> None:
-        """Show a process that has opened device nodes, each named by its path or by a CDI name.
+        """Show a process that has opened device files, each named by its path or by a CDI name.
 
-        `cgroup` is its /proc/<pid>/cgroup. What is no node of a card here is opened without a
-        trace; FileNotFoundError if a path leads nowhere.
+        `cgroup` is its /proc/<pid>/cgroup. A file that is not a card's is opened without a trace;
+        FileNotFoundError if a path does not exist.
         """
-        with self.changing():
-            ordinals = [self._ordinal_of(node) for node in nodes]
-            process = self.root / f"proc/{pid}"
-            process.mkdir()
-            put(process / "comm", command)
-            put(process / "cgroup", cgroup)
-            for ordinal in ordinals:
-                if ordinal is not None:
-                    self._change_pids(ordinal, lambda pids: [*pids, str(pid)])
+        opened = [self._opened(node) for node in nodes]
+        process = self.root / f"proc/{pid}"
+        process.mkdir()
+        put(process / "comm", command)
+        put(process / "cgroup", cgroup)
+        for opener in filter(None, opened):
+            opener.set_pids([*opener.pids.read_text().split(), pid])
 
+    @one_step
     def end_process(self, pid: int) -> None:
-        """Show it no longer: it has closed what it had open."""
-        with self.changing():
-            remove(self.root / f"proc/{pid}")
-            for function in self._functions.values():
-                if function.ordinal is not None:
-                    self._change_pids(
-                        function.ordinal, lambda pids: [p for p in pids if p != str(pid)]
-                    )
+        """Remove a process: it has closed what it had open."""
+        remove(self.root / f"proc/{pid}")
+        for chip in self.chips:
+            if chip.ordinal is not None and chip.pids.exists():
+                chip.set_pids([p for p in chip.pids.read_text().split() if p != str(pid)])
 
-    def _ordinal_of(self, node: str) -> int | None:
-        """The number of the card's node that a path leads to, or that a CDI name stands for."""
-        name = node.rpartition("=")[2]
-        if name in self._functions:
-            return self._functions[name].ordinal
+    def _opened(self, node: str) -> Chip | None:
+        """Return the chip that a path leads to, or that a CDI name stands for."""
+        for chip in self.chips:
+            if chip.bdf == node.rpartition("=")[2]:
+                return chip if chip.ordinal is not None and chip.pids.exists() else None
         path = Path(node)
         path.lstat()
         while path.is_symlink() and path.parent.name.startswith("by-"):
             path = Path(os.path.normpath(path.parent / path.readlink()))
             path.lstat()
-        is_here = path.resolve().parent == (self.root / "dev/tenstorrent").resolve()
-        ours = is_here or path.parent.name == "tenstorrent"
-        return int(path.name) if ours and path.name.isdigit() else None
+        for chip in self.chips if path.parent.name == "tenstorrent" else ():
+            if str(chip.ordinal) == path.name and chip.pids.exists():
+                return chip
+        return None
 
-    def _change_pids(self, ordinal: int, change: Callable[[list[str]], list[str]]) -> None:
-        """Who has a node open; a driver before 2.5 does not tell."""
-        file = self.root / f"proc/driver/tenstorrent/{ordinal}/pids"
-        if file.exists():
-            put(file, "\n".join(change(file.read_text().split())))
-
-    # -- where things are --------------------------------------------------------------------------
-
-    def _pci(self, function: Function) -> Path:
-        return self.root / "sys/devices" / function.path
-
-    def _class(self, function: Function) -> Path:
-        return self._pci(function) / f"tenstorrent/tenstorrent!{function.ordinal}"
-
-    def _hwmon(self, function: Function) -> Path:
-        return self._pci(function) / f"hwmon/hwmon{function.hwmon}"
+    # Kernel uevents
 
     def _number(self, ordinal: int) -> tuple[int, int]:
-        numbers = self._state["numbers"]
-        if numbers is not None and ordinal < len(numbers):
-            return int(numbers[ordinal][0]), int(numbers[ordinal][1])
-        return (
-            (DRIVER_MAJOR, ordinal)
-            if self._state["nodes"] == "mknod"
-            else [*BORROWED][ordinal % len(BORROWED)]
-        )
+        if ordinal < len(self._numbers):
+            return self._numbers[ordinal]
+        borrowed = [*BORROWED][ordinal % len(BORROWED)]
+        return borrowed if self._is_linked else (DRIVER_MAJOR, ordinal)
 
     def _emit(self, action: str, devpath: str, **env: str) -> None:
-        self._state["seqnum"] += 1
+        self._seqnum += 1
         if self.on_uevent:
-            self.on_uevent(wire(action, devpath, env, self._state["seqnum"]))
+            self.on_uevent(wire(action, devpath, env, self._seqnum))
 
     def _step(self) -> None:
         if self.on_step:
             self.on_step()
 
-    def _emit_pci(self, action: str, function: Function, *, without: str = "", **env: str) -> None:
-        own = {k: v for k, v in function.uevent_environment().items() if k != without}
-        self._emit(action, f"/devices/{function.path}", SUBSYSTEM="pci", **env, **own)
+    def emit_pci(self, action: str, chip: Chip, *without: str, **env: str) -> None:
+        """Send a uevent of the PCI function."""
+        env |= chip.environment(*without)
+        self._emit(action, f"/devices/{chip.path}", SUBSYSTEM="pci", **env)
 
-    def _emit_class(self, action: str, function: Function) -> None:
-        assert function.ordinal is not None
-        major, minor = self._number(function.ordinal)
-        env = {
-            "MAJOR": str(major),
-            "MINOR": str(minor),
-            "DEVNAME": f"tenstorrent/{function.ordinal}",
-        }
-        devpath = f"/devices/{function.path}/tenstorrent/tenstorrent!{function.ordinal}"
+    def _emit_class(self, action: str, chip: Chip) -> None:
+        assert chip.ordinal is not None
+        major, minor = map(str, self._number(chip.ordinal))
+        env = {"MAJOR": major, "MINOR": minor, "DEVNAME": f"tenstorrent/{chip.ordinal}"}
+        devpath = f"/devices/{chip.path}/tenstorrent/tenstorrent!{chip.ordinal}"
         self._emit(action, devpath, SUBSYSTEM="tenstorrent", **env)
 
-    # -- coming ------------------------------------------------------------------------------------
+    # A chip comes
 
-    def _plug(self, function: Function) -> None:
-        """The PCI core finds the function."""
-        function.present = True
-        pci = self._pci(function)
-        pci.mkdir(parents=True)
+    def plug(self, chip: Chip) -> None:
+        """Let the PCI core find a function."""
+        chip.present = True
+        chip.directory.mkdir(parents=True)
         for name in PCI_ATTRIBUTES:
-            self._show(function, name)
+            chip.show_uevent() if name == "uevent" else chip.show(name)
             self._step()
-        link(pci / "subsystem", self.root / "sys/bus/pci")
-        link(self.root / "sys/bus/pci/devices" / function.bdf, pci)
+        link(chip.directory / "subsystem", self.root / "sys/bus/pci")
+        link(self.root / "sys/bus/pci/devices" / chip.bdf, chip.directory)
         self._step()
-        self._iommu_up(function)
-        self._emit_pci("add", function)
+        self._show_iommu(chip)
+        self.emit_pci("add", chip)
 
-    def _probe(
-        self, function: Function, *, ordinal: int | None = None, hwmon: int | None = None
-    ) -> None:
-        """The driver takes the function.
+    def bind(self, chip: Chip, ordinal: int | None = None, hwmon: int | None = None) -> None:
+        """Let the driver take a chip, if it is loaded and can have it.
 
-        Node and class directory come first, telemetry next if firmware is ready.
+        Device file and class directory come first, telemetry next if the firmware is ready.
         """
-        if not self._state["driver_state"] or not self._is_ours(function):
+        if not self._driver_state or not self._can_bind(chip):
             return
-        if function.condition in ("resetting", "lost"):  # a new probe looks at the chip afresh
-            function.condition = "healthy"
-        function.ordinal = self._free_ordinal(function) if ordinal is None else ordinal
-        if any(
-            f is not function and f.ordinal == function.ordinal for f in self._functions.values()
-        ):
-            raise ValueError(f"ordinal {function.ordinal} is in use")
-        self._state["bound"].append(function.bdf)
-        pci, driver = self._pci(function), self.root / "sys/bus/pci/drivers/tenstorrent"
-        link(pci / "driver", driver)
-        link(driver / function.bdf, pci)
-        self._show(function, "uevent", pci=True)
-        ready = function.firmware and function.condition == "healthy"
-        early = self.version < PROC_SINCE  # old drivers registered hwmon before the node
-        if ready and early:
-            self._hwmon_up(function, hwmon)
-        self._class_up(function)
-        if ready:
-            self._telemetry_up(function, hwmon)
-        self._emit_pci("bind", function, DRIVER="tenstorrent")
+        if chip.condition in ("resetting", "lost"):  # a new probe looks at the chip again
+            chip.condition = "healthy"
+        chip.ordinal = self._free_ordinal(chip) if ordinal is None else ordinal
+        if any(other.ordinal == chip.ordinal and other is not chip for other in self.chips):
+            raise ValueError(f"ordinal {chip.ordinal} is in use")
+        self._bound.append(chip)
+        driver = self.root / "sys/bus/pci/drivers/tenstorrent"
+        link(chip.directory / "driver", driver)
+        link(driver / chip.bdf, chip.directory)
+        chip.show_uevent()
+        is_ready = chip.firmware and chip.condition == "healthy"
+        if is_ready and self.version < PROC_SINCE:  # old drivers registered hwmon first
+            self._show_hwmon(chip, hwmon)
+        self._show_class(chip)
+        if is_ready:
+            self.show_telemetry(chip, hwmon)
+        self.emit_pci("bind", chip, DRIVER="tenstorrent")
 
-    def _free_ordinal(self, function: Function) -> int:
-        used = {f.ordinal for f in self._functions.values() if f.ordinal is not None}
-        if (
-            function.pci["subsystem_device"] in ("0x0035", "0x0047")
-            and self.version >= GALAXY_SINCE
-        ):
-            bus = int(function.bdf.split(":")[1], 16)
-            tray = GALAXY_ORDINALS[function.arch].get(bus >> 4)
-            if (
-                tray is not None
-                and 1 <= bus & 15 <= 8
-                and (ordinal := tray + (bus & 15) - 1) not in used
-            ):
-                return ordinal
+    def _free_ordinal(self, chip: Chip) -> int:
+        used = {other.ordinal for other in self.chips if other.ordinal is not None}
+        is_galaxy = chip.pci["subsystem_device"] in ("0x0035", "0x0047")
+        if is_galaxy and self.version >= GALAXY_SINCE:
+            bus = int(chip.bdf.split(":")[1], 16)
+            tray = GALAXY_ORDINALS[chip.arch].get(bus >> 4)
+            if tray is not None and 1 <= bus & 15 <= 8 and tray + (bus & 15) - 1 not in used:
+                return tray + (bus & 15) - 1
         return _lowest_free(used)
 
-    def _class_up(self, function: Function) -> None:
-        """As device_add(): the class leads to the device before its number and node are there."""
-        assert function.ordinal is not None
-        entry, (major, minor) = self._class(function), self._number(function.ordinal)
+    def _show_class(self, chip: Chip) -> None:
+        """Make the class directory and device file as device_add(): links, number, device file."""
+        assert chip.ordinal is not None
+        entry, (major, minor) = chip.class_directory, self._number(chip.ordinal)
         entry.mkdir(parents=True)
-        put(
-            entry / "uevent",
-            f"MAJOR={major}\nMINOR={minor}\nDEVNAME=tenstorrent/{function.ordinal}",
-        )
-        link(entry / "device", self._pci(function))
+        name = f"DEVNAME=tenstorrent/{chip.ordinal}"
+        put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\n{name}")
+        link(entry / "device", chip.directory)
         link(entry / "subsystem", self.root / "sys/class/tenstorrent")
         link(self.root / "sys/class/tenstorrent" / entry.name, entry)
         self._step()
-        if function.counters:
+        if chip.counters:
             (entry / "pcie_perf_counters").mkdir()
-            for name in function.counters:
-                self._show(function, name)
+            chip.show(*chip.counters)
         put(entry / "dev", f"{major}:{minor}")
         self._step()
-        with contextlib.suppress(FileExistsError):  # two link nodes may have borrowed one number
+        with contextlib.suppress(FileExistsError):  # two symlinks may have borrowed one number
             link(self.root / f"sys/dev/char/{major}:{minor}", entry)
         if self.version >= PROC_SINCE:
-            (self.root / f"proc/driver/tenstorrent/{function.ordinal}").mkdir()
-            put(self.root / f"proc/driver/tenstorrent/{function.ordinal}/pids", b"")
-        node = self.root / f"dev/tenstorrent/{function.ordinal}"
-        node.parent.mkdir(exist_ok=True)
-        if self._state["nodes"] == "mknod":
-            os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+            chip.pids.parent.mkdir()
+            put(chip.pids, b"")
+        chip.device_node.parent.mkdir(exist_ok=True)
+        if self._is_linked:
+            chip.device_node.symlink_to(BORROWED.get((major, minor), f"/dev/char/{major}:{minor}"))
         else:
-            node.symlink_to(BORROWED.get((major, minor), f"/dev/char/{major}:{minor}"))
+            os.mknod(chip.device_node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         self._step()
-        self._emit_class("add", function)
-        self._udev_add(function)
+        self._emit_class("add", chip)
+        if self._udev_rules and not self._is_linked:
+            chip.device_node.chmod(0o666)
+        self._make_link(chip, "by-pci")
         self._step()
 
-    def _hwmon_up(self, function: Function, number: int | None) -> None:
-        used = {f.hwmon for f in self._functions.values() if f.hwmon is not None}
-        function.hwmon = _lowest_free(used) if number is None else number
-        hwmon = self._hwmon(function)
+    def _show_hwmon(self, chip: Chip, number: int | None) -> None:
+        used = {other.hwmon for other in self.chips if other.hwmon is not None}
+        chip.hwmon = _lowest_free(used) if number is None else number
+        hwmon = chip.hwmon_directory
         hwmon.mkdir(parents=True)
-        link(hwmon / "device", self._pci(function))
+        link(hwmon / "device", chip.directory)
         link(hwmon / "subsystem", self.root / "sys/class/hwmon")
         put(hwmon / "uevent", "")
-        for name in function.sensors:
-            self._show(function, name)
+        chip.show(*chip.sensors)
         link(self.root / "sys/class/hwmon" / hwmon.name, hwmon)
-        self._emit("add", f"/devices/{function.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
+        self._emit("add", f"/devices/{chip.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
 
-    def _telemetry_up(self, function: Function, hwmon: int | None = None) -> None:
-        """hwmon and tt_* appear, then `change` says so, then udev makes the by-id link."""
-        if function.hwmon is None:
-            self._hwmon_up(function, hwmon)
-        for name in function.telemetry:
-            self._show(function, name)
+    def show_telemetry(self, chip: Chip, hwmon: int | None = None) -> None:
+        """Make hwmon and tt_*, send `change`, then let udev make the by-id link."""
+        if chip.hwmon is None:
+            self._show_hwmon(chip, hwmon)
+        for name in chip.telemetry:
+            chip.show(name)
             self._step()
         if self.version >= CHANGE_SINCE:
-            self._emit_class("change", function)
-            self._udev_change(function)
+            self._emit_class("change", chip)
+            self._make_link(chip, "by-id")
 
-    def _iommu_up(self, function: Function) -> None:
-        if function.iommu and function.present:
-            group = self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}"
-            link(group / "devices" / function.bdf, self._pci(function))
-            put(group / "type", function.iommu[1])
-            link(self._pci(function) / "iommu_group", group)
+    def _show_iommu(self, chip: Chip) -> None:
+        if chip.iommu and chip.present:
+            group = self.root / f"sys/kernel/iommu_groups/{chip.iommu[0]}"
+            link(group / "devices" / chip.bdf, chip.directory)
+            put(group / "type", chip.iommu[1])
+            link(chip.directory / "iommu_group", group)
 
-    # -- going -------------------------------------------------------------------------------------
+    # A chip goes
 
-    def _release(self, function: Function) -> None:
-        """The driver lets the function go, in the kernel's order: links, hwmon, node, class."""
-        if function.ordinal is None:
+    def release(self, chip: Chip) -> None:
+        """Let the driver release a chip, in its order: links, hwmon, device file, class."""
+        if chip.ordinal is None:
             return
-        self._keep_heartbeat(function)
-        pci, entry, ordinal = self._pci(function), self._class(function), function.ordinal
-        remove(pci / "driver")
-        remove(self.root / "sys/bus/pci/drivers/tenstorrent" / function.bdf)
+        entry, classes = chip.class_directory, self.root / "sys/class"
+        remove(chip.directory / "driver")
+        remove(self.root / "sys/bus/pci/drivers/tenstorrent" / chip.bdf)
         self._step()
-        if function.hwmon is not None:
-            hwmon = self._hwmon(function)
-            remove(self.root / "sys/class/hwmon" / hwmon.name)
+        if chip.hwmon is not None:
+            hwmon = chip.hwmon_directory
+            remove(classes / "hwmon" / hwmon.name)
             remove(hwmon.parent)
-            self._emit("remove", f"/devices/{function.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
+            self._emit("remove", f"/devices/{chip.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
             self._step()
-        remove(self.root / f"proc/driver/tenstorrent/{ordinal}")
-        remove(self.root / f"dev/tenstorrent/{ordinal}")
-        remove_empty(self.root / "dev/tenstorrent")
+        remove(chip.pids.parent)
+        remove(chip.device_node)
+        remove_empty(chip.device_node.parent)
         self._step()
-        char = self.root / "sys/dev/char/{}:{}".format(*self._number(ordinal))
+        char = self.root / "sys/dev/char/{}:{}".format(*self._number(chip.ordinal))
         if char.is_symlink() and char.readlink().name == entry.name:
             remove(char)
         # device_del(): the links that lead to it and away from it go before its attributes.
-        for gone in (
-            entry / "dev",
-            entry / "device",
-            entry / "subsystem",
-            self.root / "sys/class/tenstorrent" / entry.name,
-        ):
+        links = [entry / "dev", entry / "device", entry / "subsystem"]
+        for gone in [*links, classes / "tenstorrent" / entry.name]:
             remove(gone)
             self._step()
         for attribute in sorted(entry.iterdir()):
             remove(attribute)
             self._step()
         remove(entry.parent)
-        self._emit_class("remove", function)
-        self._udev_remove(function)
-        function.ordinal = function.hwmon = None
-        self._state["bound"].remove(function.bdf)
-        self._show(function, "uevent", pci=True)
-        self._emit_pci("unbind", function, without="MODALIAS")
+        self._emit_class("remove", chip)
+        self._remove_links(chip)
+        chip.ordinal = chip.hwmon = None
+        self._bound.remove(chip)
+        chip.show_uevent()
+        self.emit_pci("unbind", chip, "MODALIAS")
         self._step()
 
-    def _release_other(self, function: Function) -> None:
-        """The same for a function that another driver has."""
-        if function.other_driver is None:
+    def release_other(self, chip: Chip) -> None:
+        """Let another driver release a chip."""
+        if chip.other_driver is None:
             return
-        remove(self._pci(function) / "driver")
-        remove(self.root / "sys/bus/pci/drivers" / function.other_driver / function.bdf)
-        function.other_driver = None
-        self._show(function, "uevent", pci=True)
-        self._emit_pci("unbind", function, without="MODALIAS")
+        remove(chip.directory / "driver")
+        remove(self.root / "sys/bus/pci/drivers" / chip.other_driver / chip.bdf)
+        chip.other_driver = None
+        chip.show_uevent()
+        self.emit_pci("unbind", chip, "MODALIAS")
 
-    def _unplug(self, function: Function) -> None:
-        self._release(function)
-        self._release_other(function)
-        self._iommu_down(function)
+    def unplug(self, chip: Chip) -> None:
+        """Remove a function from the bus, after its driver has released it."""
+        self.release(chip)
+        self.release_other(chip)
+        self._hide_iommu(chip)
         for name in PCI_ATTRIBUTES:
-            remove(self._pci(function) / name)
+            remove(chip.directory / name)
             self._step()
-        remove(self.root / "sys/bus/pci/devices" / function.bdf)
-        remove(self._pci(function))
-        function.present = False
-        self._emit_pci("remove", function)
+        remove(self.root / "sys/bus/pci/devices" / chip.bdf)
+        remove(chip.directory)
+        chip.present = False
+        self.emit_pci("remove", chip)
         self._step()
 
-    def _iommu_down(self, function: Function) -> None:
-        if function.iommu:
-            remove(self.root / f"sys/kernel/iommu_groups/{function.iommu[0]}")
-            remove(self._pci(function) / "iommu_group")
+    def _hide_iommu(self, chip: Chip) -> None:
+        if chip.iommu:
+            remove(self.root / f"sys/kernel/iommu_groups/{chip.iommu[0]}")
+            remove(chip.directory / "iommu_group")
 
-    # -- udev, which comes after the kernel's event ------------------------------------------------
+    # udev, which comes after the kernel's event
 
-    def _links(self, function: Function) -> dict[str, Path]:
-        """The function's links in /dev/tenstorrent, by directory."""
-        directory = self.root / "dev/tenstorrent"
-        links = {"by-pci": directory / "by-pci" / function.bdf} if self._state["links"] else {}
-        if (
-            self._state["udev_rules"]
-            and "tt_asic_id" in function.telemetry
-            and self.version >= CHANGE_SINCE
-        ):
-            links["by-id"] = (
-                directory / "by-id" / f"{function.arch}-{function.telemetry['tt_asic_id']}"
-            )
+    def _link_paths(self, chip: Chip) -> dict[str, Path]:
+        """Return the chip's links in /dev/tenstorrent, by directory."""
+        links = {"by-pci": chip.by_pci} if self._links else {}
+        has_id = "tt_asic_id" in chip.telemetry and self.version >= CHANGE_SINCE
+        if self._udev_rules and has_id:
+            name = f"{chip.arch}-{chip.telemetry['tt_asic_id']}"
+            links["by-id"] = self.root / "dev/tenstorrent/by-id" / name
         return links
 
-    def _udev_add(self, function: Function) -> None:
-        if self._state["udev_rules"] and self._state["nodes"] == "mknod":
-            (self.root / f"dev/tenstorrent/{function.ordinal}").chmod(0o666)
-        self._lead(function, "by-pci")
-
-    def _udev_change(self, function: Function) -> None:
-        if function.hwmon is not None:
-            self._lead(function, "by-id")
-
-    def _lead(self, function: Function, kind: str) -> None:
-        if path := self._links(function).get(kind):
+    def _make_link(self, chip: Chip, kind: str) -> None:
+        if path := self._link_paths(chip).get(kind):
             remove(path)
-            link(path, self.root / f"dev/tenstorrent/{function.ordinal}")
+            link(path, chip.device_node)
 
-    def _udev_remove(self, function: Function) -> None:
-        """Takes its links, unless they are another's by now."""
-        for path in self._links(function).values():
-            if path.is_symlink() and path.readlink().name == str(function.ordinal):
+    def _remove_links(self, chip: Chip) -> None:
+        """Remove the chip's links, unless they lead to another's device file by now."""
+        for path in self._link_paths(chip).values():
+            if path.is_symlink() and path.readlink().name == str(chip.ordinal):
                 remove(path)
             remove_empty(path.parent)
         remove_empty(self.root / "dev/tenstorrent")
-
-    # -- attributes --------------------------------------------------------------------------------
-
-    def _file(self, function: Function, name: str) -> Path:
-        """Where an attribute is: PCI's own, hwmon's, or (tt_*, `dev`, counters) the class's."""
-        if name in PCI_ATTRIBUTES and name != "uevent":
-            return self._pci(function) / name
-        if (SENSOR.fullmatch(name) and function.hwmon is None) or function.ordinal is None:
-            raise LookupError(f"{function.bdf} shows no {name} now")
-        return (self._hwmon(function) if SENSOR.fullmatch(name) else self._class(function)) / name
-
-    def _show(self, function: Function, name: str, *, pci: bool = False) -> None:
-        """Write an attribute with what it reads in the function's present condition."""
-        condition = function.condition
-        pre_enodata = condition in ("resetting", "lost") and self.version < ENODATA_SINCE
-        if name == "uevent":
-            driver = "tenstorrent" if function.ordinal is not None else function.other_driver
-            env = {"DRIVER": driver} if driver else {}
-            text = "\n".join(f"{k}={v}" for k, v in (env | function.uevent_environment()).items())
-            put(self._pci(function) / name, text)
-        elif name == "config":
-            off = condition in ("off-bus", "resetting")
-            put(
-                self._pci(function) / name,
-                b"\xff" * CONFIG_BYTES if off else bytes.fromhex(function.pci[name]),
-            )
-        elif name in PCI_ATTRIBUTES:
-            off = name == "current_link_speed" and condition in ("off-bus", "resetting")
-            put(self._pci(function) / name, "Unknown" if off else function.pci[name])
-        elif (
-            name in function.counters
-        ):  # these read the chip's registers even between reset and POST_RESET
-            put(
-                self._file(function, name),
-                function.counters[name] if condition in ("healthy", "lost") else ALL_ONES,
-            )
-        else:
-            value = (function.sensors if SENSOR.fullmatch(name) else function.telemetry)[name]
-            constant = name == "name" or name.endswith("_label")
-            if (
-                condition in ("dead", "off-bus") or pre_enodata
-            ):  # before 2.9 a chip in reset was read; not captured
-                put(self._file(function, name), dead_value(name, value))
-            elif condition in ("resetting", "lost") and not constant:
-                put_errno(self._file(function, name), "ENODATA")
-            else:
-                put(self._file(function, name), value)
-
-    def _show_all(self, function: Function) -> None:
-        names = ["current_link_speed", "config"] if function.present else []
-        names += function.counters if function.ordinal is not None else []
-        names += [*function.telemetry, *function.sensors] if function.hwmon is not None else []
-        for name in names:
-            self._show(function, name)
-
-    def _heartbeat(self, function: Function) -> tuple[Path, int] | None:
-        """The heartbeat's file and present value, where there is a living one."""
-        if (
-            function.hwmon is None
-            or "tt_heartbeat" not in function.telemetry
-            or function.condition != "healthy"
-        ):
-            return None
-        file = self._class(function) / "tt_heartbeat"
-        if not file.exists() or not stat.S_ISREG(
-            file.lstat().st_mode
-        ):  # removed, blocked or failing
-            return None
-        text = file.read_bytes().strip()
-        return (file, int(text)) if text.isdigit() and len(text) < 20 else None
-
-    def _keep_heartbeat(self, function: Function) -> None:
-        if heartbeat := self._heartbeat(function):
-            function.telemetry["tt_heartbeat"] = str(heartbeat[1])
-
-    def _beat(self, function: Function, n: int) -> None:
-        if heartbeat := self._heartbeat(function):
-            file, value = heartbeat
-            put(file, str((value + n) & 0xFFFFFFFF))
 
 
 def _lowest_free(used: set[int]) -> int:
@@ -970,271 +992,21 @@ def _lowest_free(used: set[int]) -> int:
 
 
 def _path(bdf: str) -> str:
-    """Where a function hangs: below a root bus for every 16 buses, a root port for each card."""
+    """Return a function's path: below a root bus for every 16 buses, a root port for each card."""
     domain, bus = bdf.split(":")[0], int(bdf.split(":")[1], 16)
     root = max(bus - 1, 0) & 0xF0
     port = bus - root + (1 if root == 0 else -1)  # the first two slots of bus 0 are taken
     return f"pci{domain}:{root:02x}/{domain}:{root:02x}:{port:02x}.0/{bdf}"
 
 
-def _node_kind(directory: Path) -> Literal["mknod", "link"]:
-    """Whether this process can make a device node here (by CAP_MKNOD in no user namespace)."""
+def _can_mknod(directory: Path) -> bool:
+    """Return whether this process can make a device file (CAP_MKNOD in no user namespace)."""
     try:
         os.mknod(directory / ".probe", stat.S_IFCHR | 0o600, os.makedev(DRIVER_MAJOR, 0))
     except OSError:
-        return "link"
+        return False
     os.unlink(directory / ".probe")
-    return "mknod"
-
-
-class Chip:
-    """A handle to one PCI function: nothing but its name, so it outlives whatever happens."""
-
-    def __init__(self, node: SimulatedNode, bdf: str) -> None:
-        self.node = node
-        self.bdf = bdf
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[Function]:
-        with self.node.changing():
-            yield self.node._functions[self.bdf]
-
-    @property
-    def facts(self) -> Function:
-        """The function's state: identity, ordinal, condition."""
-        with self.node.holding():
-            return self.node._functions[self.bdf]
-
-    @property
-    def ordinal(self) -> int | None:
-        """N of /dev/tenstorrent/N, None while the driver is not bound."""
-        return self.facts.ordinal
-
-    @property
-    def device_node(self) -> Path:
-        """The device node's path; LookupError while there is none."""
-        if (ordinal := self.ordinal) is None:
-            raise LookupError(f"{self.bdf} has no node")
-        return self.node.root / f"dev/tenstorrent/{ordinal}"
-
-    def attribute(self, name: str) -> Path:
-        """The real path of an attribute: tt_*, a sensor, PCI's, `dev`, `pcie_perf_counters/...`."""
-        with self.node.holding():
-            return self.node._file(self.node._functions[self.bdf], name)
-
-    # -- the firmware ------------------------------------------------------------------------------
-
-    def beat(self, n: int = 1) -> None:
-        """Advance the heartbeat where there is one that can: no dead, resetting, blocked chip's."""
-        with self.node.holding():
-            self.node._beat(self.node._functions[self.bdf], n)
-
-    def freeze(self) -> None:
-        """The firmware stops: the ticker leaves the heartbeat alone, all else is as before."""
-        with self._changing() as function:
-            function.frozen = True
-
-    def thaw(self) -> None:
-        """The firmware runs again."""
-        with self._changing() as function:
-            function.frozen = False
-
-    def heat(self, celsius: float) -> None:
-        """Set the temperature (temp1_input, in thousandths)."""
-        self._set("sensors", "temp1_input", str(round(celsius * 1000)))
-
-    def trip(self, n: int = 1) -> None:
-        """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
-        self._set(
-            "telemetry",
-            "tt_therm_trip_count",
-            str(int(self.facts.telemetry["tt_therm_trip_count"]) + n),
-        )
-
-    def _set(self, group: Literal["telemetry", "sensors"], name: str, value: str) -> None:
-        with self._changing() as function:
-            {"telemetry": function.telemetry, "sensors": function.sensors}[group][name] = value
-            if function.hwmon is not None:
-                self.node._show(function, name)
-
-    def die(self, bus: bool = False) -> None:
-        """Every register reads all ones, without error or event; with `bus`, `config`, too."""
-        self._become("off-bus" if bus else "dead")
-
-    def revive(self) -> None:
-        """The chip answers again, as before.
-
-        (Where it was dead at probe, that is as late as `speak`.)
-        """
-        self._become("healthy")
-
-    def reset(self) -> None:
-        """Between reset and POST_RESET: ENODATA from all tt_* and hwmon (since 2.9), no event."""
-        self._become("resetting")
-
-    def post_reset(self, heartbeat: int = 20, late: bool = False) -> None:
-        """After POST_RESET: values again, and the heartbeat restarts lower; no event.
-
-        `late`: the firmware was not ready. Blackhole then gives ENODATA until the driver is bound
-        anew (`rebind`); Wormhole goes on with the old addresses, so its values return all the same.
-        """
-        with self._changing() as function:
-            if "tt_heartbeat" in function.telemetry:
-                function.telemetry["tt_heartbeat"] = str(heartbeat)
-            self._become("lost" if late and function.arch == "blackhole" else "healthy")
-
-    def _become(self, condition: Condition) -> None:
-        with self._changing() as function:
-            self.node._keep_heartbeat(function)
-            function.condition = condition
-            self.node._show_all(function)
-            if condition == "healthy":
-                self._look_again(function)
-
-    def silence(self) -> None:
-        """Firmware not ready when the driver looked: probed again, with neither tt_* nor hwmon.
-
-        Same ordinal.
-        """
-        with self._changing() as function:
-            function.firmware = False
-            if function.ordinal is not None:
-                self.rebind()
-
-    def speak(self) -> None:
-        """The firmware becomes ready. Wormhole polls: hwmon `add`, then `change`.
-
-        Blackhole's driver looked once, at probe: nothing happens until `rebind`, or `vanish` and
-        `come_back`.
-        """
-        with self._changing() as function:
-            function.firmware = True
-            self._look_again(function)
-
-    def _look_again(self, function: Function) -> None:
-        unseen = function.ordinal is not None and function.hwmon is None
-        if unseen and function.firmware and function.arch == "wormhole":
-            self.node._telemetry_up(function)
-
-    # -- the bus and the driver --------------------------------------------------------------------
-
-    def vanish(self) -> None:
-        """The PCI function is removed (unplugged, or by /sys/bus/pci/devices/*/remove)."""
-        with self._changing() as function:
-            if function.present:
-                self.node._unplug(function)
-
-    def come_back(self, ordinal: int | None = None) -> None:
-        """The function is found again, alive, the last in the kernel's list now.
-
-        Lowest free ordinal unless told.
-        """
-        with self._changing() as function:
-            if function.present:
-                raise ValueError(f"{self.bdf} is there")
-            function.condition = "healthy"
-            function.pci["driver_override"] = "(null)"
-            self.node._functions[self.bdf] = self.node._functions.pop(self.bdf)
-            self.node._plug(function)
-            self.node._probe(function, ordinal=ordinal)
-
-    def unbind(self) -> None:
-        """The driver lets the function go; it stays on the bus."""
-        with self._changing() as function:
-            self.node._release(function)
-            self.node._release_other(function)
-
-    def bind(self, ordinal: int | None = None) -> None:
-        """The driver probes the function (anew). Lowest free ordinal unless told."""
-        with self._changing() as function:
-            if function.ordinal is not None or not function.present:
-                raise ValueError(f"{self.bdf} is not there to be bound")
-            self.node._probe(function, ordinal=ordinal)
-
-    def rebind(self) -> None:
-        """Unbind and bind, with the same ordinal: the remedy for lost telemetry of a Blackhole."""
-        with self._changing() as function:
-            ordinal = function.ordinal
-            self.unbind()
-            self.bind(ordinal)
-
-    def keep_for(self, driver: str) -> None:
-        """Write `driver_override`: only this driver, such as vfio-pci, may probe; "(null)": any."""
-        with self._changing() as function:
-            function.pci["driver_override"] = driver
-            self.node._show(function, "driver_override")
-
-    def bind_to(self, driver: str) -> None:
-        """Another driver, such as vfio-pci, takes the function, which is kept for it."""
-        with self._changing() as function:
-            self.unbind()
-            self.keep_for(driver)
-            function.other_driver = driver
-            pci, theirs = self.node._pci(function), self.node.root / "sys/bus/pci/drivers" / driver
-            link(pci / "driver", theirs)
-            link(theirs / self.bdf, pci)
-            self.node._show(function, "uevent", pci=True)
-            self.node._emit_pci("bind", function, DRIVER=driver)
-
-    @property
-    def by_pci(self) -> Path:
-        """Where our package's udev rule makes the link to the node."""
-        return self.node.root / "dev/tenstorrent/by-pci" / self.bdf
-
-    def mislead(self, target: str = "") -> None:
-        """The by-pci link leads to something else, such as "../7"; "": it is not there."""
-        with self._changing():
-            remove(self.by_pci)
-            if target:
-                self.by_pci.parent.mkdir(parents=True, exist_ok=True)
-                self.by_pci.symlink_to(target)
-
-    def set_pids(self, pids: Sequence[int]) -> None:
-        """Who has the node open: a line for each descriptor (0: of another PID namespace)."""
-        with self._changing() as function:
-            put(
-                self.node.root / f"proc/driver/tenstorrent/{function.ordinal}/pids",
-                "\n".join(map(str, pids)),
-            )
-
-    # -- one attribute: lasts until `restore`, or until the operation that writes it next ----------
-
-    def fail(self, attribute: str, error: str = "EIO") -> None:
-        """Reads of the attribute fail with this errno (see the module's conventions)."""
-        if not hasattr(errno, error):
-            raise ValueError(f"{error} is no errno")
-        with self._changing() as function:
-            self.node._keep_heartbeat(function)
-            put_errno(self.node._file(function, attribute), error)
-
-    def write(self, attribute: str, content: bytes) -> None:
-        """The attribute reads exactly this, newline or not; it need not have existed."""
-        with self._changing() as function:
-            self.node._keep_heartbeat(function)
-            put(self.node._file(function, attribute), content)
-
-    def remove(self, attribute: str) -> None:
-        """The attribute is not there (firmware that lacks the tag)."""
-        with self._changing() as function:
-            self.node._keep_heartbeat(function)
-            remove(self.node._file(function, attribute))
-
-    def block(self, attribute: str = "tt_heartbeat") -> None:
-        """Whoever opens the attribute for reading waits until `unblock`."""
-        with self._changing() as function:
-            self.node._keep_heartbeat(function)
-            replace(self.node._file(function, attribute), os.mkfifo)
-
-    def unblock(self, attribute: str = "tt_heartbeat") -> None:
-        """A reader that waits gets its value (others, an empty read), and the file is back."""
-        self.restore(attribute)
-
-    def restore(self, attribute: str) -> None:
-        """The attribute reads what the chip makes it read (undoes fail, write, remove, block)."""
-        with self._changing() as function:
-            if attribute in ("dev", "uevent"):
-                raise ValueError(f"{attribute} is not the chip's")
-            self.node._show(function, attribute)
+    return True
 
 
 class Ticker:
@@ -1259,87 +1031,3 @@ class Ticker:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-
-
-# --------------------------------------------------------------------------------------------------
-# By hand
-# --------------------------------------------------------------------------------------------------
-
-USAGE = """\
-usage: python -m tests.world.node DIR create [CARD …] | from-capture NAME | add CARD … | beat | show
-       python -m tests.world.node DIR OPERATION [ARGUMENT …]
-       python -m tests.world.node DIR OPERATION BDF [ARGUMENT …]
-
-A node with two boards, of which one overheats, and what the daemon's flags are for it:
-  python -m tests.world.node /tmp/node create n150 p300c
-  python -m tests.world.node /tmp/node beat &                 (heartbeats)
-  python -m tests.world.node /tmp/node heat 01:00.0 95
-
-A BDF may be short or the ordinal. Operations are the methods of the classes SimulatedNode and Chip,
-by their names; each prints the kernel uevents that the real driver would send.
-"""
-
-
-def _value(text: str, annotation: str) -> object:
-    """Return an argument as a method wants it; texts need no quotes."""
-    if annotation == "bytes":
-        return os.fsencode(text)
-    try:
-        return text if annotation == "str" else json.loads(text)
-    except ValueError:
-        return text
-
-
-def _operate(node: SimulatedNode, operation: str, words: Sequence[str]) -> None:
-    """Call a method of the node, or of the chip that the first word names."""
-    name = operation.replace("-", "_")
-    arguments = list(words)
-    method = getattr(node, name, None) or getattr(node.chip(arguments.pop(0)), name)
-    parameters = inspect.signature(method).parameters.values()
-    method(*(_value(text, each.annotation) for text, each in zip(arguments, parameters)))  # noqa: B905
-
-
-def _show(chip: Chip) -> str:
-    """Return a line about a chip."""
-    facts = chip.facts
-    where = "not bound" if facts.ordinal is None else f"/dev/tenstorrent/{facts.ordinal}"
-    state = facts.condition if facts.present else "vanished"
-    ails = [*["frozen"] * facts.frozen, *["firmware not ready"] * (not facts.firmware)]
-    card = facts.telemetry.get("tt_card_type", facts.arch)
-    return f"{chip.bdf}  {where:19} {card:16} {', '.join([state, *ails])}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command line; the exit status."""
-    if len(arguments) < 2:
-        print(USAGE)
-        return 0 if arguments == ["--help"] else 2
-    root, operation, words = Path(arguments[0]).absolute(), arguments[1], arguments[2:]
-    if operation in ("create", "from-capture"):
-        root.mkdir(parents=True, exist_ok=True)
-        is_new = operation == "create"
-        node = SimulatedNode(root) if is_new else SimulatedNode.from_capture(root, words[0])
-        for card in words if is_new else ():
-            node.add(card)
-        print(" ".join(node.flags))
-        return 0
-    node = SimulatedNode.open(root)
-    node.on_uevent = lambda message: print(message.split(b"\0", 1)[0].decode())
-    if operation == "beat":
-        with contextlib.suppress(KeyboardInterrupt), Ticker(node):
-            threading.Event().wait()
-    elif operation == "show":
-        print("\n".join(map(_show, node.chips)))
-    elif operation == "add":
-        for card in words:
-            node.add(card)
-    else:
-        _operate(node, operation, words)
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 from tests.world.captures import capture, capture_names, captured_uevents, compact
 from tests.world.node import BORROWED, SimulatedNode, wire
-from tests.world.processes import finished
 from tests.world.tree import errno_of, observe
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
@@ -298,23 +296,3 @@ def test_telemetry_is_enodata_in_a_reset(build: Build) -> None:
     assert errno_of(heartbeat) == errno.ENODATA
     chip.rebind()
     assert heartbeat.read_text() == "20\n"
-
-
-# -- by hand ---------------------------------------------------------------------------------------
-
-
-def run(*arguments: str | Path) -> str:
-    return finished([sys.executable, "-m", "tests.world.node", *arguments]).stdout
-
-
-def test_another_process_can_work_on_the_tree(tmp_path: Path) -> None:
-    """The command line makes a node, prints the daemon's flags, and changes the tree."""
-    flags = run(tmp_path, "create", "n150", "p300c")
-    node = SimulatedNode.open(tmp_path)
-    chip = node.chip("01:00.0")
-    assert flags.split() == node.flags
-    events = run(tmp_path, "vanish", "01:00.0")
-    assert "remove@/devices/pci0000:00/0000:00:02.0/0000:01:00.0\n" in events
-    run(tmp_path, "come-back", "01:00.0", "7")
-    assert chip.ordinal == 7
-    assert "tenstorrent/7" in run(tmp_path, "show")
