@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.world.captures import capture, capture_names, captured_uevents, compact
-from tests.world.node import BORROWED, SimulatedNode, wire
-from tests.world.tree import errno_of, observe
+from tests.world.captures import (
+    capture,
+    capture_names,
+    captured_tree,
+    captured_uevents,
+)
+from tests.world.node import SimulatedNode, wire
+from tests.world.tree import errno_of
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
 DRIVER_RELEASES = ("1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0")
@@ -23,7 +29,7 @@ Build = Callable[..., SimulatedNode]
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory in memory where there is such a place: a Galaxy is 2500 files."""
+    """Give a directory in memory if there is such a place: a Galaxy is 2500 files."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         yield Path(directory)
@@ -36,7 +42,7 @@ def events() -> list[bytes]:
 
 @pytest.fixture
 def build(tmp_path: Path, events: list[bytes]) -> Build:
-    """A node of these cards with the captures' numbers, whose uevents go into `events`."""
+    """Make a node of these cards with the captures' numbers, whose uevents go into `events`."""
 
     def build(*cards: str, firmware: bool = True) -> SimulatedNode:
         node = SimulatedNode(tmp_path, nodes="link", numbers=NUMBERS)
@@ -49,16 +55,13 @@ def build(tmp_path: Path, events: list[bytes]) -> Build:
 
 
 def recorded(name: str, step: str) -> list[bytes]:
-    """The step's kernel messages, without those of the platform's ACPI, all of number 0."""
-    return [
-        wire(action, devpath, env, 0)
-        for action, devpath, env in captured_uevents(name, step)
-        if env["SUBSYSTEM"] != "wakeup"
-    ]
+    """Return the step's kernel messages, without those of the platform's ACPI, all of number 0."""
+    messages = captured_uevents(name, step)
+    return [wire(*message, 0) for message in messages if message[2]["SUBSYSTEM"] != "wakeup"]
 
 
 def taken(events: list[bytes]) -> list[bytes]:
-    """The events so far, without their sequence numbers; the next call starts anew."""
+    """Return and remove the events so far, without their sequence numbers."""
     messages = [re.sub(rb"SEQNUM=\d+\0$", b"SEQNUM=0\0", message) for message in events]
     events.clear()
     return messages
@@ -67,42 +70,55 @@ def taken(events: list[bytes]) -> list[bytes]:
 # -- trees -----------------------------------------------------------------------------------------
 
 
-def without_numbers(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return facts of link nodes without what they have borrowed."""
-    facts.pop("events_on_load", None)
-    for function in facts["functions"]:
-        for name in ("board", "mode", "dev"):
-            function.pop(name, None)
-        for name in ("dev", "uevent"):
-            function.get("class", {}).pop(name, None)
-    return facts
+def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, str]:
+    """Return a node's tree in the form of captured_tree(), without what no capture has."""
+    tree = {}
+    for directory, directories, files in os.walk(node.root):
+        for path in (Path(directory, name) for name in directories + files):
+            name = f"/{path.relative_to(node.root)}"
+            if path.is_symlink():
+                tree[name] = f"-> {path.readlink()}"
+            elif path.is_dir():
+                tree[name] = "directory"
+            elif path.name == "config":
+                tree[name] = path.read_bytes().hex()
+            else:
+                text = path.read_text()
+                assert not text.endswith("\n\n") and (not text or text.endswith("\n")), name
+                tree[name] = text.removesuffix("\n")
+    not_captured = re.compile(r"(/dev/tenstorrent/(\d+$|by-pci)|/sys/module/|.*/module$)")
+    return {
+        path: value
+        for path, value in tree.items()
+        if path in expected or not (value == "directory" or not_captured.match(path))
+    }
 
 
 @pytest.mark.parametrize("name", capture_names())
 def test_every_capture_round_trips(tmp_path: Path, name: str) -> None:
     """A tree built from a capture has its names, contents, links and numbers, and no others."""
     node = SimulatedNode.from_capture(tmp_path, name, nodes="link", numbers=NUMBERS)
-    observed, expected = (without_numbers(f) for f in (compact(observe(node.root)), capture(name)))
-    if name == "n150-no-udev-rules":  # of this one only /dev was recorded
-        (function,) = observed["functions"]
-        chars = {key: to for key, to in function["links"].items() if key.startswith("/sys/dev/")}
-        shown = function | {"hwmon": None, "pids": None, "links": chars}
-        only = {key: shown[key] for key in expected["functions"][0]}
-        observed |= {"module": {}, "directories": ["/dev/tenstorrent"], "functions": [only]}
+    expected = captured_tree(name)
+    observed = observed_tree(node, expected)
+    if name == "n150-no-udev-rules":  # only /dev was recorded
+        observed = {path: value for path, value in observed.items() if path in expected}
     assert observed == expected
 
 
 @pytest.mark.parametrize("nodes", ["auto", "link"])
-def test_device_nodes_have_the_captured_mode_and_sysfs_number(tmp_path: Path, nodes: Any) -> None:
-    """Of either kind that the present user can have."""
+def test_device_files_have_the_captured_mode_and_sysfs_number(tmp_path: Path, nodes: Any) -> None:
+    """Both kinds that the present user can make."""
     node = SimulatedNode.from_capture(tmp_path, "n150-p150a", nodes=nodes)
     for chip, function in zip(node.chips, capture("n150-p150a")["functions"], strict=True):
         status = chip.device_node.stat()
         number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-        assert chip.device_node.is_char_device()
+        assert stat.S_ISCHR(status.st_mode)
         assert chip.attribute("dev").read_text() == f"{number}\n"
-        if number not in (f"{major}:{minor}" for major, minor in BORROWED):
-            assert (number, f"{status.st_mode & 0o7777:04o}") == (function["dev"], function["mode"])
+        if not chip.device_node.is_symlink():
+            assert (number, f"{stat.S_IMODE(status.st_mode):04o}") == (
+                function["dev"],
+                function["mode"],
+            )
 
 
 BOARDS: dict[str, list[dict[str, Any]]] = {
@@ -119,34 +135,42 @@ BOARDS: dict[str, list[dict[str, Any]]] = {
 CHIPS_OWN = {"tt_serial": "[0-9A-F]{16}", "tt_asic_id": "[0-9A-F]{16}", "tt_heartbeat": r"\d+"}
 
 
+def anonymous(tree: dict[str, str], name: str) -> dict[str, str]:
+    """Return a tree's functions without IDs, heartbeats and addresses."""
+    result = {}
+    for path, value in tree.items():
+        attribute = path.rpartition("/")[2]
+        if path.startswith("/dev/tenstorrent/by-id/"):
+            path = f"{path.rpartition('-')[0]} {value}"
+        if attribute in CHIPS_OWN:
+            assert re.fullmatch(CHIPS_OWN[attribute], value)
+            value = "own"
+        elif attribute == "config":
+            value = value[:0x20] + value[0x50:]
+        elif name.startswith("galaxy") and attribute in ("numa_node", "local_cpulist"):
+            value = ""
+        if value != "directory":
+            result[path] = value
+    return result
+
+
 @pytest.mark.parametrize("name", BOARDS)
 def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None:
     """`add` gives a board the captured names, values, links and ordinals.
 
     Only IDs, heartbeat, a Galaxy's NUMA nodes and addresses in the configuration space are others.
     """
-    expected = capture(name)
-    node = SimulatedNode(tmp_path, driver=expected["driver"], nodes="link", numbers=NUMBERS)
+    node = SimulatedNode(tmp_path, driver=capture(name)["driver"], nodes="link", numbers=NUMBERS)
     for board in BOARDS[name]:
         node.add(**board)
-    observed = compact(observe(tmp_path))
-
+    expected = captured_tree(name)
+    observed = observed_tree(node, expected)
     boards = []
-    for facts in (observed, expected):
-        serials = [function["class"]["tt_serial"] for function in facts["functions"]]
+    for tree in (observed, expected):
+        serials = [tree[path] for path in sorted(tree) if path.endswith("/tt_serial")]
         boards.append([serials.index(serial) for serial in serials])
-        for function in facts["functions"]:
-            for key in CHIPS_OWN.keys() & function["class"].keys():
-                assert re.fullmatch(CHIPS_OWN[key], function["class"][key])
-                function["class"][key] = "own"
-            function["by_id"] = [re.sub("-.*", "", link) for link in function["by_id"]]
-            config = bytes.fromhex(function["pci"]["config"])
-            function["pci"]["config"] = config[:0x10] + config[0x28:]
-            function.pop("mode")
-            if name.startswith("galaxy"):
-                del function["pci"]["numa_node"], function["pci"]["local_cpulist"]
-    assert observed["functions"] == expected["functions"]
     assert boards[0] == boards[1]
+    assert anonymous(observed, name) == anonymous(expected, name)
 
 
 # -- uevents ---------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 # Mode 0644 in sysfs; everything else is 0444.
 WRITABLE = {"uevent", "numa_node", "config", "driver_override"}
@@ -133,40 +132,3 @@ def open_below(root: Path) -> int:
         with contextlib.suppress(OSError):  # the one of this listing
             count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
     return count
-
-
-def observe(root: Path) -> dict[str, dict[str, Any]]:
-    """The tree under `root` as {path: entry}, in the form of the captures.
-
-    A failing read has `errname`.
-    """
-    entries: dict[str, dict[str, Any]] = {}
-    for directory, directories, files in os.walk(root):
-        for name in sorted(directories + files):
-            path = Path(directory, name)
-            entry: dict[str, Any] = {"mode": f"{path.lstat().st_mode & 0o7777:04o}"}
-            if (code := errno_of(path)) is not None:
-                entry |= {"type": "file", "errname": errno.errorcode[code]}
-            elif path.is_symlink() and not _is_link_node(path):
-                entry |= {"type": "link", "target": str(path.readlink())}
-            elif path.is_char_device():
-                node = path.stat()
-                entry |= {
-                    "type": "char",
-                    "mode": f"{node.st_mode & 0o7777:04o}",
-                    "major": os.major(node.st_rdev),
-                    "minor": os.minor(node.st_rdev),
-                }
-            elif path.is_dir():
-                entry |= {"type": "dir"}
-            elif path.name == "config":
-                entry |= {"type": "file", "hex": path.read_bytes().hex()}
-            else:
-                entry |= {"type": "file", "content": path.read_text()}
-            entries[f"/{path.relative_to(root)}"] = entry
-    return entries
-
-
-def _is_link_node(path: Path) -> bool:
-    """Whether a link stands in for a device node, which it is to whoever calls stat()."""
-    return path.readlink().is_absolute() and path.is_char_device()
