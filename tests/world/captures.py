@@ -49,7 +49,7 @@ def capture(name: str) -> dict[str, Any]:
         common = {group: values | line[group] for group, values in stored["common"].items()
                   if group in line}  # fmt: skip
         functions.append(line | common)
-    return stored | {"functions": functions}
+    return {**stored, "functions": functions}
 
 
 def captured_tree(name: str) -> dict[str, str]:

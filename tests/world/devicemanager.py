@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from generated import deviceplugin_pb2 as pb
 from tests.world.checkpoint import CheckpointFile, Entry, Held, Snapshot
 from tests.world.eventlog import EventLog
-from tests.world.plugins import Client, Config, Devices, Failure, Plugins, numa_nodes
+from tests.world.plugins import Config, Devices, Endpoint, Failure, Plugins, numa_nodes
+
+if TYPE_CHECKING:
+    from tests.world.pods import Pods
 
 NO_NUMA_NODE = -1
 PRE_START_TIMEOUT = 30.0  # seconds; no other call to a plugin has a deadline
@@ -45,16 +48,6 @@ class Claim(NamedTuple):
     request: Mapping[str, int]
     init: bool  # an ordinary init container: the pod's later containers reuse its devices
     running: bool  # it runs, and did so when this kubelet started
-
-
-class Desired(Protocol):
-    """The pods that the kubelet is to run, as far as it knows."""
-
-    def active(self) -> set[str]:
-        """Return the UIDs of the pods that it knows and that have not ended."""
-
-    def all_sources_ready(self) -> bool:
-        """Return whether it has heard of all of them, static pods and the API server's."""
 
 
 @dataclass(slots=True)
@@ -89,9 +82,6 @@ class Allocation:
             "ids": sorted(pairs),
             "env": [f"{key}={value}" for key, value in sorted(self.envs.items())],
             "devices": [f"{d.host_path}:{d.container_path}:{d.permissions}" for d in self.devices],
-            "mounts": [f"{mount.host_path}:{mount.container_path}" for mount in self.mounts],
-            "annotations": [f"{key}={value}" for key, value in sorted(self.annotations.items())],
-            "cdi": self.cdi_devices,
         }
 
 
@@ -145,9 +135,7 @@ class PodDevices:
 class DeviceManager:
     """The device manager in one life of the kubelet."""
 
-    def __init__(
-        self, config: Config, log: EventLog, file: CheckpointFile, desired: Desired
-    ) -> None:
+    def __init__(self, config: Config, log: EventLog, file: CheckpointFile, desired: Pods) -> None:
         self.config = config
         self.log = log
         self.desired = desired
@@ -209,10 +197,10 @@ class DeviceManager:
 
     def prune(self) -> None:
         """Forget pods that have ended, in memory only (UpdateAllocatedDevices())."""
-        if not self.desired.all_sources_ready():
+        if not self.desired.sources_ready:
             return
         gone = self.pods.held.keys() - self.desired.active()
-        if self.config.keeps_the_last_pod:
+        if self.config.version < (1, 32):  # `pendingAdmissionPod`
             gone.discard(self.latest)
         if gone:
             self.log.record("forgotten", uids=sorted(gone))
@@ -226,9 +214,13 @@ class DeviceManager:
         return resource in self.devices.healthy or resource in self.pods.allocated
 
     def dereference(self, resource: str, ident: str) -> None:
-        """Use a device that a pod has, or is just getting, and that is not listed."""
+        """Use a device that a pod has, or is just getting, and that is not listed.
+
+        Since 1.34 `ResourceDeviceInstances` (pod_devices.go) holds pointers, which
+        generateDeviceTopologyHints and allocateContainerResources do not check for nil.
+        """
         text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
-        if self.config.dereferences_unlisted:
+        if self.config.version >= (1, 34):
             raise Panic(text)
         self.log.violation(text)
 
@@ -274,21 +266,26 @@ def check_fit(
             raise AdmissionError(f"OutOf{resource}", f"{text}, capacity: {allocatable}")
 
 
-class Admission:
-    """The admission of one container."""
+class ContainerDevices:
+    """The devices of one container: its admission, and its starts."""
 
     def __init__(self, manager: DeviceManager, claim: Claim) -> None:
         self._manager = manager
         self._claim = claim
+        self._pods = manager.pods
+        self._who = {"pod": claim.pod, "container": claim.container}
 
-    async def run(self) -> Allocation:
+    def _held(self, resource: str) -> Held | None:
+        return self._pods.of(self._claim.uid, self._claim.container).get(resource)
+
+    async def admit(self) -> Allocation:
         """Give the container the devices that it requests. Raises AdmissionError, or Panic."""
         manager = self._manager
         known = {r: n for r, n in self._claim.request.items() if manager.is_known(r)}
         if manager.config.policy != "none":
             self._find_hints(known)
         try:
-            await self.allocate(known)
+            await self._allocate_all(known)
         except Failure as failure:
             message = f"Allocate failed due to {failure}, which is unexpected"
             raise AdmissionError("UnexpectedAdmissionError", message) from failure
@@ -299,59 +296,57 @@ class Admission:
 
         Nothing is aligned here: all that matters to a plugin is that an unlisted device is fatal.
         """
-        manager, claim = self._manager, self._claim
+        manager = self._manager
         manager.prune()
         for resource, needed in request.items():
-            if not manager.devices.has_topology(resource):
-                continue
-            held = manager.pods.of(claim.uid, claim.container).get(resource)
-            ids = held.ids if held else manager.pods.reusable(claim.uid).get(resource, set())
-            if held and len(ids) != needed:
+            held = self._held(resource)
+            ids = held.ids if held else self._reusable.get(resource, set())
+            if not manager.devices.has_topology(resource) or (held and len(ids) != needed):
                 continue
             for ident in ids - manager.devices.listed[resource].keys():
                 manager.dereference(resource, ident)
 
-    async def allocate(self, request: Mapping[str, int]) -> None:
+    @property
+    def _reusable(self) -> dict[str, set[str]]:
+        return self._pods.reusable(self._claim.uid)
+
+    async def _allocate_all(self, request: Mapping[str, int]) -> None:
         """Allocate all resources; the checkpoint is written once if the container got any.
 
         If one of several fails, the answers for the others stay in memory, and come into the file
         with the next write, of a pod that was rejected (allocateContainerResources()).
         """
-        manager, claim = self._manager, self._claim
-        manager.latest = claim.uid
-        reusable = manager.pods.reusable(claim.uid)
+        manager, reusable = self._manager, self._reusable
+        manager.latest = self._claim.uid
         if request:
             manager.prune()
-        allocated = False
+        is_new = False
         for resource, needed in manager.config.shuffled(request.items()):
-            if chosen := await Choice(manager, claim, resource).devices(needed):
+            if chosen := await self._choose(resource, needed):
                 await self._allocate(resource, chosen)
-                allocated = True
-        if allocated:
+                is_new = True
+        if is_new:
             await manager.write_checkpoint()
-        for resource, held in manager.pods.of(claim.uid, claim.container).items():
+        for resource, held in self._pods.of(self._claim.uid, self._claim.container).items():
             spare = reusable.get(resource, set())
-            reusable[resource] = spare | held.ids if claim.init else spare - held.ids
+            reusable[resource] = spare | held.ids if self._claim.init else spare - held.ids
 
     async def _allocate(self, resource: str, ids: set[str]) -> None:
         """Call Allocate, and remember the answer."""
-        manager, claim = self._manager, self._claim
-        endpoint = manager.plugins.endpoints.get(resource)
-        if not endpoint:
-            manager.pods.recount()
-            raise Failure(f"unknown Device Plugin {resource}")
+        manager = self._manager
         begin = time.monotonic()
-        requests = [pb.ContainerAllocateRequest(devices_ids=manager.config.shuffled(ids))]
+        request = pb.ContainerAllocateRequest(devices_ids=manager.config.shuffled(ids))
         try:
-            client = endpoint.running(resource)
-            call = client.stub.Allocate(pb.AllocateRequest(container_requests=requests))
+            client = self._endpoint(resource).running(resource)
+            call = client.stub.Allocate(pb.AllocateRequest(container_requests=[request]))
             response: pb.AllocateResponse = await client.answer(call)
         except Failure:
-            manager.pods.recount()
+            self._pods.recount()
             raise
         seconds = time.monotonic() - begin
-        where = {"resource": resource, "pod": claim.pod, "container": claim.container}
-        manager.log.record("allocate", **where, ids=sorted(ids), seconds=seconds)
+        manager.log.record(
+            "allocate", resource=resource, **self._who, ids=sorted(ids), seconds=seconds
+        )
         answer = self._inspect(resource, response)
         per_node: dict[int, list[str]] = {}
         for ident in manager.config.shuffled(ids):
@@ -360,7 +355,8 @@ class Admission:
                 manager.dereference(resource, ident)
             for node in numa_nodes(device) or [NO_NUMA_NODE]:
                 per_node.setdefault(node, []).append(ident)
-        manager.pods.insert(claim.uid, claim.container, resource, Held(per_node, answer))
+        held = Held(per_node, answer)
+        self._pods.insert(self._claim.uid, self._claim.container, resource, held)
 
     def _inspect(
         self, resource: str, response: pb.AllocateResponse
@@ -377,50 +373,55 @@ class Admission:
                 log.violation(f"{resource} {text}")
         return answers[0]
 
+    def _endpoint(self, resource: str) -> Endpoint:
+        endpoint = self._manager.plugins.endpoints.get(resource)
+        if not endpoint:
+            raise Failure(f"endpoint not found in cache for a registered resource: {resource}")
+        return endpoint
 
-class Choice:
-    """The choice of devices for one container and one resource (devicesToAllocate())."""
+    # The choice of devices (devicesToAllocate())
 
-    def __init__(self, manager: DeviceManager, claim: Claim, resource: str) -> None:
-        self._manager = manager
-        self._claim = claim
-        self._resource = resource
-        self._chosen: set[str] = set()
-
-    async def devices(self, required: int) -> set[str]:
+    async def _choose(self, resource: str, required: int) -> set[str]:
         """Return the devices to be allocated; none if the container has all that it requests."""
-        if not self._needs_any(required):
+        if not self._needs_any(resource, required):
             return set()
-        manager, resource, chosen = self._manager, self._resource, self._chosen
-        if self._take(manager.pods.reusable(self._claim.uid).get(resource, set()), required):
+        chosen: set[str] = set()
+
+        def take(candidates: set[str]) -> bool:
+            """Take as many of these as are still needed; return whether they were enough."""
+            missing = required - len(chosen)
+            chosen.update(self._manager.config.shuffled(candidates - chosen)[:missing])
+            self._pods.allocated.setdefault(resource, set()).update(chosen)
+            return len(chosen) == required
+
+        if take(self._reusable.get(resource, set())):
             return chosen
-        taken = manager.pods.allocated.get(resource, set())
-        available = manager.devices.healthy[resource] - taken
+        taken = self._pods.allocated.get(resource, set())
+        available = self._manager.devices.healthy[resource] - taken
         needed = required - len(chosen)
         if len(available) < needed:
             numbers = f"Requested: {needed}, Available: {len(available)}"
             raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
-        preferred = await self._prefer(available | chosen, required)
-        if self._take(preferred & available, required) or self._take(available, required):
+        preferred = await self._prefer(resource, available | chosen, {*chosen}, required)
+        if take(preferred & available) or take(available):
             return chosen
         numbers = f"Requested: {required}, Got: {len(chosen)}"
         raise Failure(f"unexpectedly allocated less resources than required. {numbers}")
 
-    def _needs_any(self, required: int) -> bool:
+    def _needs_any(self, resource: str, required: int) -> bool:
         """Return whether there is anything to allocate; Failure if the container cannot have it.
 
         A container that ran when the kubelet started passes ("Container detected running, nothing
         to do"). After a reboot none does: pods are admitted whether their plugins have registered
         or not, and the three checks of health reject those whose plugin is late.
         """
-        claim, resource = self._claim, self._resource
-        held = self._manager.pods.of(claim.uid, claim.container).get(resource)
+        held = self._held(resource)
         have = held.ids if held else set()
         if held and len(have) != required:
-            who = f'pod "{claim.uid}" container "{claim.container}"'
+            who = f'pod "{self._claim.uid}" container "{self._claim.container}"'
             change = f"from {len(have)} to {required}"
             raise Failure(f'{who} changed request for resource "{resource}" {change}')
-        if claim.running:
+        if self._claim.running:
             return False
         healthy = self._manager.devices.healthy.get(resource)
         if healthy is None:
@@ -432,20 +433,11 @@ class Choice:
             raise Failure(f"previously allocated devices are no longer healthy; {unhealthy}")
         return required > len(have)
 
-    def _take(self, candidates: set[str], required: int) -> bool:
-        """Take as many of these as are still needed; returns whether they were enough."""
-        missing = required - len(self._chosen)
-        new = self._manager.config.shuffled(candidates - self._chosen)[:missing]
-        self._chosen.update(new)
-        self._manager.pods.allocated.setdefault(self._resource, set()).update(new)
-        return len(self._chosen) == required
-
-    async def _prefer(self, available: set[str], size: int) -> set[str]:
+    async def _prefer(
+        self, resource: str, available: set[str], must: set[str], size: int
+    ) -> set[str]:
         """Return the plugin's preference, if it has one; unavailable devices in it are ignored."""
-        manager, resource, must = self._manager, self._resource, set(self._chosen)
-        endpoint = manager.plugins.endpoints.get(resource)
-        if not endpoint:
-            raise Failure(f"endpoint not found in cache for a registered resource: {resource}")
+        manager, endpoint = self._manager, self._endpoint(resource)
         if not endpoint.options or not endpoint.options.get_preferred_allocation_available:
             return set()
         question = pb.ContainerPreferredAllocationRequest(
@@ -453,12 +445,15 @@ class Choice:
             must_include_deviceIDs=manager.config.shuffled(must),
             allocation_size=size,
         )
+        request = pb.PreferredAllocationRequest(container_requests=[question])
         begin = time.monotonic()
         try:
-            answers = await _preferred(endpoint.running(resource), question)
+            client = endpoint.running(resource)
+            response = await client.answer(client.stub.GetPreferredAllocation(request))
         except Failure as failure:
             text = f"device plugin GetPreferredAllocation rpc failed with err: {failure}"
             raise Failure(text) from failure
+        answers = response.container_responses
         ids = list(answers[0].deviceIDs) if answers else []
         asked = {"available": sorted(available), "must": sorted(must), "size": size}
         seconds = time.monotonic() - begin
@@ -470,53 +465,26 @@ class Choice:
             manager.log.violation(f"{resource} prefers {ids}: {text}")
         return set(ids)
 
+    # The start of a container (GetDeviceRunContainerOptions())
 
-async def _preferred(client: Client, question: pb.ContainerPreferredAllocationRequest) -> Any:
-    request = pb.PreferredAllocationRequest(container_requests=[question])
-    response = await client.answer(client.stub.GetPreferredAllocation(request))
-    return response.container_responses
-
-
-# ------------------------------------------------------------------------ starting a container
-
-
-class Preparation:
-    """What a container is started with (GetDeviceRunContainerOptions())."""
-
-    def __init__(self, manager: DeviceManager, claim: Claim) -> None:
-        self._manager = manager
-        self._claim = claim
-
-    async def run(self) -> Allocation:
-        """Call PreStartContainer if a plugin requires it. Failure: the container cannot start.
-
-        A container whose devices the kubelet has lost with its file is allocated again, unless the
-        plugin requires PreStartContainer, which cannot be called without devices.
-        """
-        manager, claim = self._manager, self._claim
-        wanted = {r: n for r, n in claim.request.items() if n and manager.is_known(r)}
-        is_lost = False
+    async def prepare(self) -> Allocation:
+        """Call PreStartContainer if a plugin requires it. Failure: the container cannot start."""
+        manager = self._manager
+        wanted = [r for r, n in self._claim.request.items() if n and manager.is_known(r)]
         for resource in manager.config.shuffled(wanted):
             await self._pre_start(resource)
-            if resource not in manager.pods.of(claim.uid, claim.container):
-                is_lost = True
-        if is_lost and claim.uid in manager.desired.active():
-            await Admission(manager, claim).allocate(wanted)
-        return manager.edits(claim)
+        return manager.edits(self._claim)
 
     async def _pre_start(self, resource: str) -> None:
-        manager, claim = self._manager, self._claim
-        endpoint = manager.plugins.endpoints.get(resource)
-        if not endpoint:
-            raise Failure(f"endpoint not found in cache for a registered resource: {resource}")
+        manager, endpoint, held = self._manager, self._endpoint(resource), self._held(resource)
         if not endpoint.options or not endpoint.options.pre_start_required:
             return
-        held = manager.pods.of(claim.uid, claim.container).get(resource)
         if not held:
-            where = f"pod {claim.uid}, container {claim.container}, resource {resource}"
-            raise Failure(f"no devices found allocated in local cache for {where}")
-        who = {"resource": resource, "pod": claim.pod, "container": claim.container}
-        manager.log.record("prestarting", **who, ids=sorted(held.ids))
+            where = f"pod {self._claim.uid}, container {self._claim.container}"
+            text = f"no devices found allocated in local cache for {where}, resource {resource}"
+            raise Failure(text)
+        who = {"resource": resource, **self._who, "ids": sorted(held.ids)}
+        manager.log.record("prestarting", **who)
         begin = time.monotonic()
         question = pb.PreStartContainerRequest(devices_ids=manager.config.shuffled(held.ids))
         try:
@@ -526,5 +494,4 @@ class Preparation:
         except Failure as failure:
             text = f"device plugin PreStartContainer rpc failed with err: {failure}"
             raise Failure(text) from failure
-        seconds = time.monotonic() - begin
-        manager.log.record("prestart", **who, ids=sorted(held.ids), seconds=seconds)
+        manager.log.record("prestart", **who, seconds=time.monotonic() - begin)

@@ -9,7 +9,8 @@ same scenarios run against the original, see tests.world.scenarios.
 Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods, runtime.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
-and the alignment of devices by the Topology Manager.
+the alignment of devices by the Topology Manager, GetAllocatableResources, and the second Allocate
+for a container whose devices are lost and whose plugin does not require PreStartContainer.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,19 +38,19 @@ from generated import deviceplugin_pb2 as pb
 from generated import podresources_pb2 as pods_pb
 from tests.world.checkpoint import CHECKPOINT, CheckpointFile, Corruption
 from tests.world.devicemanager import (
-    Admission,
     AdmissionError,
     Allocation,
     Claim,
+    ContainerDevices,
     DeviceManager,
     Panic,
-    Preparation,
     check_fit,
 )
 from tests.world.eventlog import PATIENCE, Event, EventLog
+from tests.world.node import SimulatedNode
 from tests.world.plugins import Config, Failure, Policy, rpc
 from tests.world.pods import Container, Kind, Pod, Pods, Quality, Worker
-from tests.world.runtime import Host, Judge, Layout, Runtime
+from tests.world.runtime import Judge, Layout, Runtime
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
 
@@ -64,50 +64,16 @@ class KubeletDied(Exception):
     """The kubelet died during an admission; its next start repeats the admission."""
 
 
-# ------------------------------------------------------------------------------------ faults
-
-
 @dataclass(slots=True)
 class Fault:
     """A delay, an error or a false answer for the next calls of a method."""
 
+    method: Method
     times: float
     seconds: float = 0.0
     code: grpc.StatusCode | None = None
     message: str = ""
     answer: bytes | None = None
-
-
-class Faults:
-    """The faults that the next calls meet."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, deque[Fault]] = {"Register": deque(), "List": deque()}
-
-    def add(self, method: Method, fault: Fault) -> None:
-        """Let calls of a method meet this fault, after those that were added before."""
-        self._next[method].append(fault)
-
-    def any(self) -> bool:
-        """Return whether a call will fail or wait."""
-        return any(self._next.values())
-
-    def clear(self) -> None:
-        """Remove all faults."""
-        for faults in self._next.values():
-            faults.clear()
-
-    async def meet(self, method: Method) -> Fault | None:
-        """Return the fault of this call, after its delay."""
-        faults = self._next[method]
-        if not faults:
-            return None
-        fault = faults[0]
-        fault.times -= 1
-        if fault.times < 1:
-            faults.popleft()
-        await asyncio.sleep(fault.seconds)
-        return fault
 
 
 class RateLimit:
@@ -140,30 +106,23 @@ class Sockets:
         """Return whether there are any."""
         return bool(self._servers or self._deaf)
 
-    def new_server(self, deaf: bool) -> grpc.aio.Server | None:
-        """Return a server; None if nothing is to be answered."""
-        if deaf:
-            return None
-        self._servers.append(grpc.aio.server())
-        return self._servers[-1]
-
     @contextlib.asynccontextmanager
-    async def bound(
-        self, server: grpc.aio.Server | None, path: Path, workspace: Path
-    ) -> AsyncIterator[None]:
-        """Bind to a private name, and at the end to `path`; without a server it only listens.
+    async def bound(self, path: Path, deaf: bool) -> AsyncIterator[grpc.aio.Server | None]:
+        """Bind to a private name, give a server, or None if `deaf`, and make `path` at the end.
 
         gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing: so
         `path` is a second name of the same socket.
         """
-        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=workspace) as private:
-            if server:
-                server.add_insecure_port(f"unix:{private}/s")
-            else:
+        server = None
+        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=path.parent.parent) as private:
+            if deaf:
                 self._deaf.append(listening := socket.socket(socket.AF_UNIX))
                 listening.bind(f"{private}/s")
                 listening.listen()
-            yield
+            else:
+                self._servers.append(server := grpc.aio.server())
+                server.add_insecure_port(f"unix:{private}/s")
+            yield server
             os.link(f"{private}/s", path)
 
     async def close(self) -> None:
@@ -176,138 +135,35 @@ class Sockets:
         self._deaf = []
 
 
-# -------------------------------------------------------------------------------------- node
+def sweep(config: Config) -> None:
+    """Delete what plugins left behind: before 1.33 all files, since then sockets."""
+    sweeps_all = config.version < (1, 33)
+    for path in config.directory.iterdir():
+        try:
+            mode = (path.lstat() if sweeps_all else path.stat()).st_mode
+        except OSError:
+            continue
+        is_swept = not stat.S_ISDIR(mode) if sweeps_all else stat.S_ISSOCK(mode)
+        if is_swept and path.name != CHECKPOINT:
+            path.unlink(missing_ok=True)  # its owner may have been faster
 
 
-class Node:
-    """The part of a node that outlives its kubelet: pods and their processes."""
-
-    def __init__(self, log: EventLog, runtime: Runtime, back_off: float) -> None:
-        self.log = log
-        self.pods = Pods()
-        self.runtime = runtime
-        self.alive = False  # the kubelet
-        self.mounting = asyncio.Event()  # volumes can be mounted
-        self.mounting.set()
-        self.keeps_cgroups = False  # volumes cannot be unmounted
-        self._empty: list[Pod] = []  # ended pods whose cgroups are still there
-        self._back_off = back_off
-        self._workers: dict[str, Worker] = {}
-
-    def work(self, pod: Pod, prepare: Callable[[Claim], Coroutine[Any, Any, Allocation]]) -> None:
-        """Start those containers of an admitted pod that do not run yet."""
-        if worker := self._workers.get(pod.uid):
-            worker.wake()
-            return
-
-        async def ready() -> None:
-            same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
-            await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
-            self.runtime.make_cgroup(pod)
-            await self.mounting.wait()
-
-        worker = Worker(pod, self.runtime, self.log, ready, prepare, self._back_off)
-        self._workers[pod.uid] = worker
-
-    async def stop_all_work(self) -> None:
-        """Start nothing any more, as at the end of the kubelet."""
-        ending = [worker.cancel() for worker in self._workers.values()]
-        self._workers.clear()
-        await asyncio.gather(*ending, return_exceptions=True)
-
-    def end(self, pod: Pod, *, forget: bool = False) -> None:
-        """End a pod's containers, its sandbox, its cgroup, once none of them is being started."""
-
-        def finish() -> None:
-            self._stop(pod)
-            pod.over = True
-            pod.known = pod.known and not forget
-            self.log.record("terminated", pod=pod.name, uid=pod.uid)
-            self._empty.append(pod)
-            if not self.keeps_cgroups:
-                self.remove_cgroups()
-
-        if worker := self._workers.pop(pod.uid, None):
-            worker.leave(finish)
-        else:
-            finish()
-
-    def _stop(self, pod: Pod) -> None:
-        for container in pod.containers.values():
-            self.runtime.stop(pod, container)
-        self.runtime.stop_sandbox(pod)
-
-    def remove_cgroups(self) -> None:
-        """Remove the cgroups of pods that have ended, unless their UIDs are in use again."""
-        in_use = {pod.uid for pod in self.pods if not pod.over}
-        for pod in self._empty:
-            if pod.uid not in in_use:
-                self.runtime.remove_cgroup(pod)
-        self._empty.clear()
-
-    def delete(self, pod: Pod, *, force: bool) -> None:
-        """Delete a pod's object; the kubelet ends the pod if it hears of that."""
-        pod.wanted = False
-        self.log.record("deleted", pod=pod.name, uid=pod.uid)
-        if not self.alive or not self.pods.is_heard_of(pod):
-            return
-        if force:
-            self._leave_alone(pod)
-        else:
-            self.end(pod, forget=True)
-
-    def _leave_alone(self, pod: Pod) -> None:
-        """Let the kubelet forget a pod, whose containers run on."""
-        pod.known = False
-        if worker := self._workers.pop(pod.uid, None):
-            worker.leave(lambda: None)
-
-    def crash(self, pod: Pod, container: Container) -> None:
-        """End a container; the kubelet starts it again."""
-        self.runtime.stop(pod, container)
-        self.log.record("exited", pod=pod.name, container=container.name)
-        self._wake(pod)
-
-    def kill_sandbox(self, pod: Pod) -> None:
-        """End a pod's sandbox and containers: its cgroup is empty until they are started again."""
-        self._stop(pod)
-        for container in pod.containers.values():
-            container.over = False
-        self._wake(pod)
-
-    def _wake(self, pod: Pod) -> None:
-        if worker := self._workers.get(pod.uid):
-            worker.wake()
-
-    def learn_of_deletions(self) -> None:
-        """Let the kubelet forget pods that were deleted while it did not hear of it."""
-        for pod in self.pods:
-            if pod.known and not pod.wanted:
-                self._leave_alone(pod)
-
-    def lose_power(self) -> None:
-        """End all processes; init containers must run again."""
-        for pod in self.pods:
-            self._stop(pod)
-            for container in pod.containers.values():
-                container.over = False
-        self._empty.clear()
-        self.runtime.lose_power()
-
-
-# ----------------------------------------------------------------------------------- kubelet
+# ------------------------------------------------------------------- what tests ask and let fail
 
 
 class _Observed:
     """The questions and faults of a kubelet."""
 
-    def __init__(self, config: Config, node: Node) -> None:
+    def __init__(self, config: Config, log: EventLog) -> None:
         self.config = config
-        self.log = node.log
-        self.node = node
-        self.faults = Faults()
-        self.file = CheckpointFile(config.directory, self.log, config.random)
-        self.manager = DeviceManager(config, self.log, self.file, node.pods)  # in its latest life
+        self.log = log
+        self.pods = Pods()
+        self.faults: list[Fault] = []  # in the order in which calls meet them
+        self.file = CheckpointFile(config.directory, log, config.random)
+        self.manager = DeviceManager(config, log, self.file, self.pods)  # in its latest life
+        self.find = log.find
+        self.events = log.events
+        self.violations = log.violations  # what no correct plugin causes
 
     @property
     def directory(self) -> Path:
@@ -320,23 +176,9 @@ class _Observed:
         return self.directory / "kubelet.sock"
 
     @property
-    def events(self) -> list[Event]:
-        """All events so far."""
-        return self.log.events
-
-    @property
-    def violations(self) -> list[str]:
-        """What no correct plugin causes."""
-        return self.log.violations
-
-    @property
     def killed(self) -> list[str]:
         """The running pods that a kubelet has killed because it did not admit them again."""
         return [event.fields["pod"] for event in self.log.find("pod-killed")]
-
-    def find(self, kind: str, resource: str | None = None, since: float = 0.0) -> list[Event]:
-        """Return the events of a kind since a moment of `time.monotonic()`."""
-        return self.log.find(kind, resource, since)
 
     async def wait_for(self, predicate: Callable[[], T], timeout: float = PATIENCE) -> T:
         """Return the predicate's first true value; it is evaluated again after every event."""
@@ -352,8 +194,7 @@ class _Observed:
 
     def allocatable(self) -> dict[str, int]:
         """Return the number of healthy devices by resource, whether they are allocated or not."""
-        status = self.manager.status().items()
-        return {resource: allocatable for resource, (_, allocatable) in status}
+        return {resource: healthy for resource, (_, healthy) in self.manager.status().items()}
 
     def healthy(self, resource: str) -> frozenset[str]:
         """Return the IDs that are listed as healthy, none after the end of the stream."""
@@ -373,18 +214,17 @@ class _Observed:
 
     def uid(self, pod: str) -> str:
         """Return the UID of the latest pod of this name."""
-        return self.node.pods.get(pod).uid
+        return self.pods.get(pod).uid
 
     def allocation(self, pod: str, container: str) -> Allocation:
         """Return a container's devices, as the kubelet remembers them."""
-        found = self.node.pods.get(pod)
-        return self.manager.edits(found.claim(container, running=False))
+        return self.manager.edits(self.pods.get(pod).claim(container, running=False))
 
     async def running(self, pod: str, container: str, timeout: float = PATIENCE) -> None:
         """Wait until a container runs; an init container may have ended already."""
 
         def runs() -> bool:
-            found = self.node.pods.get(pod).containers[container]
+            found = self.pods.get(pod).containers[container]
             return found.pid is not None or found.over
 
         await self.wait_for(runs, timeout)
@@ -397,24 +237,34 @@ class _Observed:
         method: Method = "Register",
     ) -> None:
         """Let the next `times` calls fail."""
-        self.faults.add(method, Fault(times, code=code, message=message))
+        self.faults.append(Fault(method, times, code=code, message=message))
 
     def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
         """Delay the next `times` calls."""
-        self.faults.add(method, Fault(times, seconds=seconds))
+        self.faults.append(Fault(method, times, seconds=seconds))
 
     def garble(self, answer: bytes = b"\xff\xff\xff", times: float = 1) -> None:
         """Answer the next `times` calls of List with these bytes."""
-        self.faults.add("List", Fault(times, answer=answer))
+        self.faults.append(Fault("List", times, answer=answer))
 
     @property
     def is_sound(self) -> bool:
         """Whether no fault is pending."""
-        return not self.faults.any()
+        return not self.faults
 
     def heal(self) -> None:
         """Remove all faults."""
         self.faults.clear()
+
+    async def meet_fault(self, method: Method) -> Fault | None:
+        """Return the fault of a call that has just arrived, after its delay."""
+        fault = next((fault for fault in self.faults if fault.method == method), None)
+        if fault:
+            fault.times -= 1
+            if fault.times < 1:
+                self.faults.remove(fault)
+            await asyncio.sleep(fault.seconds)
+        return fault
 
     def corrupt(self, how: Corruption | bytes) -> None:
         """Damage the checkpoint, or replace it by these bytes, until the next write."""
@@ -425,26 +275,200 @@ class _Observed:
         self.file.overtaking = overtaking
 
 
-def sweep(config: Config) -> None:
-    """Delete what plugins left behind: before 1.33 all files, since then sockets."""
-    for path in config.directory.iterdir():
-        if path.name == CHECKPOINT:
-            continue
-        try:
-            mode = (path.lstat() if config.sweeps_every_file else path.stat()).st_mode
-        except OSError:
-            continue
-        if not stat.S_ISDIR(mode) and (config.sweeps_every_file or stat.S_ISSOCK(mode)):
-            path.unlink(missing_ok=True)  # its owner may have been faster
+# ------------------------------------------------------------------------------- how pods run
 
 
-class _Living(_Observed):
-    """A kubelet's life: it starts, serves, learns of pods, and ends."""
+class _Running(_Observed):
+    """The pods of the kubelet's node, from their admission to their end; they outlive the kubelet.
 
-    def __init__(self, config: Config, node: Node, pod_resources: Path | None) -> None:
-        super().__init__(config, node)
-        self.pod_resources = pod_resources
-        self.pods_come = 5.0
+    Methods that name a pod take its name, for the latest pod of that name, or its UID.
+    """
+
+    def __init__(self, config: Config, log: EventLog, runtime: Runtime, back_off: float) -> None:
+        super().__init__(config, log)
+        self.runtime = runtime
+        self.alive = False
+        self._back_off = back_off
+        self._workers: dict[str, Worker] = {}  # by UID
+        self._mounting = asyncio.Event()  # volumes can be mounted
+        self._mounting.set()
+        self._keeps_cgroups = False
+        self._empty: list[Pod] = []  # ended pods whose cgroups still exist
+
+    def _work(self, pod: Pod) -> None:
+        """Start those containers of an admitted pod that do not run yet."""
+        if worker := self._workers.get(pod.uid):
+            worker.wake()
+            return
+
+        async def ready() -> None:
+            same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
+            await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
+            self.runtime.make_cgroup(pod)
+            await self._mounting.wait()
+
+        worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
+        self._workers[pod.uid] = worker
+
+    async def _prepare(self, claim: Claim) -> Allocation:
+        raise NotImplementedError
+
+    async def _stop_work(self) -> None:
+        ending = [worker.cancel() for worker in self._workers.values()]
+        self._workers.clear()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    def _stop_processes(self, pod: Pod) -> None:
+        for container in pod.containers.values():
+            self.runtime.stop(pod, container)
+        self.runtime.stop_sandbox(pod)
+
+    def _terminate(self, pod: Pod, *, forget: bool = False) -> None:
+        """End containers, then the sandbox, then the cgroup, once no container is being started."""
+
+        def finish() -> None:
+            self._stop_processes(pod)
+            pod.over = True
+            pod.known = pod.known and not forget
+            self.log.record("terminated", pod=pod.name, uid=pod.uid)
+            self._empty.append(pod)
+            self.keep_cgroups(self._keeps_cgroups)
+
+        if worker := self._workers.pop(pod.uid, None):
+            worker.leave(finish)
+        else:
+            finish()
+
+    def _leave_alone(self, pod: Pod) -> None:
+        """Let the kubelet forget a pod, whose containers run on."""
+        pod.known = False
+        if worker := self._workers.pop(pod.uid, None):
+            worker.leave(lambda: None)
+
+    def _delete(self, name: str, end: Callable[[Pod], None]) -> Pod:
+        """Delete a pod's object, and end the pod like this if the kubelet hears of that."""
+        pod = self.pods.get(name)
+        pod.wanted = False
+        self.log.record("deleted", pod=pod.name, uid=pod.uid)
+        if self.alive and (pod.static or not self.pods.api_away):
+            end(pod)
+        return pod
+
+    def delete(self, pod: str) -> None:
+        """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
+
+        The device manager forgets it when a List or the next admission asks, and the file with its
+        next write. While the kubelet is down or the API server away, only the object goes; the
+        kubelet forgets the pod when it has heard of all pods, and containers run on until `end`.
+        """
+        self._delete(pod, lambda found: self._terminate(found, forget=True))
+
+    def force_delete(self, pod: str) -> None:
+        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
+        self._delete(pod, self._leave_alone)
+
+    def remove_pod(self, pod: str) -> None:
+        """Delete a pod in an orderly manner, let the device manager forget it and write that down.
+
+        A short form for tests of something else: the original forgets at the next List or
+        admission.
+        """
+        with contextlib.suppress(LookupError):
+            found = self._delete(pod, lambda found: self._terminate(found, forget=True))
+            if self.alive and found.uid in self.manager.pods.held:
+                self.manager.pods.forget([found.uid])
+                self.manager.write_checkpoint_now()
+        self.log.record("freed", pod=pod)
+
+    def end(self, pod: str) -> None:
+        """End the containers of a pod whose object is gone, and remove its cgroup."""
+        self._terminate(self.pods.get_running(pod))
+
+    def complete(self, pod: str) -> None:
+        """Let a pod's containers end by themselves for good; its object stays."""
+        self._terminate(self.pods.get(pod))
+
+    def crash(self, pod: str, container: str) -> None:
+        """End a container; it is started again, with PreStartContainer and without Allocate."""
+        found = self.pods.get(pod)
+        self.runtime.stop(found, found.containers[container])
+        self.log.record("exited", pod=pod, container=container)
+        if worker := self._workers.get(found.uid):
+            worker.wake()
+
+    def kill_sandbox(self, pod: str) -> None:
+        """End a pod's sandbox and containers: its cgroup is empty until they are started again."""
+        found = self.pods.get(pod)
+        self._halt(found)
+        if worker := self._workers.get(found.uid):
+            worker.wake()
+
+    def _halt(self, pod: Pod) -> None:
+        self._stop_processes(pod)
+        for container in pod.containers.values():
+            container.over = False  # init containers must run again
+
+    def hold_volumes(self, held: bool = True) -> None:
+        """Let pods that start wait for their volumes, with an empty cgroup, until not `held`."""
+        if held:
+            self._mounting.clear()
+        else:
+            self._mounting.set()
+
+    def keep_cgroups(self, kept: bool = True) -> None:
+        """Keep the empty cgroups of pods that end, until not `kept`."""
+        self._keeps_cgroups = kept
+        in_use = {pod.uid for pod in self.pods if not pod.over}
+        for pod in [] if kept else self._empty:
+            if pod.uid not in in_use:
+                self.runtime.remove_cgroup(pod)
+                self._empty = [other for other in self._empty if other is not pod]
+
+
+# ----------------------------------------------------------------------------------- kubelet
+
+
+class Kubelet(_Running):
+    """A kubelet that serves in `directory`, and the pods of its node.
+
+    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
+    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
+    any plugin can register, and those of the API server when all resources are listed again, or
+    after `pods_come` seconds (the original: 0.8 s after `kubelet.sock` exists). Until then no pod
+    is forgotten, and List does not name them.
+
+    The pod resources API is served on the socket `pod_resources`, by default
+    `pod-resources/kubelet.sock` beside the directory, None for nowhere. `clock` counts the grace
+    period (seconds); `seed` drives what is in random order in the original (Go's maps). `back_off`:
+    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
+    then 12 to 15 s). For `cgroups`, `layout` and `host` see tests.world.runtime.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        version: tuple[int, int] = (1, 36),
+        policy: Policy = "none",
+        grace_period: float = 300.0,
+        dial_timeout: float = 10.0,
+        pod_resources: Path | Literal["beside"] | None = "beside",
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+        on_event: Callable[[Event], None] | None = None,
+        back_off: float = 0.2,
+        pods_come: float = 5.0,
+        cgroups: Path | None = None,
+        layout: Layout = "cgroupfs",
+        host: SimulatedNode | None = None,
+    ) -> None:
+        config = Config(Path(directory), version, policy, grace_period, dial_timeout, clock)
+        config.random = random.Random(seed)
+        log = EventLog(on_event)
+        super().__init__(config, log, Runtime(cgroups, layout, host, Judge(log)), back_off)
+        beside = config.directory.parent / "pod-resources/kubelet.sock"
+        self.pod_resources = beside if pod_resources == "beside" else pod_resources
+        self.pods_come = pods_come
         self.limit = RateLimit()
         self._sockets = Sockets()
         self._former: set[str] = set()  # resources of the former life
@@ -452,46 +476,52 @@ class _Living(_Observed):
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
         self._dying: asyncio.Task[None] | None = None
 
+    async def __aenter__(self) -> Kubelet:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    # Life
+
     async def start(self, *, deaf: bool = False) -> None:
         """Read the checkpoint, empty the directory, make `kubelet.sock`; `deaf`: never answer."""
         if self._sockets.open():
             raise RuntimeError("the kubelet runs already")
         self.limit = RateLimit()
-        self.node.pods.forget()
-        self.node.alive = True
-        self.node.runtime.make_roots()
+        self.pods.forget()
+        self.alive = True
+        self.runtime.make_roots()
         self._former.update(self.manager.devices.healthy)
-        self.manager = DeviceManager(self.config, self.log, self.file, self.node.pods)
+        self.manager = DeviceManager(self.config, self.log, self.file, self.pods)
         # 0755: the checkpoint's store makes the directory before the registration server would make
         # it 0750.
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if self.pod_resources:
-            await self._serve_pod_resources(self.pod_resources, deaf)
+        if path := self.pod_resources:
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            async with self._sockets.bound(path, deaf) as server:
+                if server:
+                    server.add_generic_rpc_handlers((_PodResources(self),))
+                    await server.start()  # it accepts connections as soon as it exists
         self.manager.read_checkpoint()
         sweep(self.config)
-        server = self._sockets.new_server(deaf)
-        if server:
-            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
-        async with self._sockets.bound(server, self.socket, self.directory.parent):
-            pass
+        async with self._sockets.bound(self.socket, deaf) as server:
+            if server:
+                rpc.add_RegistrationServicer_to_server(_Registration(self), server)
         version = ".".join(map(str, self.config.version))
         self.log.record("started", socket=str(self.socket), version=version, deaf=deaf)
         await self._admit_again(static=True)
-        if not self.node.pods.api_away:
+        if not self.pods.api_away:
             self._hear_of_api_pods()
         if server:
             await server.start()
-
-    async def _serve_pod_resources(self, path: Path, deaf: bool) -> None:
-        path.unlink(missing_ok=True)
-        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        server = self._sockets.new_server(deaf)
-        if server:
-            server.add_generic_rpc_handlers((_PodResources(self),))
-        # It accepts connections as soon as it exists.
-        async with self._sockets.bound(server, path, self.directory.parent):
-            if server:
-                await server.start()
 
     async def stop(self) -> None:
         """Stop in an orderly manner: streams end, everything turns unhealthy, `kubelet.sock` goes.
@@ -516,23 +546,26 @@ class _Living(_Observed):
     async def power_cut(self) -> None:
         """Kill it and end all processes of the node; `start` is then a reboot."""
         await self.kill()
-        self.node.lose_power()
+        for pod in self.pods:
+            self._halt(pod)
+        self._empty.clear()
+        self.runtime.lose_power()
 
     async def _end(self) -> None:
-        self.node.alive = False
+        self.alive = False
         if self._dying and self._dying is not asyncio.current_task():
             await asyncio.wait({self._dying})
         if self._learning:
             self._learning.cancel()
             await asyncio.wait({self._learning})
-        await self.node.stop_all_work()
+        await self._stop_work()
         self.file.abandon()
         await self._sockets.close()
         await self.manager.plugins.abandon()
 
     def _panic(self, panic: Panic) -> asyncio.Task[None]:
         """Die of a nil dereference; returns the task that ends when it is dead."""
-        self.node.alive = False
+        self.alive = False
         self.log.violation(f"the kubelet panics: {panic}")
         self.log.record("panicked", message=str(panic))
         self._learning, learning = None, self._learning  # it may be what panics
@@ -549,14 +582,16 @@ class _Living(_Observed):
 
     def api_server_away(self) -> None:
         """Let the API server be away: a kubelet that starts learns of none of its pods."""
-        self.node.pods.api_away = True
+        self.pods.api_away = True
 
     def api_server_back(self) -> asyncio.Future[None]:
         """Let the API server answer again; the result is done when all pods are known."""
-        self.node.pods.api_away = False
-        if self.node.alive:
-            self.node.learn_of_deletions()
-            if not self.node.pods.all_sources_ready():
+        self.pods.api_away = False
+        if self.alive:
+            for pod in self.pods:
+                if pod.known and not pod.wanted:
+                    self._leave_alone(pod)
+            if not self.pods.sources_ready:
                 self._hear_of_api_pods()
         return self._learning or asyncio.ensure_future(asyncio.sleep(0))
 
@@ -568,8 +603,8 @@ class _Living(_Observed):
                 await self.wait_for(lambda: all(map(plugins.is_listed, resources)), self.pods_come)
             self._former.clear()
             await self._admit_again(static=False)
-            if self.node.alive:
-                self.node.pods.sources_are_ready()
+            if self.alive:
+                self.pods.sources_ready = True
                 self.log.record("sources-ready")
 
         self._learning = asyncio.create_task(hear())
@@ -580,7 +615,7 @@ class _Living(_Observed):
         A running pod that is not admitted is killed (HandlePodAdditions and rejectPod of
         pkg/kubelet/kubelet.go, 1.33 to 1.37; its containers are orphans for HandlePodCleanups).
         """
-        for pod in list(self.node.pods):
+        for pod in list(self.pods):
             if pod.static != static or not pod.wanted:
                 continue
             if static and pod.rejected:  # a manifest is tried again at each start
@@ -589,112 +624,11 @@ class _Living(_Observed):
             running = {c.name for c in pod.containers.values() if c.pid is not None}
             try:
                 if not pod.over:
-                    await self._admit(pod, list(pod.containers.values()), running)
+                    await self._admit(pod, list(pod.containers), running)
             except AdmissionError:
                 continue
             except (Panic, KubeletDied):
                 return
-
-    async def _admit(
-        self, pod: Pod, containers: Sequence[Container], running: set[str]
-    ) -> dict[str, Allocation]:
-        """Admit containers of a pod, one pod at a time; `running` names those that run already."""
-        manager, result = self.manager, {}
-        container = ""
-        async with self._admission:
-            pod.known = True
-            try:
-                for container in [each.name for each in containers]:
-                    claim = pod.claim(container, running=container in running)
-                    result[container] = await Admission(manager, claim).run()
-                container = ""
-                check_fit(manager, pod.uid, pod.request, self.node.pods.used_beside(pod))
-            except Panic as panic:
-                await self._panic(panic)
-                raise
-            except AdmissionError as error:
-                if self.manager is not manager or not self.node.alive:
-                    raise KubeletDied(str(error)) from error
-                self._reject(pod, container, error)
-                raise
-            for name, allocation in result.items():
-                where = {"pod": pod.name, "container": name}
-                self.log.record("admitted", **where, **allocation.fields())
-            self.node.work(pod, self._prepare)
-        return result
-
-    def _reject(self, pod: Pod, container: str, error: AdmissionError) -> None:
-        """Reject a pod as a whole, and kill it if it runs."""
-        text = {"reason": error.reason, "message": error.message}
-        self.log.record("rejected", pod=pod.name, container=container, **text)
-        if pod.has_containers:
-            self.log.record("pod-killed", pod=pod.name, uid=pod.uid, **text)
-        self.node.end(pod)
-        pod.over = pod.rejected = True
-
-    async def _prepare(self, claim: Claim) -> Allocation:
-        try:
-            return await Preparation(self.manager, claim).run()
-        except Panic as panic:
-            self._panic(panic)
-            raise Failure(str(panic)) from panic
-
-
-class Kubelet(_Living):
-    """A kubelet that serves in `directory`, and the pods of its node.
-
-    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
-    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
-    any plugin can register, and those of the API server when all resources are listed again, or
-    after `pods_come` seconds (the original: 0.8 s after `kubelet.sock` exists). Until then no pod
-    is forgotten, and List does not name them.
-
-    The pod resources API is served on the socket `pod_resources`, by default
-    `pod-resources/kubelet.sock` beside the directory, None for nowhere. `clock` counts the grace
-    period (seconds); `seed` drives what is in random order in the original (Go's maps). `back_off`:
-    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
-    then 12 to 15 s). For `cgroups`, `layout` and `host` see tests.world.runtime.
-
-    Methods that name a pod take its name, for the latest pod of that name, or its UID.
-    """
-
-    def __init__(
-        self,
-        directory: Path | str,
-        *,
-        version: tuple[int, int] = (1, 36),
-        policy: Policy = "none",
-        grace_period: float = 300.0,
-        dial_timeout: float = 10.0,
-        pod_resources: Path | Literal["beside"] | None = "beside",
-        clock: Callable[[], float] = time.monotonic,
-        seed: int = 0,
-        on_event: Callable[[Event], None] | None = None,
-        back_off: float = 0.2,
-        pods_come: float = 5.0,
-        cgroups: Path | None = None,
-        layout: Layout = "cgroupfs",
-        host: Host | None = None,
-    ) -> None:
-        config = Config(Path(directory), version, policy, grace_period, dial_timeout, clock)
-        config.random = random.Random(seed)
-        log = EventLog(on_event)
-        node = Node(log, Runtime(cgroups, layout, host, Judge(log)), back_off)
-        beside = config.directory.parent / "pod-resources/kubelet.sock"
-        super().__init__(config, node, beside if pod_resources == "beside" else pod_resources)
-        self.pods_come = pods_come
-
-    async def __aenter__(self) -> Kubelet:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.stop()
 
     # Admission
 
@@ -731,80 +665,59 @@ class Kubelet(_Living):
         quality: Quality = "besteffort",
     ) -> dict[str, Allocation]:
         """Admit several containers of a pod before any is started, as the original does."""
-        if not self.node.alive:
+        if not self.alive:
             raise RuntimeError("the kubelet does not run")
         if not static:
-            if self.node.pods.api_away:
+            if self.pods.api_away:
                 raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
             if self._learning:
                 await asyncio.wait({self._learning})  # older pods come first
-        found = self.node.pods.get_or_add(pod, static, quality)
+        found = self.pods.get_or_add(pod, static, quality)
         for wish in containers:
             known = found.containers.setdefault(wish.name, wish)
             known.request = wish.request
-        wanted = [found.containers[wish.name] for wish in containers]
-        return await self._admit(found, wanted, set())
+        return await self._admit(found, [wish.name for wish in containers], set())
 
-    # The end of pods
+    async def _admit(
+        self, pod: Pod, containers: Sequence[str], running: set[str]
+    ) -> dict[str, Allocation]:
+        """Admit containers of a pod, one pod at a time; `running` names those that run already."""
+        manager, admitted = self.manager, dict[str, Allocation]()
+        async with self._admission:
+            pod.known = True
+            try:
+                for name in containers:
+                    claim = pod.claim(name, running=name in running)
+                    admitted[name] = await ContainerDevices(manager, claim).admit()
+                check_fit(manager, pod.uid, pod.request, self.pods.used_beside(pod))
+            except Panic as panic:
+                await self._panic(panic)
+                raise
+            except AdmissionError as error:
+                if self.manager is not manager or not self.alive:
+                    raise KubeletDied(str(error)) from error
+                self._reject(pod, error)
+                raise
+            for name, allocation in admitted.items():
+                self.log.record("admitted", pod=pod.name, container=name, **allocation.fields())
+            self._work(pod)
+        return admitted
 
-    def delete(self, pod: str) -> None:
-        """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
+    def _reject(self, pod: Pod, error: AdmissionError) -> None:
+        """Reject a pod as a whole, and kill it if it runs."""
+        about = {"pod": pod.name, "reason": error.reason, "message": error.message}
+        self.log.record("rejected", **about)
+        if pod.has_containers:
+            self.log.record("pod-killed", **about)
+        self._terminate(pod)
+        pod.over = pod.rejected = True
 
-        The device manager forgets it when a List or the next admission asks, and the file with its
-        next write. While the kubelet is down or the API server away, only the object goes; the
-        kubelet forgets the pod when it has heard of all pods, and containers run on until `end`.
-        """
-        self.node.delete(self.node.pods.get(pod), force=False)
-
-    def force_delete(self, pod: str) -> None:
-        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
-        self.node.delete(self.node.pods.get(pod), force=True)
-
-    def end(self, pod: str) -> None:
-        """End the containers of a pod whose object is gone, and remove its cgroup."""
-        self.node.end(self.node.pods.get_running(pod))
-
-    def complete(self, pod: str) -> None:
-        """Let a pod's containers end by themselves for good; its object stays."""
-        self.node.end(self.node.pods.get(pod))
-
-    def crash(self, pod: str, container: str) -> None:
-        """End a container; it is started again, with PreStartContainer and without Allocate."""
-        found = self.node.pods.get(pod)
-        self.node.crash(found, found.containers[container])
-
-    def kill_sandbox(self, pod: str) -> None:
-        """End a pod's sandbox and containers, which are started again in the same cgroup."""
-        self.node.kill_sandbox(self.node.pods.get(pod))
-
-    def remove_pod(self, pod: str) -> None:
-        """Delete a pod in an orderly manner, let the device manager forget it and write that down.
-
-        A short form for tests of something else: the original forgets at the next List or
-        admission.
-        """
-        with contextlib.suppress(LookupError):
-            found = self.node.pods.get(pod)
-            self.node.delete(found, force=False)
-            if self.node.alive and found.uid in self.manager.pods.held:
-                self.manager.pods.forget([found.uid])
-                self.manager.write_checkpoint_now()
-        self.log.record("freed", pod=pod)
-
-    # Cgroups without processes
-
-    def hold_volumes(self, held: bool = True) -> None:
-        """Let pods that start wait for their volumes, with an empty cgroup, until not `held`."""
-        if held:
-            self.node.mounting.clear()
-        else:
-            self.node.mounting.set()
-
-    def keep_cgroups(self, kept: bool = True) -> None:
-        """Keep the empty cgroups of pods that end, until not `kept`."""
-        self.node.keeps_cgroups = kept
-        if not kept:
-            self.node.remove_cgroups()
+    async def _prepare(self, claim: Claim) -> Allocation:
+        try:
+            return await ContainerDevices(self.manager, claim).prepare()
+        except Panic as panic:
+            self._panic(panic)
+            raise Failure(str(panic)) from panic
 
 
 # ---------------------------------------------------------------------------------- services
@@ -819,8 +732,9 @@ def listed_pods(manager: DeviceManager, pods: Pods) -> pods_pb.ListPodResourcesR
     manager.prune()
     answer = pods_pb.ListPodResourcesResponse()
     active = pods.active()
+    names_ended = manager.config.version < (1, 34)  # without KubeletPodResourcesListUseActivePods
     for pod in manager.config.shuffled(pods):
-        if pod.uid not in active and not (pod.known and manager.config.names_ended_pods):
+        if pod.uid not in active and not (pod.known and names_ended):
             continue
         namespace, name = pod.full_name
         listed = answer.pod_resources.add(name=name, namespace=namespace)
@@ -837,7 +751,7 @@ def listed_pods(manager: DeviceManager, pods: Pods) -> pods_pb.ListPodResourcesR
 class _Registration:
     """The `Registration` service: errors reach the plugin as UNKNOWN, with their text."""
 
-    def __init__(self, kubelet: _Living) -> None:
+    def __init__(self, kubelet: Kubelet) -> None:
         self._kubelet = kubelet
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
@@ -846,7 +760,7 @@ class _Registration:
         kubelet.log.record("register", **who)
         code: grpc.StatusCode | None = None
         try:
-            if (fault := await kubelet.faults.meet("Register")) and (code := fault.code):
+            if (fault := await kubelet.meet_fault("Register")) and (code := fault.code):
                 raise Failure(fault.message)
             await kubelet.manager.plugins.register(request)
         except Failure as failure:
@@ -859,7 +773,7 @@ class _Registration:
 class _PodResources(grpc.GenericRpcHandler):
     """The service `v1.PodResourcesLister`; generic, so that it can answer with garbage."""
 
-    def __init__(self, kubelet: _Living) -> None:
+    def __init__(self, kubelet: Kubelet) -> None:
         self._kubelet = kubelet
 
     def service(self, handler_call_details: Any) -> Any:
@@ -873,12 +787,12 @@ class _PodResources(grpc.GenericRpcHandler):
             kubelet.log.violation("List of the pod resources API is called too often")
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             await context.abort(code, "rejected by rate limit")
-        fault = await kubelet.faults.meet("List")
+        fault = await kubelet.meet_fault("List")
         if fault and fault.code:
             await context.abort(fault.code, fault.message)
         answer = fault.answer if fault else None
         if answer is None:
-            answer = listed_pods(kubelet.manager, kubelet.node.pods).SerializeToString()
+            answer = listed_pods(kubelet.manager, kubelet.pods).SerializeToString()
         kubelet.log.record("asked", method="List", bytes=len(answer))
         return answer
 

@@ -132,8 +132,7 @@ class Chip:
     present: bool = False  # on the PCI bus
     ordinal: int | None = None  # N of /dev/tenstorrent/N while the driver is bound
     hwmon: int | None = None  # while the driver shows telemetry
-    iommu: tuple[int, str] | None = None  # group and its type
-    other_driver: str | None = None  # such as "vfio-pci", while that is bound
+    driver: str = ""  # the bound one: "tenstorrent", or another such as "vfio-pci"
     overridden: set[str] = field(default_factory=set)  # attributes that a test has set
 
     def __post_init__(self) -> None:
@@ -225,8 +224,7 @@ class Chip:
 
     def show_uevent(self) -> None:
         """Write the PCI function's `uevent` file."""
-        driver = "tenstorrent" if self.ordinal is not None else self.other_driver
-        lines = ({"DRIVER": driver} if driver else {}) | self.environment()
+        lines = ({"DRIVER": self.driver} if self.driver else {}) | self.environment()
         put(self.directory / "uevent", "\n".join(f"{k}={v}" for k, v in lines.items()))
 
     @one_step
@@ -381,7 +379,6 @@ class Chip:
     def unbind(self) -> None:
         """Unbind the driver; the function stays on the bus."""
         self.node.release(self)
-        self.node.release_other(self)
 
     @one_step
     def bind(self, ordinal: int | None = None) -> None:
@@ -408,11 +405,8 @@ class Chip:
         """Bind another driver, such as vfio-pci, for which the function is kept."""
         self.unbind()
         self.keep_for(driver)
-        self.other_driver = driver
-        theirs = self.node.root / "sys/bus/pci/drivers" / driver
-        link(self.directory / "driver", theirs)
-        link(theirs / self.bdf, self.directory)
-        self.show_uevent()
+        self.driver = driver
+        self.node.bind_driver(self)
         self.node.emit_pci("bind", self, DRIVER=driver)
 
     @one_step
@@ -440,7 +434,7 @@ class SimulatedNode:
     """A machine's device tree under `root`, and the operations on it.
 
     `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events
-    and links exist; unless `loaded=False` it is loaded. `numbers` are (major, minor) by ordinal
+    and links exist; it is loaded. `numbers` are (major, minor) by ordinal
     instead of the default (245:N, or the borrowed ones of "link"). `udev_rules=False`: without the
     driver's rules a device file stays 0600 and has no by-id link; `links=False`: without our
     package's rule there are no by-pci links.
@@ -459,7 +453,6 @@ class SimulatedNode:
         numbers: Sequence[tuple[int, int]] = (),
         udev_rules: bool = True,
         links: bool = True,
-        loaded: bool = True,
     ) -> None:
         self.root = root
         self.chips: list[Chip] = []
@@ -479,8 +472,7 @@ class SimulatedNode:
         self._bound: list[Chip] = []  # in the order of their probes
         self._seqnum = 1050
         self._lock = threading.RLock()
-        if loaded:
-            self.load_driver()
+        self.load_driver()
 
     @classmethod
     def from_capture(cls, root: Path, name: str, **options: Any) -> SimulatedNode:
@@ -654,7 +646,7 @@ class SimulatedNode:
 
     def _can_bind(self, chip: Chip) -> bool:
         is_kept = chip.pci["driver_override"] not in ("(null)", "tenstorrent")
-        return chip.present and chip.other_driver is None and not is_kept
+        return chip.present and not is_kept and chip.driver in ("", "tenstorrent")
 
     @one_step
     def unload_driver(self) -> None:
@@ -691,14 +683,15 @@ class SimulatedNode:
             lines.append(f"hugetlbfs /dev/{name} hugetlbfs rw,relatime,pagesize={size} 0 0")
         put(self.root / "proc/mounts", "\n".join(lines))
 
-    @one_step
     def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
         """Put a chip behind an IOMMU, in a group of its own; "identity" translates nothing."""
         chip = self.chip(bdf)
-        used = {other.iommu[0] for other in self.chips if other.iommu and other is not chip}
-        self._hide_iommu(chip)
-        chip.iommu = (_lowest_free(used), type)
-        self._show_iommu(chip)
+        group = self.root / f"sys/kernel/iommu_groups/{self.chips.index(chip)}"
+        remove(group)
+        remove(chip.directory / "iommu_group")
+        link(group / "devices" / chip.bdf, chip.directory)
+        put(group / "type", type)
+        link(chip.directory / "iommu_group", group)
 
     @one_step
     def tick(self) -> None:
@@ -792,7 +785,6 @@ class SimulatedNode:
         link(chip.directory / "subsystem", self.root / "sys/bus/pci")
         link(self.root / "sys/bus/pci/devices" / chip.bdf, chip.directory)
         self._step()
-        self._show_iommu(chip)
         self.emit_pci("add", chip)
 
     def bind(self, chip: Chip, ordinal: int | None = None, hwmon: int | None = None) -> None:
@@ -808,10 +800,8 @@ class SimulatedNode:
         if any(other.ordinal == chip.ordinal and other is not chip for other in self.chips):
             raise ValueError(f"ordinal {chip.ordinal} is in use")
         self._bound.append(chip)
-        driver = self.root / "sys/bus/pci/drivers/tenstorrent"
-        link(chip.directory / "driver", driver)
-        link(driver / chip.bdf, chip.directory)
-        chip.show_uevent()
+        chip.driver = "tenstorrent"
+        self.bind_driver(chip)
         is_ready = chip.firmware and chip.condition == "healthy"
         if is_ready and self.version < PROC_SINCE:  # old drivers registered hwmon first
             self._show_hwmon(chip, hwmon)
@@ -819,6 +809,13 @@ class SimulatedNode:
         if is_ready:
             self.show_telemetry(chip, hwmon)
         self.emit_pci("bind", chip, DRIVER="tenstorrent")
+
+    def bind_driver(self, chip: Chip) -> None:
+        """Link a chip and its driver."""
+        driver = self.root / "sys/bus/pci/drivers" / chip.driver
+        link(chip.directory / "driver", driver)
+        link(driver / chip.bdf, chip.directory)
+        chip.show_uevent()
 
     def _free_ordinal(self, chip: Chip) -> int:
         used = {other.ordinal for other in self.chips if other.ordinal is not None}
@@ -886,29 +883,36 @@ class SimulatedNode:
             self._emit_class("change", chip)
             self._make_link(chip, "by-id")
 
-    def _show_iommu(self, chip: Chip) -> None:
-        if chip.iommu and chip.present:
-            group = self.root / f"sys/kernel/iommu_groups/{chip.iommu[0]}"
-            link(group / "devices" / chip.bdf, chip.directory)
-            put(group / "type", chip.iommu[1])
-            link(chip.directory / "iommu_group", group)
-
     # A chip goes
 
     def release(self, chip: Chip) -> None:
-        """Let the driver release a chip, in its order: links, hwmon, device file, class."""
-        if chip.ordinal is None:
+        """Let its driver release a chip, in the order: links, hwmon, device file, class."""
+        if not chip.driver:
             return
-        entry, classes = chip.class_directory, self.root / "sys/class"
         remove(chip.directory / "driver")
-        remove(self.root / "sys/bus/pci/drivers/tenstorrent" / chip.bdf)
+        remove(self.root / "sys/bus/pci/drivers" / chip.driver / chip.bdf)
         self._step()
+        if chip.ordinal is not None:
+            self._hide_hwmon(chip)
+            self._hide_class(chip)
+            self._bound.remove(chip)
+        chip.ordinal = chip.hwmon = None
+        chip.driver = ""
+        chip.show_uevent()
+        self.emit_pci("unbind", chip, "MODALIAS")
+        self._step()
+
+    def _hide_hwmon(self, chip: Chip) -> None:
         if chip.hwmon is not None:
             hwmon = chip.hwmon_directory
-            remove(classes / "hwmon" / hwmon.name)
+            remove(self.root / "sys/class/hwmon" / hwmon.name)
             remove(hwmon.parent)
             self._emit("remove", f"/devices/{chip.path}/hwmon/{hwmon.name}", SUBSYSTEM="hwmon")
             self._step()
+
+    def _hide_class(self, chip: Chip) -> None:
+        assert chip.ordinal is not None
+        entry = chip.class_directory
         remove(chip.pids.parent)
         remove(chip.device_node)
         remove_empty(chip.device_node.parent)
@@ -918,36 +922,17 @@ class SimulatedNode:
             remove(char)
         # device_del(): the links that lead to it and away from it go before its attributes.
         links = [entry / "dev", entry / "device", entry / "subsystem"]
-        for gone in [*links, classes / "tenstorrent" / entry.name]:
+        links.append(self.root / "sys/class/tenstorrent" / entry.name)
+        for gone in [*links, *sorted({*entry.iterdir()} - {*links})]:
             remove(gone)
-            self._step()
-        for attribute in sorted(entry.iterdir()):
-            remove(attribute)
             self._step()
         remove(entry.parent)
         self._emit_class("remove", chip)
         self._remove_links(chip)
-        chip.ordinal = chip.hwmon = None
-        self._bound.remove(chip)
-        chip.show_uevent()
-        self.emit_pci("unbind", chip, "MODALIAS")
-        self._step()
-
-    def release_other(self, chip: Chip) -> None:
-        """Let another driver release a chip."""
-        if chip.other_driver is None:
-            return
-        remove(chip.directory / "driver")
-        remove(self.root / "sys/bus/pci/drivers" / chip.other_driver / chip.bdf)
-        chip.other_driver = None
-        chip.show_uevent()
-        self.emit_pci("unbind", chip, "MODALIAS")
 
     def unplug(self, chip: Chip) -> None:
         """Remove a function from the bus, after its driver has released it."""
         self.release(chip)
-        self.release_other(chip)
-        self._hide_iommu(chip)
         for name in PCI_ATTRIBUTES:
             remove(chip.directory / name)
             self._step()
@@ -956,11 +941,6 @@ class SimulatedNode:
         chip.present = False
         self.emit_pci("remove", chip)
         self._step()
-
-    def _hide_iommu(self, chip: Chip) -> None:
-        if chip.iommu:
-            remove(self.root / f"sys/kernel/iommu_groups/{chip.iommu[0]}")
-            remove(chip.directory / "iommu_group")
 
     # udev, which comes after the kernel's event
 

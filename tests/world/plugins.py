@@ -51,36 +51,6 @@ class Config:
         return result
 
     @property
-    def sweeps_every_file(self) -> bool:
-        """Whether a start deletes every file, not just sockets: before 1.33."""
-        return self.version < (1, 33)
-
-    @property
-    def keeps_the_last_pod(self) -> bool:
-        """Whether the pod that was admitted last is active until another one is: before 1.32.
-
-        `pendingAdmissionPod` of manager.go.
-        """
-        return self.version < (1, 32)
-
-    @property
-    def names_ended_pods(self) -> bool:
-        """Whether List names pods that have ended, too, with no devices.
-
-        Since 1.34 the feature gate KubeletPodResourcesListUseActivePods is on.
-        """
-        return self.version < (1, 34)
-
-    @property
-    def dereferences_unlisted(self) -> bool:
-        """Whether the ID of a device that is not listed makes the kubelet panic: since 1.34.
-
-        Since then `ResourceDeviceInstances` (pod_devices.go) holds pointers, and
-        generateDeviceTopologyHints and allocateContainerResources do not check them for nil.
-        """
-        return self.version >= (1, 34)
-
-    @property
     def has_endpoint_per_socket(self) -> bool:
         """Whether connections are told apart by their sockets: since 1.37 (`endpointStore`)."""
         return self.version >= (1, 37)

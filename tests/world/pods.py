@@ -101,7 +101,7 @@ class Pods:
     def __init__(self) -> None:
         self.all: list[Pod] = []
         self.api_away = False
-        self._ready = False
+        self.sources_ready = False
 
     def __iter__(self) -> Iterator[Pod]:
         return iter(self.all)
@@ -134,34 +134,20 @@ class Pods:
         self.all.append(Pod(name, uid, static, quality))
         return self.all[-1]
 
-    def used_beside(self, pod: Pod) -> Counter[str]:
-        """Return the devices that other active pods request, by resource."""
-        others = [p for p in self.all if p.known and not p.over and p.uid != pod.uid]
-        return sum((other.request for other in others), Counter[str]())
-
     def forget(self) -> None:
         """Let the kubelet know no pod, as after its start."""
-        self._ready = False
+        self.sources_ready = False
         for pod in self.all:
             pod.known = False
-
-    def is_heard_of(self, pod: Pod) -> bool:
-        """Return whether news of the pod reach the kubelet now."""
-        return pod.static or not self.api_away
-
-    def sources_are_ready(self) -> None:
-        """Note that the kubelet has heard of all existing pods."""
-        self._ready = True
-
-    # What the device manager asks
 
     def active(self) -> set[str]:
         """Return the UIDs of the pods that the kubelet knows and that have not ended."""
         return {pod.uid for pod in self.all if pod.known and not pod.over}
 
-    def all_sources_ready(self) -> bool:
-        """Return whether the kubelet has heard of all pods once in its life."""
-        return self._ready
+    def used_beside(self, pod: Pod) -> Counter[str]:
+        """Return the devices that other active pods request, by resource."""
+        others = [p for p in self.all if p.known and not p.over and p.uid != pod.uid]
+        return sum((other.request for other in others), Counter[str]())
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""Programs as processes: to start them, to wait for what they do, and to see what they cost.
+"""Programs as processes: to start them, to wait for what they do, and to measure their costs.
 
 Times are of `time.monotonic()`, which is one clock for all processes.
 """
@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 
 class Broken(AssertionError):
-    """Something that has to happen did not; its text says what, and what was seen instead."""
+    """Something that must happen did not; its text has what, and what was seen instead."""
 
 
 # -- waiting ---------------------------------------------------------------------------------------
 
 
 async def until(
-    condition: Callable[[], T | None], what: str = "what was waited for", seconds: float = PATIENCE
+    condition: Callable[[], T | None], what: str = "the condition", seconds: float = PATIENCE
 ) -> T:
-    """Return the condition's first true value, for what tells nobody that it happened.
+    """Return the condition's first true value, if no event announces it.
 
     Raises Broken with `what` if there is none.
     """
@@ -55,10 +55,10 @@ async def until(
 
 def wait_until(
     condition: Callable[[], T | None],
-    what: str | Callable[[], str] = "what was waited for",
+    what: str | Callable[[], str] = "the condition",
     seconds: float = PATIENCE,
 ) -> T:
-    """The same where there is no loop; `what` can be a function, for what is known at the end."""
+    """Do the same without a loop; `what` can be a function, for what is known at the end."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -68,7 +68,7 @@ def wait_until(
 
 
 async def within(seconds: float, otherwise: str, doing: Coroutine[Any, Any, T]) -> T:
-    """What `doing` returns, or Broken if it has not by then."""
+    """Return the result of `doing`, or raise Broken if there is none by then."""
     task = asyncio.ensure_future(doing)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -92,7 +92,7 @@ def run(main: Coroutine[Any, Any, int]) -> int:
             return await task
         except asyncio.CancelledError:
             return 130
-        except BrokenPipeError:  # nobody reads on
+        except BrokenPipeError:  # the reader of stdout has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
 
@@ -104,9 +104,9 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """A directory that is gone afterwards, with a path that is short enough for a unix socket."""
-    long = len(os.fsencode(tempfile.gettempdir())) > 24
-    path = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp" if long else None))
+    """Give a temporary directory with a path that is short enough for a unix socket."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > 24
+    path = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp" if is_long else None))
     try:
         yield path
     finally:
@@ -114,7 +114,7 @@ def workspace() -> Iterator[Path]:
 
 
 def environment(*python_path: Path, **more: str) -> dict[str, str]:
-    """The present one without what would configure the program, with what is given."""
+    """Return the present environment without variables that configure the program, plus `more`."""
     foreign = re.compile(
         "TTDP_|TT_|PYTHON|SHIV_|NOTIFY_|WATCHDOG_|LISTEN_|JOURNAL_|[A-Z]+_DIRECTORY$"
     )
@@ -131,7 +131,7 @@ def finished(
     *,
     stderr: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
-    """Return a program that has ended by itself, with what it said; `environ` is added to ours."""
+    """Run a program to its end; `environ` is added to the present environment."""
     return subprocess.run(
         [*map(str, command)], env=environment(ROOT) | dict(environ or {}),
         stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60,
@@ -152,7 +152,7 @@ class NotifySocket:
     """A service manager's end of $NOTIFY_SOCKET."""
 
     def __init__(self, address: str | Path) -> None:
-        """address: a path, or the name of an abstract socket behind "@"."""
+        """Args: address: a path, or the name of an abstract socket behind "@"."""
         self.address = str(address)
         if not self.address.startswith("@"):
             Path(address).unlink(missing_ok=True)
@@ -163,13 +163,12 @@ class NotifySocket:
         return self._socket.fileno()
 
     def receive(self) -> list[Note]:
-        """All that waits."""
+        """Return all waiting notifications."""
         notes = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                notes.append(
-                    Note(time.monotonic(), self._socket.recv(65536).decode(errors="replace"))
-                )
+                text = self._socket.recv(65536).decode(errors="replace")
+                notes.append(Note(time.monotonic(), text))
         return notes
 
     def close(self) -> None:
@@ -177,15 +176,15 @@ class NotifySocket:
 
 
 class Service:
-    """A program under a service manager that hears what it notifies of. It ends with the context.
+    """A program under a service manager that receives its notifications; it ends with the context.
 
-    Of its lines on stderr and of its notifications the latest thousand are kept, with times.
+    The latest thousand of its lines on stderr and of its notifications are kept, with times.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], notify: str | Path
     ) -> None:
-        """notify: the address of its NOTIFY_SOCKET, unless its environment has another."""
+        """Args: notify: the address of its NOTIFY_SOCKET, unless its environment has another."""
         self.lines: deque[tuple[float, str]] = deque(maxlen=1000)
         self.notes: deque[Note] = deque(maxlen=1000)
         self.on_line: Callable[[str], None] | None = None
@@ -193,7 +192,7 @@ class Service:
         self._command = command
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
         self._notify = notify
-        self._news: deque[Note] = deque(maxlen=1000)  # those that nobody has waited for yet
+        self._new_notes: deque[Note] = deque(maxlen=1000)  # those after the last awaited one
         self._happened = asyncio.Event()
 
     async def __aenter__(self) -> Service:
@@ -225,7 +224,7 @@ class Service:
     def _notified(self) -> None:
         notes = self._manager.receive()
         self.notes.extend(notes)
-        self._news.extend(notes)
+        self._new_notes.extend(notes)
         self._happened.set()
 
     async def _read(self) -> None:
@@ -242,7 +241,7 @@ class Service:
     async def wait_for(
         self, found: Callable[[], T | None], what: str, seconds: float = PATIENCE
     ) -> T:
-        """Return the first true value of `found`, asked whenever the process says something."""
+        """Return the first true value of `found`, called after each line and notification."""
 
         async def wait() -> T:
             while not (value := found()):
@@ -259,16 +258,16 @@ class Service:
             raise Broken(f"{what}: not within {seconds:g} s{self.latest()}") from None
 
     def latest(self) -> str:
-        """Its last words, to be appended to what went wrong."""
+        """Return its latest lines and notifications, to be appended to an error."""
         words = sorted([*self.lines, *((at, text.replace("\n", " ")) for at, text in self.notes)])
         return "".join(f"\n    {text}" for _, text in words[-12:])
 
     async def note(self, wanted: str, seconds: float = PATIENCE) -> Note:
-        """The next notification with a line that begins like this; those before it are over."""
+        """Return the next notification with a line that begins like this, and skip those before."""
 
         def found() -> Note | None:
-            while self._news:
-                note = self._news.popleft()
+            while self._new_notes:
+                note = self._new_notes.popleft()
                 if any(line.startswith(wanted) for line in note.text.splitlines()):
                     return note
             return None
@@ -276,18 +275,12 @@ class Service:
         return await self.wait_for(found, f"no {wanted}", seconds)
 
     async def status(self, *words: str) -> str:
-        """What `systemctl status` shows, now or soon, that holds all of these words."""
+        """Return the present or a later STATUS that has all of these words."""
         present = max((at for at, _ in self._statuses()), default=0.0)
 
         def found() -> str | None:
-            return next(
-                (
-                    s
-                    for at, s in self._statuses()
-                    if at >= present and all(word in s for word in words)
-                ),
-                None,
-            )
+            latest = (text for at, text in self._statuses() if at >= present)
+            return next((text for text in latest if all(word in text for word in words)), None)
 
         return await self.wait_for(found, f"no status with {words}")
 
@@ -306,14 +299,14 @@ class Service:
         return [text for _, text in self.notes]
 
     async def ready(self) -> float:
-        """Seconds from before the exec until READY=1."""
+        """Return the seconds from before the exec until READY=1."""
         return (await self.note("READY=1")).at - self.started
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
     async def ended(self, seconds: float = PATIENCE) -> int:
-        """The exit status, once the process is gone and all that it said is here."""
+        """Return the exit status, once the process has ended and all its output is read."""
         await asyncio.wait({self._reader}, timeout=seconds)
         if not self._reader.done() or self._process.returncode is None:
             raise Broken(f"no end within {seconds:g} s{self.latest()}")
@@ -322,7 +315,7 @@ class Service:
     async def stop(
         self, number: int = signal.SIGTERM, seconds: float = PATIENCE
     ) -> tuple[int, float]:
-        """End it by a signal: its exit status, and the seconds until then."""
+        """End it by a signal; return its exit status, and the seconds until then."""
         begin = time.monotonic()
         self.send(number)
         return await self.ended(seconds), time.monotonic() - begin
@@ -332,9 +325,9 @@ class Service:
 
 
 def stand_in_for_netlink() -> None:
-    """Have a program take its kernel events from the unix socket $TT_UEVENTS.
+    """Let a program receive its kernel events from the unix socket $TT_UEVENTS.
 
-    A sitecustomize for the zipapp, which cannot be run by way of tests.world.simulation.
+    This is a sitecustomize for the zipapp, which tests.world.simulation cannot run.
     """
     import os
     import socket
@@ -360,7 +353,7 @@ def stand_in_for_netlink() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The program as it is to be run: from source, or the zipapp `pyz`; it writes below `home`.
+    """The program to be run: from source, or the zipapp `pyz`; it writes below `home`.
 
     From source it is imported, so that it comes from bytecode as it does when installed.
     """
@@ -369,14 +362,14 @@ class Installation:
     pyz: Path | None = None
 
     def environment(self, *python_path: Path, **more: str) -> dict[str, str]:
-        """For a child of ours, with bytecode in a place of its own."""
+        """Return a child's environment, with bytecode in a place of its own."""
         own = {"PYTHONPYCACHEPREFIX": f"{self.home}/pyc", "SHIV_ROOT": f"{self.home}/shiv"}
         return environment(*python_path, **own, **more)
 
     def command(
         self, *arguments: str, uevents: Path | None = None
     ) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment for the program with these arguments.
+        """Return command line and environment for the program with these arguments.
 
         uevents: the unix socket that it makes for kernel events, instead of netlink's.
         """
@@ -408,18 +401,17 @@ class Installation:
         configuration = self.home / "daemon.toml"
         configuration.write_text(f"[health]\ninterval = {interval}\n")
         flags = [f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags]
-        command, environ = self.command(
-            "run", *flags, *outlet_flags(directory.parent), uevents=uevents
-        )
+        flags += outlet_flags(directory.parent)
+        command, environ = self.command("run", *flags, uevents=uevents)
         if uevents:
             uevents.unlink(missing_ok=True)
         return Service(command, environ, self.home / "daemon.notify")
 
 
 def outlets(home: Path) -> dict[str, str]:
-    """Where a daemon of ours is to write what others read, and to ask the kubelet, by key.
+    """Return the settings of the files that a daemon writes for others, and of the kubelet's API.
 
-    Whoever tests as root would write into the machine's own directories otherwise.
+    Without them, a test that runs as root would write into the machine's own directories.
     """
     return {
         "cdi_dir": f"{home}/cdi",
@@ -443,7 +435,7 @@ class Kernel:
         node.on_uevent = self._waiting.append
 
     def deliver(self) -> float:
-        """Send what waits; returns the time just before."""
+        """Send the waiting events; returns the time just before."""
         messages = [*self._waiting]
         self._waiting.clear()
         begin = time.monotonic()
@@ -457,7 +449,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds at one moment. Sizes in kB, as the kernel counts them."""
+    """The resources of a process at one moment. Sizes in kB, as the kernel counts them."""
 
     rss: int
     anonymous: int
@@ -466,12 +458,10 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    lines = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
-    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    rss, anonymous = (int(lines[key].split()[0]) for key in ("VmRSS", "RssAnon"))
-    return Footprint(rss, anonymous, descriptors, int(lines["Threads"]))
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    rss, anonymous = (int(status[key].split()[0]) for key in ("VmRSS", "RssAnon"))
+    return Footprint(rss, anonymous, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
 
 
 def cpu_seconds(pid: int) -> float:
@@ -479,26 +469,22 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
-GRPC_THREADS = ("event_engine", "grpc_", "lifeguard", "resolver", "timer")  # as their names begin
+GRPC_THREADS = ("event_engine", "grpc_", "lifeguard", "resolver", "timer")  # prefixes of names
 
 
 def wake_ups(pid: int) -> tuple[int, int]:
-    """How often the present threads have waited and were woken: all, and those not gRPC's."""
+    """Return how often present threads were woken from a wait: all, and those not gRPC's."""
     total = own = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            text = (task / "status").read_text()
-            count = next(
-                int(line.split()[1])
-                for line in text.splitlines()
-                if line.startswith("voluntary_ctxt")
-            )
+            found = re.search(r"(?m)^voluntary_ctxt\w+:\s+(\d+)", (task / "status").read_text())
+            count = int(found[1]) if found else 0
             total += count
             own += 0 if (task / "comm").read_text().startswith(GRPC_THREADS) else count
     return total, own
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed."""
+    """Return the smallest value that at least `percent` % of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100).__trunc__() - 1)]

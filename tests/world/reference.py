@@ -93,7 +93,7 @@ class ReferenceWorld:
         return self.kubelet.uid(name)
 
     async def state(self, name: str, container: str) -> str:
-        found = self.kubelet.node.pods.get(name)
+        found = self.kubelet.pods.get(name)
         about = [event.fields for event in self.kubelet.events if event.fields.get("pod") == name]
         failures = [fields for fields in about if "reason" in fields]
         state = found.containers[container]
@@ -119,7 +119,7 @@ class ReferenceWorld:
     async def gone(self, name: str) -> None:
         if name in self._forced:
             self.kubelet.end(name)
-        pod = self.kubelet.node.pods.get(name)
+        pod = self.kubelet.pods.get(name)
         await self.kubelet.wait_for(lambda: pod.over)
 
     async def stop(self) -> None:
@@ -141,12 +141,12 @@ class ReferenceWorld:
         await self.kubelet.power_cut()
 
     async def heard_of_all(self) -> None:
-        await self.kubelet.wait_for(self.kubelet.node.pods.all_sources_ready)
+        await self.kubelet.wait_for(lambda: self.kubelet.pods.sources_ready)
 
     async def dead(self) -> bool:
-        node = self.kubelet.node
-        await self.kubelet.wait_for(lambda: not node.alive or node.pods.all_sources_ready())
-        return not node.alive
+        kubelet = self.kubelet
+        await kubelet.wait_for(lambda: not kubelet.alive or kubelet.pods.sources_ready)
+        return not kubelet.alive
 
     async def missed(self, plugin: Plugin) -> None:
         await self.kubelet.wait_for(lambda: self.kubelet.find("ended", plugin.resource))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from tests.world.checkpoint import Held
 from tests.world.devicemanager import Allocation
 from tests.world.eventlog import EventLog
+from tests.world.node import SimulatedNode
 from tests.world.pods import Container, Pod
 from tests.world.tree import put
 
@@ -22,20 +23,6 @@ CONTROLLERS = ("cpu", "devices", "memory", "pids")
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"
 
 Layout = Literal["cgroupfs", "systemd", "v1"]
-
-
-class Host(Protocol):
-    """The simulated node that shows a container's process (tests.world.node)."""
-
-    def start_process(self, pid: int, cgroup: str, nodes: Sequence[str]) -> None:
-        """Show a process of this /proc/<pid>/cgroup that has opened these device files.
-
-        A device file is named by its host path, or by its CDI name. FileNotFoundError if it does
-        not exist.
-        """
-
-    def end_process(self, pid: int) -> None:
-        """Remove the process."""
 
 
 class Use(NamedTuple):
@@ -105,13 +92,14 @@ class Runtime:
     """Runs containers and pods' sandboxes, and shows their processes in pods' cgroups.
 
     `cgroups` is where a simulated node has its cgroup hierarchies, such as `<sysfs_root>/fs/cgroup`
-    (None: nowhere). `layout` is version 2 with either of the kubelet's cgroup drivers, or version
-    1, where each controller has its own hierarchy. The files: `populated` in `cgroup.events` of a
-    pod's cgroup (version 2, whose root has `cgroup.controllers`), or `tasks` (version 1).
+    (None: nowhere); `host` is the node itself, which shows containers' processes. `layout` is
+    version 2 with either of the kubelet's cgroup drivers, or version 1, where each controller has
+    its own hierarchy. A pod's cgroup has `cgroup.events` with `populated` (version 2, whose root
+    has `cgroup.controllers`), or `tasks` (version 1).
     """
 
     def __init__(
-        self, cgroups: Path | None, layout: Layout, host: Host | None, judge: Judge
+        self, cgroups: Path | None, layout: Layout, host: SimulatedNode | None, judge: Judge
     ) -> None:
         self._layout = layout
         self._host = host

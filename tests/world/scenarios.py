@@ -561,22 +561,6 @@ async def an_intact_file_and_missing_devices(stage: Stage) -> None:
 
 
 @writes("""
-     | it is up: options x; prefer x a,b for 1; allocate x a; options x; file - | x:a,b;
-     |   cgroups one
-     | one started again: prefer x a,b for 1; allocate x a; file one/main=x:a | x:a,b;
-     |   cgroups one
-""")
-async def a_lost_file_and_no_prestart(stage: Stage) -> None:
-    """Without PreStartContainer the plugin is asked to allocate again at the next start."""
-    plugin = await stage.plugin(A, B, prestart=False)
-    await stage.run(one("one"))
-    await stage.restart(plugin, file=b"")
-    stage.note("it is up")
-    await stage.crash("one")
-    stage.note("one started again")
-
-
-@writes("""
      | one runs: options x; prefer x a,b for 1; allocate x a; allocate x a; prestart x a;
      |   prestart x a; file one/main=x:a one/setup=x:a | x:a,b; cgroups one
      | the power is cut: file one/main=x:a one/setup=x:a | x:a,b
