@@ -289,7 +289,7 @@ class _Running(_Observed):
         self.runtime = runtime
         self.alive = False
         self._back_off = back_off
-        self._workers: dict[str, Worker] = {}  # by UID
+        self._workers: dict[Pod, Worker] = {}
         self._mounting = asyncio.Event()  # volumes can be mounted
         self._mounting.set()
         self._keeps_cgroups = False
@@ -297,7 +297,7 @@ class _Running(_Observed):
 
     def _work(self, pod: Pod) -> None:
         """Start those containers of an admitted pod that do not run yet."""
-        if worker := self._workers.get(pod.uid):
+        if worker := self._workers.get(pod):
             worker.wake()
             return
 
@@ -308,7 +308,7 @@ class _Running(_Observed):
             await self._mounting.wait()
 
         worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
-        self._workers[pod.uid] = worker
+        self._workers[pod] = worker
 
     async def _prepare(self, claim: Claim) -> Allocation:
         raise NotImplementedError
@@ -334,7 +334,7 @@ class _Running(_Observed):
             self._empty.append(pod)
             self.keep_cgroups(self._keeps_cgroups)
 
-        if worker := self._workers.pop(pod.uid, None):
+        if worker := self._workers.pop(pod, None):
             worker.leave(finish)
         else:
             finish()
@@ -342,7 +342,7 @@ class _Running(_Observed):
     def _leave_alone(self, pod: Pod) -> None:
         """Let the kubelet forget a pod, whose containers run on."""
         pod.known = False
-        if worker := self._workers.pop(pod.uid, None):
+        if worker := self._workers.pop(pod, None):
             worker.leave(lambda: None)
 
     def _delete(self, name: str, end: Callable[[Pod], None]) -> Pod:
@@ -393,14 +393,14 @@ class _Running(_Observed):
         found = self.pods.get(pod)
         self.runtime.stop(found, found.containers[container])
         self.log.record("exited", pod=pod, container=container)
-        if worker := self._workers.get(found.uid):
+        if worker := self._workers.get(found):
             worker.wake()
 
     def kill_sandbox(self, pod: str) -> None:
         """End a pod's sandbox and containers: its cgroup is empty until they are started again."""
         found = self.pods.get(pod)
         self._halt(found)
-        if worker := self._workers.get(found.uid):
+        if worker := self._workers.get(found):
             worker.wake()
 
     def _halt(self, pod: Pod) -> None:

@@ -74,25 +74,25 @@ class ReferenceWorld:
 
     def __init__(self, directory: Path, version: tuple[int, int]) -> None:
         self.version = version
-        self.cgroups = directory / "cgroups"
-        self._forced: set[str] = set()
+        self.cgroups = directory / "cgroups"  # with `tasks` files in pods' cgroups, at any depth
+        self.directory = directory / "d"  # of plugins' sockets and the checkpoint
         self.kubelet = Kubelet(
-            directory / "d", version=version, back_off=0.01, cgroups=self.cgroups, layout="v1"
+            self.directory, version=version, back_off=0.01, cgroups=self.cgroups, layout="v1"
         )
-
-    @property
-    def directory(self) -> Path:
-        return self.kubelet.directory
+        self._forced: set[str] = set()
 
     async def create(self, wish: Wish) -> None:
+        """Create a pod; `state` returns how far it is."""
         containers = [Container(part.name, dict(part.request), part.kind) for part in wish.parts]
         with contextlib.suppress(AdmissionError):
             await self.kubelet.admit_pod(wish.name, containers, static=wish.static)
 
     async def uid(self, name: str) -> str:
+        """Return the UID by which the kubelet knows a pod."""
         return self.kubelet.uid(name)
 
     async def state(self, name: str, container: str) -> str:
+        """Return "running", "done", or the kubelet's reason why not; "" while it starts."""
         found = self.kubelet.pods.get(name)
         about = [event.fields for event in self.kubelet.events if event.fields.get("pod") == name]
         failures = [fields for fields in about if "reason" in fields]
@@ -104,28 +104,38 @@ class ReferenceWorld:
         return "".join(f"{fields['reason']}: {fields['message']}" for fields in failures[-1:])
 
     async def complete(self, name: str) -> None:
+        """Let a pod's containers end with success, and wait until the kubelet has seen it."""
         self.kubelet.complete(name)
 
     async def crash(self, name: str, container: str) -> None:
+        """Let a container end with failure; the kubelet starts it again."""
         self.kubelet.crash(name, container)
 
     async def delete(self, name: str) -> None:
+        """Delete a pod in an orderly manner; `gone` waits for its end."""
         self.kubelet.delete(name)
 
     async def force_delete(self, name: str) -> None:
+        """Delete a pod's object or manifest at once, and wait until the kubelet has seen it."""
         self._forced.add(name)
         self.kubelet.force_delete(name)
 
     async def gone(self, name: str) -> None:
+        """Wait until a deleted or rejected pod has neither cgroup nor object any more.
+
+        The containers of a pod whose deletion was forced are killed.
+        """
         if name in self._forced:
             self.kubelet.end(name)
         pod = self.kubelet.pods.get(name)
         await self.kubelet.wait_for(lambda: pod.over)
 
     async def stop(self) -> None:
+        """Kill the kubelet."""
         await self.kubelet.kill()
 
     async def start(self, plugins: Iterable[Plugin], policy: Policy | None) -> None:
+        """Start it; `plugins` register as soon as they can. `policy`: a new one, if any."""
         if policy:
             self.kubelet.config.policy = policy
         plugins = list(plugins)
@@ -138,26 +148,33 @@ class ReferenceWorld:
             await plugin.register()
 
     async def cut_power(self) -> None:
+        """End all processes of the node, whose kubelet was stopped; `start` is then a reboot."""
         await self.kubelet.power_cut()
 
     async def heard_of_all(self) -> None:
+        """Wait until a kubelet that was started has heard of all pods."""
         await self.kubelet.wait_for(lambda: self.kubelet.pods.sources_ready)
 
     async def dead(self) -> bool:
+        """Return whether the kubelet has died by itself before it has heard of all pods."""
         kubelet = self.kubelet
         await kubelet.wait_for(lambda: not kubelet.alive or kubelet.pods.sources_ready)
         return not kubelet.alive
 
     async def missed(self, plugin: Plugin) -> None:
+        """Wait until the kubelet has seen that a plugin is gone."""
         await self.kubelet.wait_for(lambda: self.kubelet.find("ended", plugin.resource))
 
     async def api_server_away(self) -> None:
+        """Stop the API server."""
         self.kubelet.api_server_away()
 
     async def api_server_back(self) -> None:
+        """Start the API server again."""
         self.kubelet.api_server_back()
 
     async def listed(self) -> Listed:
+        """Call List."""
         async with lister(self.kubelet) as stub:
             answer = await stub.List(pods_pb.ListPodResourcesRequest())
         listed: Listed = {}

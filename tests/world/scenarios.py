@@ -77,24 +77,6 @@ async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
 
 
 @writes("""
-     | registered: options x; file - | x:a,b
-     | another list: file - | x:a,c
-     | the same list: file - | x:a,c
-     | nothing healthy: file - | x:-
-""")
-async def lists(stage: Stage) -> None:
-    """Each message is written down: a registration's, a change, and the same once more."""
-    plugin = await stage.plugin(A, B)
-    stage.note("registered")
-    await stage.send(plugin, A, device("b", "Unhealthy"), C)
-    stage.note("another list")
-    await stage.send(plugin)
-    stage.note("the same list")
-    await stage.send(plugin, device("a", "Unhealthy"))
-    stage.note("nothing healthy")
-
-
-@writes("""
      | one runs: options x; prefer x a,b for 1; allocate x a; prestart x a;
      |   file one/main=x:a | x:a,b; cgroups one
      | the plugin is gone: file one/main=x:a | x:a,b; cgroups one
@@ -137,23 +119,6 @@ async def admission(stage: Stage) -> None:
     await stage.ask("asked")
     await stage.run(one("three"))
     stage.note("three is refused")
-
-
-@writes("""
-     | one runs: options x; prefer x a,b,c for 1; allocate x a; prefer x b,c for 1;
-     |   allocate x b; prestart x a; prestart x b; file one/main=x:a one/side=x:b | x:a,b,c;
-     |   cgroups one
-     | side started again: prestart x b; file one/main=x:a one/side=x:b | x:a,b,c; cgroups one
-     | asked: List names one/main=x:a one/side=x:b
-""")
-async def two_containers(stage: Stage) -> None:
-    """Each container has an entry, and all are admitted before the first is started."""
-    await stage.plugin(A, B, C)
-    await stage.run(Wish("one", [Part("main", {"x": 1}), Part("side", {"x": 1})]))
-    stage.note("one runs")
-    await stage.crash("one", "side")
-    stage.note("side started again")
-    await stage.ask("asked")
 
 
 @writes("""

@@ -13,7 +13,7 @@ import os
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -28,7 +28,12 @@ DOMAIN = "example.com"
 LONG = 60.0  # seconds after which something that a kubelet must do has failed
 WIDTH = 88  # of a record's lines
 
-Method = Literal["Allocate", "PreStartContainer"]
+CALLS = {
+    "GetDevicePluginOptions": "options",
+    "GetPreferredAllocation": "prefer",
+    "Allocate": "allocate",
+    "PreStartContainer": "prestart",
+}  # methods, and their names in records
 
 
 # ------------------------------------------------------------------------------------- the plugin
@@ -58,14 +63,14 @@ class Plugin:
         self.name = name
         self.calls: list[str] = [] if calls is None else calls
         self.options = pb.DevicePluginOptions()
-        self.refuses: Callable[[Method], bool] = lambda method: False
+        self.refuses: Callable[[str], bool] = lambda method: False
         self.grants = asyncio.Event()  # PreStartContainer waits for this
         self.grants.set()
         self.permissions = "rw"
         self.envs: dict[str, str] = {}  # additional ones for every container
         self.preference: Sequence[str] | None = None  # None: must-include, then the lowest IDs
         self.alias = ""  # for the record, if a resource has two plugins
-        self._streams: set[asyncio.Queue[list[pb.Device] | None]] = set()
+        self._streams: set[asyncio.Queue[list[pb.Device]]] = set()
         self._server: grpc.aio.Server | None = None
 
     async def serve(self) -> None:
@@ -75,10 +80,10 @@ class Plugin:
         self._server.add_insecure_port(f"unix:{self.directory / self.name}")
         await self._server.start()
 
-    async def register(self, *, version: str = "v1beta1") -> None:
+    async def register(self) -> None:
         """Register with the kubelet of the directory."""
         request = pb.RegisterRequest(
-            version=version, endpoint=self.name, resource_name=self.resource, options=self.options
+            version="v1beta1", endpoint=self.name, resource_name=self.resource, options=self.options
         )
         socket = f"unix:{self.directory / 'kubelet.sock'}"
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -97,55 +102,45 @@ class Plugin:
         for stream in self._streams:
             stream.put_nowait(self.devices)
 
-    def end_streams(self) -> None:
-        """End its streams, without an error."""
-        for stream in self._streams:
-            stream.put_nowait(None)
-
-    def _note(self, call: str, ids: Iterable[str], more: str = "") -> None:
+    async def _note(self, method: str, ids: Iterable[str], context: Any, more: str = "") -> None:
+        """Write a call down; refuse it, if told to."""
         name = self.resource.rpartition("/")[2]
         who = f"of {self.alias}" if self.alias else ""
-        self.calls.append(" ".join(filter(None, [call, name, ",".join(sorted(ids)), more, who])))
-
-    async def _may_refuse(self, method: Method, context: Any) -> None:
+        words = (CALLS[method], name, ",".join(sorted(ids)), more, who)
+        self.calls.append(" ".join(filter(None, words)))
+        if method == "PreStartContainer":
+            await self.grants.wait()
         if self.refuses(method):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not now")
 
-    async def GetDevicePluginOptions(
-        self, request: pb.Empty, context: Any
-    ) -> pb.DevicePluginOptions:
-        self._note("options", [])
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> Any:
+        await self._note("GetDevicePluginOptions", [], context)
         return self.options
 
-    async def ListAndWatch(
-        self, request: pb.Empty, context: Any
-    ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        lists: asyncio.Queue[list[pb.Device] | None] = asyncio.Queue()
+    async def ListAndWatch(self, request: pb.Empty, context: Any) -> AsyncIterator[Any]:
+        lists: asyncio.Queue[list[pb.Device]] = asyncio.Queue()
         lists.put_nowait(self.devices)
         self._streams.add(lists)
         try:
-            while (devices := await lists.get()) is not None:
-                yield pb.ListAndWatchResponse(devices=devices)
+            while True:
+                yield pb.ListAndWatchResponse(devices=await lists.get())
         finally:
             self._streams.discard(lists)
 
-    async def GetPreferredAllocation(
-        self, request: pb.PreferredAllocationRequest, context: Any
-    ) -> pb.PreferredAllocationResponse:
+    async def GetPreferredAllocation(self, request: Any, context: Any) -> Any:
         question = request.container_requests[0]
         must, size = sorted(question.must_include_deviceIDs), question.allocation_size
         available = sorted(question.available_deviceIDs)
         more = f"with {','.join(must)} for {size}" if must else f"for {size}"
-        self._note("prefer", available, more)
+        await self._note("GetPreferredAllocation", available, context, more)
         lowest = [*must, *(ident for ident in available if ident not in must)][:size]
         ids = lowest if self.preference is None else self.preference
         answer = pb.ContainerPreferredAllocationResponse(deviceIDs=ids)
         return pb.PreferredAllocationResponse(container_responses=[answer])
 
-    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:
         ids = sorted(request.container_requests[0].devices_ids)
-        self._note("allocate", ids)
-        await self._may_refuse("Allocate", context)
+        await self._note("Allocate", ids, context)
         node = pb.DeviceSpec(
             container_path=f"/dev/{ids[0]}", host_path="/dev/null", permissions=self.permissions
         )
@@ -157,12 +152,8 @@ class Plugin:
         )
         return pb.AllocateResponse(container_responses=[answer])
 
-    async def PreStartContainer(
-        self, request: pb.PreStartContainerRequest, context: Any
-    ) -> pb.PreStartContainerResponse:
-        self._note("prestart", request.devices_ids)
-        await self.grants.wait()
-        await self._may_refuse("PreStartContainer", context)
+    async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:
+        await self._note("PreStartContainer", request.devices_ids, context)
         return pb.PreStartContainerResponse()
 
 
@@ -191,77 +182,11 @@ Listed = dict[str, dict[str, list[tuple[str, str]]]]
 """The answer of List: by pod and container, resources and IDs."""
 
 
-class World(Protocol):
-    """A kubelet with its node, and an API server.
-
-    Containers sleep until they are told to end or to crash.
-    """
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """The kubelet's version."""
-
-    @property
-    def directory(self) -> Path:
-        """The directory of plugins' sockets and the checkpoint."""
-
-    @property
-    def cgroups(self) -> Path:
-        """A directory that has pods' cgroups, at any depth, with `tasks` files."""
-
-    async def create(self, wish: Wish) -> None:
-        """Create a pod; `state` returns how far it is."""
-
-    async def uid(self, name: str) -> str:
-        """Return the UID by which the kubelet knows a pod."""
-
-    async def state(self, name: str, container: str) -> str:
-        """Return "running", "done", or the kubelet's reason why not; "" while it starts."""
-
-    async def complete(self, name: str) -> None:
-        """Let a pod's containers end with success, and wait until the kubelet has seen it."""
-
-    async def crash(self, name: str, container: str) -> None:
-        """Let a container end with failure; the kubelet starts it again."""
-
-    async def delete(self, name: str) -> None:
-        """Delete a pod in an orderly manner; `gone` waits for its end."""
-
-    async def force_delete(self, name: str) -> None:
-        """Delete a pod's object or manifest at once, and wait until the kubelet has seen it."""
-
-    async def gone(self, name: str) -> None:
-        """Wait until a pod that was deleted or rejected has no cgroup any more, and no object.
-
-        The containers of a pod whose deletion was forced are killed.
-        """
-
-    async def stop(self) -> None:
-        """Kill the kubelet."""
-
-    async def start(self, plugins: Iterable[Plugin], policy: Policy | None) -> None:
-        """Start it; `plugins` register as soon as they can. `policy`: a new one, if any."""
-
-    async def cut_power(self) -> None:
-        """End all processes of the node, whose kubelet was stopped; `start` is then a reboot."""
-
-    async def heard_of_all(self) -> None:
-        """Wait until a kubelet that was started has heard of all pods."""
-
-    async def dead(self) -> bool:
-        """Return whether the kubelet has died by itself before it has heard of all pods."""
-
-    async def missed(self, plugin: Plugin) -> None:
-        """Wait until the kubelet has seen that a plugin is gone."""
-
-    async def api_server_away(self) -> None:
-        """Stop the API server."""
-
-    async def api_server_back(self) -> None:
-        """Start the API server again."""
-
-    async def listed(self) -> Listed:
-        """Call List."""
+World = Any
+"""A kubelet with its node and an API server: tests.world.reference.ReferenceWorld, which describes
+the methods, or the original in tests.e2e.test_reference. Containers sleep until they are told to
+end or to crash.
+"""
 
 
 # -------------------------------------------------------------------------------------- the stage
@@ -362,20 +287,14 @@ class Record:
     def _cgroups(self) -> list[str]:
         """Return which of the pods have a cgroup, and whether it has no processes."""
         found: dict[str, bool] = {}
-        for path, _, _ in os.walk(self._world.cgroups):
+        for path, _, files in os.walk(self._world.cgroups):
             for uid, name in self.pods.items():
-                if path.endswith(f"/pod{uid}"):
-                    found[name] = found.get(name, False) or has_processes(Path(path))
+                if f"/pod{uid}" not in path or "tasks" not in files:
+                    continue
+                with contextlib.suppress(OSError):  # it has just been removed
+                    is_populated = bool(Path(path, "tasks").read_text())
+                    found[name] = found.get(name, False) or is_populated
         return sorted(name if populated else f"{name}(empty)" for name, populated in found.items())
-
-
-def has_processes(cgroup: Path) -> bool:
-    """Return whether a cgroup of version 1 has processes in it, at any depth."""
-    found = False
-    for directory, _, files in os.walk(cgroup):
-        with contextlib.suppress(FileNotFoundError, OSError):  # it has just been removed
-            found = found or ("tasks" in files and bool(Path(directory, "tasks").read_text()))
-    return found
 
 
 class Stage:
@@ -506,6 +425,7 @@ class Stage:
     ) -> str:
         """Return the first state of a container that is wanted."""
         deadline = asyncio.get_running_loop().time() + LONG
+        state: str = ""
         while not wanted(state := await self.world.state(self.full(name), container)):
             if asyncio.get_running_loop().time() > deadline:
                 raise Broken(f"{name}/{container} is {state!r}")

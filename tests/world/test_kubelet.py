@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,9 +14,9 @@ import pytest
 
 from generated import deviceplugin_pb2 as pb
 from generated import podresources_pb2 as pods_pb
-from tests.world.kubelet import CHECKPOINT, AdmissionError, Panic
 from tests.world.plugins import is_extended_resource
 from tests.world.reference import Bench, ReferenceWorld, lister
+from tests.world.runtime import ADDRESSES
 from tests.world.scenarios import SCENARIOS, Scenario, perform
 from tests.world.stage import Plugin, device
 
@@ -42,40 +43,7 @@ async def test_it_does_what_the_original_does(
     assert record == scenario.expected(version)
 
 
-# ------------------------------------------------------------------------------- starting, ending
-
-
-@pytest.mark.parametrize(("version", "kept"), [((1, 32), set[str]()), ((1, 33), {"notes.txt"})])
-async def test_a_start_deletes_what_its_version_deletes(
-    bench: Bench, version: tuple[int, int], kept: set[str]
-) -> None:
-    """Sockets go, directories and the checkpoint stay; other files go before 1.33 only."""
-    (bench.directory / "sub").mkdir(parents=True)
-    (bench.directory / "notes.txt").touch()
-    (bench.directory / CHECKPOINT).write_text("{}")
-    for name in ("old.sock", "kubelet.sock"):
-        with socket.socket(socket.AF_UNIX) as stale:
-            stale.bind(str(bench.directory / name))
-    await bench.kubelet(version=version)
-    left = {path.name for path in bench.directory.iterdir()}
-    assert left == kept | {"sub", CHECKPOINT, "kubelet.sock"}
-
-
-async def test_a_stop_removes_the_socket_and_a_kill_leaves_it(bench: Bench) -> None:
-    """After a kill it refuses connections; the directory is made with the modes of the original."""
-    kubelet = await bench.kubelet()
-    assert bench.directory.stat().st_mode & 0o777 == 0o755
-    await kubelet.kill()
-    for path in (kubelet.socket, kubelet.pod_resources):
-        with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
-            client.connect(str(path))
-    await kubelet.start()
-    await kubelet.stop()
-    assert list(bench.directory.iterdir()) == []
-
-
-# ----------------------------------------------------------------------------------- registration
-
+# -- registration ----------------------------------------------------------------------------------
 
 GOOD = ["tenstorrent.com/n150", "tenstorrent.com/" + "n" * 63]
 BAD = [
@@ -86,62 +54,33 @@ BAD = [
 
 
 @pytest.mark.parametrize("name", [*GOOD, *" ".join(BAD).split(), "tenstorrent.com/n150\n"])
-def test_only_extended_resource_names_are_taken(name: str) -> None:
-    """domain/name, both well-formed, not Kubernetes' own, and still a qualified name as a quota."""
+def test_only_extended_resource_names_are_accepted(name: str) -> None:
+    """A name is domain/name, both well-formed, not Kubernetes' own, and short enough as a quota."""
     assert is_extended_resource(name) is (name in GOOD)
 
 
-@pytest.mark.parametrize(
-    ("version", "resource", "message"),
-    [
-        ("v1", N150, 'API version "v1" is not supported by kubelet. Supported version is ["v1b'),
-        ("v1beta1", "n150", 'the ResourceName "n150" is invalid'),
-    ],
-)
-async def test_a_bad_registration_is_refused(
-    bench: Bench, version: str, resource: str, message: str
-) -> None:
-    """A wrong version or name is answered with UNKNOWN, and nothing is dialled."""
-    await bench.kubelet()
-    plugin = await bench.plugin(A, resource=resource)
-    with pytest.raises(grpc.aio.AioRpcError) as refusal:
-        await plugin.register(version=version)
-    assert refusal.value.code() is grpc.StatusCode.UNKNOWN
-    assert message in str(refusal.value.details())
-    assert plugin.calls == []
-
-
-async def test_a_plugin_that_does_not_serve_is_refused_in_the_end(bench: Bench) -> None:
-    """Register fails when the dial-back's time is over, and it is a violation."""
+@pytest.mark.parametrize("was_killed", [False, True])
+async def test_a_plugin_must_serve_before_it_registers(bench: Bench, was_killed: bool) -> None:
+    """Register fails after the dial timeout; a socket left by a killed plugin is no violation."""
     kubelet = await bench.kubelet(dial_timeout=0.2)
+    if was_killed:
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(bench.directory / "p.sock"))
     with pytest.raises(grpc.aio.AioRpcError, match="failed to dial device plugin"):
         await Plugin(bench.directory, [A], N150, "p.sock").register()
     early = f"{N150} registers {bench.directory / 'p.sock'} before it serves there"
-    assert kubelet.violations == [early]
+    assert kubelet.violations == ([] if was_killed else [early])
 
 
-async def test_a_plugin_that_ends_while_it_registers_has_done_nothing_wrong(bench: Bench) -> None:
-    """Its socket refuses, as a killed plugin's does: Register fails, which nobody hears."""
-    kubelet = await bench.kubelet(dial_timeout=0.2)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(bench.directory / "p.sock"))
-    with pytest.raises(grpc.aio.AioRpcError, match="failed to dial device plugin"):
-        await Plugin(bench.directory, [A], N150, "p.sock").register()
-    assert kubelet.violations == []
-
-
-@pytest.mark.parametrize("end", ["stop", "end_streams", "drop"])
-async def test_the_end_of_the_stream_makes_all_devices_unhealthy(bench: Bench, end: str) -> None:
-    """Whether the plugin stops, ends the stream politely, or the connection breaks."""
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_the_end_of_the_stream_makes_all_devices_unhealthy(
+    bench: Bench, is_dropped: bool
+) -> None:
+    """After the grace period the resource is removed, also from the checkpoint."""
     kubelet = await bench.kubelet(grace_period=0.05)
     plugin = await bench.registered(kubelet, A, device("b", "Unhealthy"))
     assert (kubelet.capacity(), kubelet.allocatable()) == ({N150: 2}, {N150: 1})
-    if end == "stop":
-        await plugin.stop()
-    elif end == "end_streams":
-        plugin.end_streams()
-    else:
-        await kubelet.drop_streams()
+    await (kubelet.drop_streams() if is_dropped else plugin.stop())
     await kubelet.wait_for(lambda: kubelet.find("lost", N150))
     assert kubelet.unhealthy(N150) == {"a", "b"}
     await kubelet.wait_for(lambda: kubelet.find("removed", N150))
@@ -150,7 +89,7 @@ async def test_the_end_of_the_stream_makes_all_devices_unhealthy(bench: Bench, e
 
 
 async def test_until_1_36_the_end_of_an_old_stream_takes_down_the_new_one(bench: Bench) -> None:
-    """A plugin that registers anew and only then ends its old stream loses both."""
+    """A plugin that registers again and only then ends its old stream loses both."""
     kubelet = await bench.kubelet(version=(1, 36))
     old = await bench.registered(kubelet, A)
     new = await bench.plugin(B, name="new.sock")
@@ -162,7 +101,7 @@ async def test_until_1_36_the_end_of_an_old_stream_takes_down_the_new_one(bench:
 
 
 async def test_since_1_37_a_connected_socket_cannot_be_registered_again(bench: Bench) -> None:
-    """It is refused, and that name from then on, even when the plugin has gone."""
+    """It is refused, and that name from then on, even if the plugin has ended."""
     kubelet = await bench.kubelet(version=(1, 37))
     plugin = await bench.registered(kubelet, A)
     for _ in range(2):
@@ -178,7 +117,7 @@ async def test_since_1_37_a_connected_socket_cannot_be_registered_again(bench: B
     await kubelet.registered(N150)
 
 
-# ---------------------------------------------------------------------- what no good plugin does
+# -- what no correct plugin does -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,10 +130,10 @@ async def test_since_1_37_a_connected_socket_cannot_be_registered_again(bench: B
         ([device("a", nodes=[-1])], "negative NUMA node"),
     ],
 )
-async def test_what_the_kubelet_swallows_in_a_list_is_a_violation(
+async def test_a_wrong_list_is_a_violation(
     bench: Bench, devices: Sequence[pb.Device], what: str
 ) -> None:
-    """Duplicates, impossible IDs, unknown health and negative NUMA nodes."""
+    """Duplicates, impossible IDs, unknown health and negative NUMA nodes are reported."""
     kubelet = await bench.kubelet()
     await bench.registered(kubelet, *devices)
     assert len(kubelet.violations) == 1
@@ -202,10 +141,8 @@ async def test_what_the_kubelet_swallows_in_a_list_is_a_violation(
 
 
 @pytest.mark.parametrize("preference", [[], ["a"], ["a", "z"], ["a", "a"], ["a", "b", "c"]])
-async def test_a_wrong_preference_is_a_violation_and_made_up_for(
-    bench: Bench, preference: list[str]
-) -> None:
-    """Too few, too many or unknown IDs are told; the container gets its number all the same."""
+async def test_a_wrong_preference_is_a_violation(bench: Bench, preference: list[str]) -> None:
+    """Too few, too many or unknown IDs are reported; the container still gets its number."""
     kubelet = await bench.kubelet()
     plugin = await bench.registered(kubelet, A, B, C, get_preferred_allocation_available=True)
     plugin.preference = preference
@@ -216,37 +153,66 @@ async def test_a_wrong_preference_is_a_violation_and_made_up_for(
     assert f"{N150} gives /dev/null the permissions 'rwx'" in kubelet.violations
 
 
-# -------------------------------------------------------------------------------------- admission
+SHARED = [device("one::0"), device("one::1")]
+
+
+@pytest.mark.parametrize(
+    ("devices", "chips", "other", "is_violation"),
+    [
+        ([A, B], ["1", "2"], N150, False),
+        ([A, B], ["1", "1"], N150, True),
+        ([A, B], ["1,2", "2,3"], N150, True),
+        ([A, B], ["1", "1"], P150, True),
+        (SHARED, ["1", "1"], N150, False),
+        (SHARED, ["1,2", "1,2"], N150, False),
+        (SHARED, ["1,2", "2,3,1,4"], N150, False),
+        ([device("one::0"), device("two::0")], ["1", "1"], N150, True),
+        ([device("one::0"), B], ["1", "1"], N150, True),
+        (SHARED, ["1", "1"], P150, True),
+    ],
+)
+async def test_two_pods_that_run_with_one_chip_are_a_violation(
+    bench: Bench, devices: Sequence[pb.Device], chips: Sequence[str], other: str, is_violation: bool
+) -> None:
+    """Unless both have replicas of one device of one resource; a pod deleted by force runs on."""
+    kubelet = await bench.kubelet(cgroups=bench.directory.parent / "cgroups")
+    for resource in {N150, other}:
+        plugin = await bench.registered(kubelet, *devices, resource=resource)
+        plugin.envs = {ADDRESSES: chips[resource != N150]}
+    await kubelet.admit("first", "main", {N150: 1})
+    await kubelet.running("first", "main")
+    (taken,) = kubelet.allocated(N150)
+    kubelet.force_delete("first")
+    plugin.envs = {ADDRESSES: chips[1]}
+    plugin.send(*(each for each in devices if taken != each.ID))
+    await kubelet.wait_for(lambda: taken not in kubelet.healthy(other))
+    await kubelet.admit("second", "main", {other: 1})
+    await kubelet.running("second", "main")
+    assert bool(kubelet.violations) is is_violation, kubelet.violations
+    kubelet.violations.clear()
+    kubelet.end("first")
+    kubelet.crash("second", "main")
+    await kubelet.running("second", "main")
+    assert kubelet.violations == []
+
+
+# -- pods ------------------------------------------------------------------------------------------
 
 
 async def test_the_answers_of_two_resources_are_merged(bench: Bench) -> None:
-    """Where they contradict each other one wins, and the kubelet says so."""
+    """If they contradict each other one wins, which is an event."""
     kubelet = await bench.kubelet()
     await bench.registered(kubelet, A)
     await bench.registered(kubelet, B, resource=P150)
     allocation = await kubelet.admit("pod", "main", {N150: 1, P150: 1, "other.com/x": 1})
     assert allocation.ids == {N150: {"a"}, P150: {"b"}}
     assert {spec.container_path for spec in allocation.devices} == {"/dev/a", "/dev/b"}
-    assert [mount.container_path for mount in allocation.mounts] == ["/etc/ids"]
     assert {event.fields["key"] for event in kubelet.find("conflict")} == {"IDS", "of"}
     assert kubelet.allocation("pod", "main").ids == allocation.ids
 
 
-async def test_a_pod_that_wants_another_number_is_refused(bench: Bench) -> None:
-    """Admitted a second time it keeps what it has; a pod that has ended is followed by another."""
-    kubelet = await bench.kubelet()
-    plugin = await bench.registered(kubelet, A, B)
-    first = await kubelet.admit("pod", "main", {N150: 1})
-    assert (await kubelet.admit("pod", "main", {N150: 1})).ids == first.ids
-    uid = kubelet.uid("pod")
-    with pytest.raises(AdmissionError, match=r"changed request for resource .* from 1 to 2"):
-        await kubelet.admit("pod", "main", {N150: 2})
-    await kubelet.admit("pod", "main", {N150: 2})
-    assert len(plugin.calls) == 3 and kubelet.uid("pod") != uid
-
-
 async def test_before_1_32_the_pod_that_was_admitted_last_is_kept(bench: Bench) -> None:
-    """Whether List asks or not, until another pod is admitted."""
+    """Its entry stays until another pod is admitted, whether List asks or not."""
     kubelet = await bench.kubelet(version=(1, 31))
     await bench.registered(kubelet, A, B)
     for name in ("one", "two"):
@@ -258,21 +224,66 @@ async def test_before_1_32_the_pod_that_was_admitted_last_is_kept(bench: Bench) 
         assert entry.uid == kubelet.uid(name)
 
 
-async def test_a_device_that_is_dropped_while_it_is_allocated_is_fatal_since_1_34(
-    bench: Bench,
+async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(bench: Bench) -> None:
+    """`killed` names it, so that a test can assert that no pod was killed."""
+    kubelet = await bench.kubelet()
+    plugin = await bench.registered(kubelet, A)
+    await kubelet.admit("pod", "main", {N150: 1})
+    await kubelet.running("pod", "main")
+    for health, killed in (("Healthy", []), ("Unhealthy", ["pod"])):
+        await kubelet.kill()
+        await plugin.stop()
+        kubelet.corrupt("missing")
+        await kubelet.start()
+        plugin.devices = [device("a", health)]
+        await plugin.serve()
+        await plugin.register()
+        await kubelet.wait_for(lambda: kubelet.pods.sources_ready)
+        assert kubelet.killed == killed
+
+
+@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
+@pytest.mark.parametrize("quality", ["guaranteed", "burstable"])
+async def test_cgroups_show_whether_a_pod_has_processes(
+    bench: Bench, layout: Any, quality: Any
 ) -> None:
-    """The kubelet is dead; it can be started again."""
-    kubelet = await bench.kubelet(version=(1, 34))
+    """They are empty while volumes are mounted or unmounted, and while the sandbox is replaced."""
+    root = bench.directory.parent / "cgroups"
+    kubelet = await bench.kubelet(cgroups=root, layout=layout)
     plugin = await bench.registered(kubelet, A, pre_start_required=True)
 
-    def drop(method: str) -> bool:
-        kubelet.manager.devices.replace(N150, [B])
-        return False
+    def found() -> bool | None:
+        """Return whether there are processes; None: there is no cgroup."""
+        pattern = f"*pod{kubelet.uid('pod').replace('-', '?')}*"
+        (directory,) = list(root.rglob(pattern))[:1] or (None,)
+        if directory is None:
+            return None
+        if layout == "v1":
+            return any(file.read_text() for file in directory.rglob("tasks"))
+        assert (root / "cgroup.controllers").exists()
+        return "populated 1" in (directory / "cgroup.events").read_text()
 
-    plugin.refuses = drop
-    with pytest.raises(Panic):
-        await kubelet.admit("pod", "main", {N150: 1})
-    assert kubelet.find("panicked") and len(kubelet.violations) == 1
-    with pytest.raises(RuntimeError):
-        await kubelet.admit("pod", "main", {N150: 1})
-    await kubelet.start()
+    kubelet.hold_volumes()
+    await kubelet.admit("pod", "main", {N150: 1}, static=True, quality=quality)
+    await kubelet.wait_for(lambda: found() is not None)
+    assert found() is False
+    plugin.grants.clear()
+    kubelet.hold_volumes(False)
+    await kubelet.wait_for(lambda: kubelet.find("prestarting"))
+    assert found(), "the sandbox"
+    plugin.grants.set()
+    await kubelet.running("pod", "main")
+    kubelet.kill_sandbox("pod")
+    assert found() is False
+    await kubelet.running("pod", "main")
+    kubelet.force_delete("pod")
+    assert found()
+    await kubelet.admit("pod", "main", {N150: 1}, static=True, quality=quality)
+    assert kubelet.pods.get("pod").containers["main"].pid is None, "it waits for its predecessor"
+    kubelet.keep_cgroups()
+    kubelet.end("pod")
+    assert found() is False
+    await kubelet.running("pod", "main")
+    kubelet.delete("pod")
+    kubelet.keep_cgroups(False)
+    assert found() is None

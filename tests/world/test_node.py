@@ -261,32 +261,6 @@ def test_old_drivers_send_their_own_events(
     assert headers == capture(name)["events_on_load"]
 
 
-def test_devices_come_and_go_in_parts(build: Build) -> None:
-    """The class leads to a device whose number is not there yet; it goes before attributes do."""
-    node = build()
-    pci = node.root / "sys/devices/pci0000:00/0000:00:02.0/0000:01:00.0"
-    device = pci / "tenstorrent/tenstorrent!0"
-    paths = {
-        "device": device, "dev": device / "dev", "serial": device / "tt_serial",
-        "class": node.root / "sys/class/tenstorrent/tenstorrent!0",
-        "node": node.root / "dev/tenstorrent/0",
-    }  # fmt: skip
-    states = set()
-
-    def look() -> None:
-        states.add(frozenset(name for name, path in paths.items() if os.path.lexists(path)))
-
-    node.on_step = look
-    (chip,) = node.add("n150")
-    assert states > {frozenset({"device", "class"}), frozenset({"device", "class", "dev", "node"})}
-    states.clear()
-    chip.vanish()
-    assert states > {
-        frozenset({"device", "class", "dev", "serial"}),
-        frozenset({"device", "serial"}),
-    }
-
-
 # -- what befalls a chip ---------------------------------------------------------------------------
 
 DEAD = {
