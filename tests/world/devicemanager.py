@@ -58,7 +58,6 @@ class Allocation:
     envs: dict[str, str] = field(default_factory=dict)
     mounts: list[pb.Mount] = field(default_factory=list)
     devices: list[pb.DeviceSpec] = field(default_factory=list)
-    annotations: dict[str, str] = field(default_factory=dict)
     cdi_devices: list[str] = field(default_factory=list)
 
     @property
@@ -67,7 +66,7 @@ class Allocation:
         return {resource: frozenset(held.ids) for resource, held in self.held.items()}
 
     def add(self, answer: pb.ContainerAllocateResponse) -> None:
-        """Merge an answer, except variables and annotations: what is there already wins."""
+        """Merge an answer, except variables: what is there already wins."""
         known = {spec.container_path for spec in self.devices}
         self.devices.extend(d for d in answer.devices if d.container_path not in known)
         known = {mount.container_path for mount in self.mounts}
@@ -141,7 +140,7 @@ class DeviceManager:
         self.desired = desired
         self.devices = Devices()
         self.pods = PodDevices()
-        self.plugins = Plugins(config, log, self.devices, self.write_checkpoint, self.status)
+        self.plugins = Plugins(config, log, self.devices, self.write_checkpoint)
         self.latest = ""  # the UID of the pod that was admitted last
         self._file = file
 
@@ -177,19 +176,10 @@ class DeviceManager:
         self.pods.recount()
         for resource in snapshot.registered:
             self.devices.replace(resource, [])
-            self.plugins.remember(resource)
+            self.plugins.endpoints[resource] = Endpoint()
 
     def status(self) -> dict[str, tuple[int, int]]:
-        """Return capacity and allocatable by resource; removes what has expired (GetCapacity())."""
-        known = {*self.devices.healthy, *self.devices.unhealthy}
-        expired = sorted(resource for resource in known if self.plugins.is_expired(resource))
-        for resource in expired:
-            self.plugins.endpoints.pop(resource, None)
-            self.devices.remove(resource)
-        if expired:
-            self.write_checkpoint_now()
-        for resource in expired:
-            self.log.record("removed", resource=resource)
+        """Return capacity and allocatable by resource (GetCapacity())."""
         return {
             resource: (len(healthy) + len(self.devices.unhealthy.get(resource, ())), len(healthy))
             for resource, healthy in self.devices.healthy.items()
@@ -231,13 +221,11 @@ class DeviceManager:
         for resource, held in self.config.shuffled(by_resource):
             result.held[resource] = held
             result.add(held.answer)
-            texts = ((result.envs, held.answer.envs), (result.annotations, held.answer.annotations))
-            for mine, theirs in texts:
-                for key, value in theirs.items():
-                    kept = mine.setdefault(key, value)
-                    if kept != value:
-                        where = {"resource": resource, "pod": claim.pod, "key": key}
-                        self.log.record("conflict", **where, ignored=value, kept=kept)
+            for key, value in held.answer.envs.items():
+                kept = result.envs.setdefault(key, value)
+                if kept != value:
+                    where = {"resource": resource, "pod": claim.pod, "key": key}
+                    self.log.record("conflict", **where, ignored=value, kept=kept)
         return result
 
 

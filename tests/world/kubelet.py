@@ -9,8 +9,9 @@ same scenarios run against the original, see tests.world.scenarios.
 Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods, runtime.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
-the alignment of devices by the Topology Manager, GetAllocatableResources, and the second Allocate
-for a container whose devices are lost and whose plugin does not require PreStartContainer.
+the alignment of devices by the Topology Manager, the removal of a resource five minutes after its
+plugin has gone, annotations, GetAllocatableResources, and the second Allocate for a container whose
+devices are lost and whose plugin does not require PreStartContainer.
 """
 
 from __future__ import annotations
@@ -54,8 +55,6 @@ from tests.world.runtime import Judge, Layout, Runtime
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
 
-POD_CALLS_BURST, POD_CALLS_A_SECOND = 10, 100  # limits for all clients of pod resources together
-
 Method = Literal["Register", "List"]
 T = TypeVar("T")
 
@@ -74,25 +73,6 @@ class Fault:
     code: grpc.StatusCode | None = None
     message: str = ""
     answer: bytes | None = None
-
-
-class RateLimit:
-    """The rate limiter of the pod resources API: a token bucket."""
-
-    def __init__(self) -> None:
-        self._tokens = float(POD_CALLS_BURST)
-        self._at = time.monotonic()
-
-    def allows(self) -> bool:
-        """Take a token, if there is one."""
-        now = time.monotonic()
-        refilled = self._tokens + (now - self._at) * POD_CALLS_A_SECOND
-        self._tokens = min(POD_CALLS_BURST, refilled)
-        self._at = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
 
 
 class Sockets:
@@ -189,7 +169,7 @@ class _Observed:
         await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout)
 
     def capacity(self) -> dict[str, int]:
-        """Return the number of devices by resource; removes resources that have expired."""
+        """Return the number of devices by resource."""
         return {resource: capacity for resource, (capacity, _) in self.manager.status().items()}
 
     def allocatable(self) -> dict[str, int]:
@@ -438,10 +418,10 @@ class Kubelet(_Running):
     is forgotten, and List does not name them.
 
     The pod resources API is served on the socket `pod_resources`, by default
-    `pod-resources/kubelet.sock` beside the directory, None for nowhere. `clock` counts the grace
-    period (seconds); `seed` drives what is in random order in the original (Go's maps). `back_off`:
-    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
-    then 12 to 15 s). For `cgroups`, `layout` and `host` see tests.world.runtime.
+    `pod-resources/kubelet.sock` beside the directory, None for nowhere. `seed` drives what is in
+    random order in the original (Go's maps). `back_off`: seconds until a container that could not
+    be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). For `cgroups`, `layout`
+    and `host` see tests.world.runtime.
     """
 
     def __init__(
@@ -450,10 +430,8 @@ class Kubelet(_Running):
         *,
         version: tuple[int, int] = (1, 36),
         policy: Policy = "none",
-        grace_period: float = 300.0,
         dial_timeout: float = 10.0,
         pod_resources: Path | Literal["beside"] | None = "beside",
-        clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
         back_off: float = 0.2,
@@ -462,14 +440,12 @@ class Kubelet(_Running):
         layout: Layout = "cgroupfs",
         host: SimulatedNode | None = None,
     ) -> None:
-        config = Config(Path(directory), version, policy, grace_period, dial_timeout, clock)
-        config.random = random.Random(seed)
+        config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
         log = EventLog(on_event)
         super().__init__(config, log, Runtime(cgroups, layout, host, Judge(log)), back_off)
         beside = config.directory.parent / "pod-resources/kubelet.sock"
         self.pod_resources = beside if pod_resources == "beside" else pod_resources
         self.pods_come = pods_come
-        self.limit = RateLimit()
         self._sockets = Sockets()
         self._former: set[str] = set()  # resources of the former life
         self._admission = asyncio.Lock()
@@ -494,7 +470,6 @@ class Kubelet(_Running):
         """Read the checkpoint, empty the directory, make `kubelet.sock`; `deaf`: never answer."""
         if self._sockets.open():
             raise RuntimeError("the kubelet runs already")
-        self.limit = RateLimit()
         self.pods.forget()
         self.alive = True
         self.runtime.make_roots()
@@ -783,10 +758,6 @@ class _PodResources(grpc.GenericRpcHandler):
 
     async def _list(self, request: bytes, context: Any) -> bytes:
         kubelet = self._kubelet
-        if not kubelet.limit.allows():
-            kubelet.log.violation("List of the pod resources API is called too often")
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, "rejected by rate limit")
         fault = await kubelet.meet_fault("List")
         if fault and fault.code:
             await context.abort(fault.code, fault.message)

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,9 +38,7 @@ class Config:
     directory: Path
     version: tuple[int, int] = (1, 36)
     policy: Policy = "none"  # the Topology Manager's
-    grace_period: float = 300.0  # seconds after which a resource without a plugin is removed
     dial_timeout: float = 10.0
-    clock: Callable[[], float] = time.monotonic  # counts the grace period
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def shuffled(self, items: Iterable[T]) -> list[T]:
@@ -137,13 +134,13 @@ class Client:
 class Endpoint:
     """The plugin that the kubelet calls for a resource."""
 
-    client: Client | None  # None: known from the checkpoint only
-    options: pb.DevicePluginOptions | None
-    stopped_at: float | None = None
+    client: Client | None = None  # None: known from the checkpoint only
+    options: pb.DevicePluginOptions | None = None
+    stopped: bool = False
 
     def running(self, resource: str) -> Client:
         """Return the connection, or raise Failure."""
-        if self.client is None or self.stopped_at is not None:
+        if self.client is None or self.stopped:
             raise Failure(f"endpoint {resource} has been stopped")
         # Its stream ended, but another registration had made the kubelet forget it.
         if self.client.closed:
@@ -171,11 +168,6 @@ class Devices:
         self.unhealthy.setdefault(resource, set()).update(lost)
         self.healthy[resource] = set()
         return lost
-
-    def remove(self, resource: str) -> None:
-        """Remove a resource, which then has no capacity any more."""
-        self.healthy.pop(resource, None)
-        self.unhealthy.pop(resource, None)
 
     def get(self, resource: str, ident: str) -> pb.Device | None:
         """Return a device as it is listed."""
@@ -235,16 +227,13 @@ class Plugins:
         log: EventLog,
         devices: Devices,
         write: Callable[[], Awaitable[None]],
-        remove_expired: Callable[[], object],
     ) -> None:
-        """Args: write: writes the checkpoint; remove_expired: after a resource's grace period."""
+        """Args: write: writes the checkpoint."""
         self.endpoints: dict[str, Endpoint] = {}
         self._config = config
         self._log = log
         self._devices = devices
         self._write = write
-        self._remove_expired = remove_expired
-        self._timers: list[asyncio.TimerHandle] = []
         self._clients: dict[str, list[Client]] = {}
         self._by_socket: dict[str, dict[str, Endpoint]] = {}  # since 1.37
         self._streams: set[asyncio.Task[None]] = set()
@@ -375,7 +364,7 @@ class Plugins:
                 self._lose(resource, endpoint)
         elif endpoint := self._by_socket.get(resource, {}).pop(client.path, None):
             if others := self._by_socket[resource]:
-                endpoint.stopped_at = self._config.clock()
+                endpoint.stopped = True
                 self.endpoints[resource] = self._config.random.choice(list(others.values()))
             else:
                 self._lose(resource, endpoint)
@@ -384,34 +373,16 @@ class Plugins:
     def _lose(self, resource: str, endpoint: Endpoint) -> None:
         """Make all devices unhealthy, as no plugin is left; the checkpoint is not written."""
         lost = self._devices.lose(resource)
-        self._stop(endpoint)
+        endpoint.stopped = True
         self._log.record("lost", resource=resource, ids=sorted(lost))
-
-    def _stop(self, endpoint: Endpoint) -> None:
-        endpoint.stopped_at = self._config.clock()
-        # The original looks whenever it reports the node's status, every few seconds.
-        later = asyncio.get_running_loop().call_later
-        self._timers.append(later(self._config.grace_period + 0.001, self._remove_expired))
 
     # What others ask and do
 
     def is_listed(self, resource: str) -> bool:
         """Return whether a plugin of the resource is connected and has sent its first list."""
         endpoint = self.endpoints.get(resource)
-        client = endpoint.client if endpoint and endpoint.stopped_at is None else None
+        client = endpoint.client if endpoint and not endpoint.stopped else None
         return client is not None and client.lists > 0
-
-    def is_expired(self, resource: str) -> bool:
-        """Return whether the resource has been without a plugin for more than the grace period."""
-        endpoint = self.endpoints.get(resource)
-        if endpoint is None or endpoint.stopped_at is None:
-            return endpoint is None
-        return self._config.clock() - endpoint.stopped_at > self._config.grace_period
-
-    def remember(self, resource: str) -> None:
-        """Add a resource of the checkpoint, without a plugin; it is not removed at once."""
-        self.endpoints[resource] = Endpoint(None, None)
-        self._stop(self.endpoints[resource])
 
     async def drop(self, resource: str | None) -> None:
         """Break the connections of a resource, or all, as after an error on a stream."""
@@ -427,8 +398,6 @@ class Plugins:
 
     async def abandon(self) -> None:
         """End all connections, as the end of the process does."""
-        for timer in self._timers:
-            timer.cancel()
         abandoned = [client for clients in self._clients.values() for client in clients]
         self._clients.clear()
         for client in abandoned:
@@ -438,4 +407,4 @@ class Plugins:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
         for endpoint in self.endpoints.values():
-            endpoint.stopped_at = endpoint.stopped_at or self._config.clock()
+            endpoint.stopped = True

@@ -1,16 +1,14 @@
-"""What kubelets do with device plugins, told as scenarios that run against any kubelet.
+"""Scenarios of kubelets and device plugins that run against any kubelet.
 
 A scenario runs on the reference kubelet (tests.world.test_kubelet) and on originals
-(tests.e2e.test_reference), and writes a record: after each step which calls the plugin got, what
-the checkpoint says, and which pods have a cgroup. The record that it has to write stands above it,
-and was taken from originals; a line that begins with a version is of that version only.
+(tests.e2e.test_reference), and writes a record: after each step the calls that the plugin got, the
+content of the checkpoint, and the pods that have a cgroup. Above each scenario is the record that
+it must write, taken from originals; a line that begins with a version is of that version only.
 
 In the file, `one/main=x:a | x:a,b` is an entry of the container main of the pod one, which has the
 device a of the resource x, of which a and b are registered as healthy; `a@0`: on the NUMA node 0.
 
-What cannot be had of an original in a minute is left to the reference: that a resource is removed
-five minutes after its plugin has gone (a constant of endpoint.go), and that writings overtake each
-other (chance).
+That writes of the checkpoint overtake each other is left to the reference: it happens by chance.
 """
 
 from __future__ import annotations
@@ -73,9 +71,6 @@ async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
     return stage.record.lines
 
 
-# -- Lists
-
-
 @writes("""
      | one runs: options x; prefer x a,b for 1; allocate x a; prestart x a;
      |   file one/main=x:a | x:a,b; cgroups one
@@ -135,32 +130,22 @@ async def numa_nodes(stage: Stage) -> None:
 
 
 @writes("""
-     | one runs: options x; prefer x a,b,c for 1; allocate x a; prefer x a,b,c with a for 2;
-     |   allocate x a,b; prestart x a; prestart x a,b;
-     |   file one/main=x:a,b one/setup=x:a | x:a,b,c; cgroups one
-     | asked: List names one/main=x:a,x:b
+     | one runs: options x; prefer x a,b,c,d for 1; allocate x a;
+     |   prefer x a,b,c,d with a for 2; allocate x a,b; prestart x a; prestart x a,b;
+     |   file one/main=x:a,b one/setup=x:a | x:a,b,c,d; cgroups one
+     | two runs: prefer x c,d for 1; allocate x c; prefer x d for 1; allocate x d;
+     |   prestart x c; prestart x d;
+     |   file one/main=x:a,b one/setup=x:a two/main=x:d two/setup=x:c | x:a,b,c,d;
+     |   cgroups one two
+     | asked: List names one/main=x:a,x:b two/main=x:d two/setup=x:c
 """)
-async def an_init_container(stage: Stage) -> None:
-    """What it has, the next container gets: Allocate with the same ID, and a second entry."""
-    await stage.plugin(A, B, C)
-    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 2})]
-    await stage.run(Wish("one", parts))
+async def init_containers(stage: Stage) -> None:
+    """The next container gets the same devices, by another Allocate, unless it is restartable."""
+    await stage.plugin(A, B, C, D)
+    await stage.run(Wish("one", [Part("setup", {"x": 1}, "init"), Part("main", {"x": 2})]))
     stage.note("one runs")
-    await stage.ask("asked")
-
-
-@writes("""
-     | one runs: options x; prefer x a,b,c for 1; allocate x a; prefer x b,c for 1;
-     |   allocate x b; prestart x a; prestart x b; file one/main=x:b one/setup=x:a | x:a,b,c;
-     |   cgroups one
-     | asked: List names one/main=x:b one/setup=x:a
-""")
-async def a_restartable_init_container(stage: Stage) -> None:
-    """It keeps what it has; List names it."""
-    await stage.plugin(A, B, C)
-    parts = [Part("setup", {"x": 1}, "restartable"), Part("main", {"x": 1})]
-    await stage.run(Wish("one", parts))
-    stage.note("one runs")
+    await stage.run(Wish("two", [Part("setup", {"x": 1}, "restartable"), Part("main", {"x": 1})]))
+    stage.note("two runs")
     await stage.ask("asked")
 
 
@@ -343,45 +328,37 @@ async def a_completed_pod(stage: Stage) -> None:
 
 
 @writes("""
-     | both run: options x; prefer x a,b for 1; allocate x a; prestart x a; prefer x b for 1;
-     |   allocate x b; prestart x b; file api/main=x:a static/main=x:b | x:a,b;
-     |   cgroups api static
-     | the kubelet is down: file api/main=x:a static/main=x:b | x:a,b; cgroups api static
-     | it is up: options x; file api/main=x:a static/main=x:b | x:a,b; cgroups api static
-     | asked: List names api/main=x:a static/main=x:b
-     | api started again: prestart x a; file api/main=x:a static/main=x:b | x:a,b;
-     |   cgroups api static
+     | all run: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
+     |   prefer x b,c for 1; allocate x b; prestart x b; prefer x c for 1; allocate x c;
+     |   allocate x c; prestart x c; prestart x c;
+     |   file api/main=x:a init/main=x:c init/setup=x:c static/main=x:b | x:a,b,c;
+     |   cgroups api init static
+     | it is down: file api/main=x:a init/main=x:c init/setup=x:c static/main=x:b | x:a,b,c;
+     |   cgroups api init static
+     | it is up: options x;
+     |   file api/main=x:a init/main=x:c init/setup=x:c static/main=x:b | x:a,b,c;
+     |   cgroups api init static
+     | asked: List names api/main=x:a init/main=x:c static/main=x:b
+     | api started again: prestart x a;
+     |   file api/main=x:a init/main=x:c init/setup=x:c static/main=x:b | x:a,b,c;
+     |   cgroups api init static
 """)
 async def a_restart(stage: Stage) -> None:
-    """Pods run on and keep what they have; nobody is asked or called for them."""
-    plugin = await stage.plugin(A, B)
+    """Pods run on and keep their devices, without a call; also those of ended init containers."""
+    plugin = await stage.plugin(A, B, C)
     await stage.run(one("api"))
     await stage.run(one("static", static=True))
-    stage.note("both run")
+    await stage.run(Wish("init", [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]))
+    stage.note("all run")
     await stage.world.stop()
-    stage.note("the kubelet is down")
+    stage.note("it is down")
     await stage.start(plugin)
     await stage.world.heard_of_all()
+    await stage.settled("init")
     stage.note("it is up")
     await stage.ask("asked")
     await stage.crash("api")
     stage.note("api started again")
-
-
-@writes("""
-     | one runs: options x; prefer x a,b for 1; allocate x a; allocate x a; prestart x a;
-     |   prestart x a; file one/main=x:a one/setup=x:a | x:a,b; cgroups one
-     | it is up: options x; file one/main=x:a one/setup=x:a | x:a,b; cgroups one
-""")
-async def a_restart_with_an_init_container(stage: Stage) -> None:
-    """Of an init container that has ended the devices have to be healthy again."""
-    plugin = await stage.plugin(A, B)
-    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
-    await stage.run(Wish("one", parts))
-    stage.note("one runs")
-    await stage.restart(plugin)
-    await stage.settled("one")
-    stage.note("it is up")
 
 
 @writes("""

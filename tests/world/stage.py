@@ -146,7 +146,6 @@ class Plugin:
         )
         answer = pb.ContainerAllocateResponse(
             envs={"IDS": ",".join(ids), **self.envs},
-            annotations={"of": self.resource},
             mounts=[pb.Mount(container_path="/etc/ids", host_path="/etc/hostname", read_only=True)],
             devices=[node],
         )
