@@ -98,15 +98,15 @@ async def registering_again(stage: Stage) -> None:
      | one runs: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
      |   file one/main=x:a | x:a,b,c; cgroups one
      | two runs: prefer x b,c for 2; allocate x b,c; prestart x b,c;
-     |   file one/main=x:a two/main=x:b,c | x:a,b,c; cgroups one two
-     | asked: List names one/main=x:a two/main=x:b,x:c
+     |   file one/main=x:a two/main=x:b@0,b@1,c | x:a,b,c; cgroups one two
+     | asked: List names one/main=x:a two/main=x:b,x:b,x:c
      |   three: UnexpectedAdmissionError: Allocate failed due to requested number of devices
      |     unavailable for x. Requested: 1, Available: 0, which is unexpected
-     | three is refused: file one/main=x:a two/main=x:b,c | x:a,b,c; cgroups one two
+     | three is refused: file one/main=x:a two/main=x:b@0,b@1,c | x:a,b,c; cgroups one two
 """)
 async def admission(stage: Stage) -> None:
-    """Admission asks for a preference, then for an answer; a start asks PreStartContainer."""
-    await stage.plugin(A, B, C)
+    """Preference, Allocate, PreStartContainer; a device on two NUMA nodes is in both lists."""
+    await stage.plugin(A, device("b", nodes=[0, 1]), C)
     await stage.run(one("one"))
     stage.note("one runs")
     await stage.run(one("two", 2))
@@ -114,19 +114,6 @@ async def admission(stage: Stage) -> None:
     await stage.ask("asked")
     await stage.run(one("three"))
     stage.note("three is refused")
-
-
-@writes("""
-     | one runs: options x; prefer x a,b for 2; allocate x a,b; prestart x a,b;
-     |   file one/main=x:a@0,a@1,b@1 | x:a,b; cgroups one
-     | asked: List names one/main=x:a,x:a,x:b
-""")
-async def numa_nodes(stage: Stage) -> None:
-    """A device on two NUMA nodes stands in both lists, and is named twice."""
-    await stage.plugin(device("a", nodes=[0, 1]), device("b", nodes=[1]))
-    await stage.run(one("one", 2))
-    stage.note("one runs")
-    await stage.ask("asked")
 
 
 @writes("""
@@ -261,45 +248,31 @@ async def deletion_during_a_start(stage: Stage) -> None:
 
 
 @writes("""
+     | both run: options x; prefer x a,b for 1; allocate x a; prestart x a; prefer x b for 1;
+     |   allocate x b; prestart x b; file one/main=x:a static/main=x:b | x:a,b;
+     |   cgroups one static
      | asked: List names nobody
-     | a message: options x; prefer x a for 1; allocate x a; prestart x a; file - | x:a;
-     |   cgroups one
-     | two runs: prefer x a for 1; allocate x a; prestart x a; file two/main=x:a | x:a;
-     |   cgroups one two
-     | one has ended: file two/main=x:a | x:a; cgroups two
+     | a message: file - | x:a,b; cgroups one static
+     | two runs: prefer x a,b for 1; allocate x a; prestart x a; file two/main=x:a | x:a,b;
+     |   cgroups one static two
+     | both have ended: file two/main=x:a | x:a,b; cgroups two
 """)
 async def forced_deletion(stage: Stage) -> None:
-    """The device goes to the next pod while the first one's container runs on."""
-    plugin = await stage.plugin(A)
+    """Devices go to other pods while containers run on; so they do if a manifest is removed."""
+    plugin = await stage.plugin(A, B)
     await stage.run(one("one", stubborn=True))
+    await stage.run(one("static", static=True, stubborn=True))
+    stage.note("both run")
     await stage.force_delete("one")
+    await stage.force_delete("static")
     await stage.ask("asked")
     await stage.send(plugin)
     stage.note("a message")
     await stage.run(one("two"))
     stage.note("two runs")
     await stage.gone("one")
-    stage.note("one has ended")
-
-
-@writes("""
-     | one runs: options x; prefer x a for 1; allocate x a; prestart x a;
-     |   file one/main=x:a | x:a; cgroups one
-     | asked: List names nobody
-     | a message: file - | x:a; cgroups one
-     | one has ended: file - | x:a
-""")
-async def a_manifest_removed(stage: Stage) -> None:
-    """A static pod is forgotten while its container runs on."""
-    plugin = await stage.plugin(A)
-    await stage.run(one("one", static=True, stubborn=True))
-    stage.note("one runs")
-    await stage.force_delete("one")
-    await stage.ask("asked")
-    await stage.send(plugin)
-    stage.note("a message")
-    await stage.gone("one")
-    stage.note("one has ended")
+    await stage.gone("static")
+    stage.note("both have ended")
 
 
 @writes("""
