@@ -46,7 +46,6 @@ class Entry(NamedTuple):
     held: Held
 
     def json(self) -> dict[str, Any]:
-        """Return the entry as it is in the file."""
         per_node = sorted((str(node), ids) for node, ids in self.held.per_node.items())
         return {
             "PodUID": self.uid,
@@ -104,18 +103,7 @@ class Snapshot(NamedTuple):
 
 
 def checksum(data: object) -> int:
-    """Return the checksum of a checkpoint's data."""
     return zlib.crc32(json.dumps(data, sort_keys=True).encode())
-
-
-@dataclass(eq=False, slots=True)
-class _Write:
-    """A snapshot on its way to the file."""
-
-    number: int
-    content: bytes
-    begun: float
-    landed: asyncio.Event
 
 
 class CheckpointFile:
@@ -123,13 +111,13 @@ class CheckpointFile:
 
     The original takes a snapshot under one lock and writes it under another, so writes that come
     from different streams and from admissions overtake each other. If `overtaking` is set they do
-    so here: a write is delayed for up to LATE seconds, in which others of other origins pass it,
-    and a file that has gone back to an older state stays there for up to STALE seconds. (Measured
-    with bursts of messages on several resources. Each stream, and admission, waits for the end of
-    its own write, so one message at a time is never overtaken.) The newest is the last to land.
+    so here: each write takes up to LATE seconds, and a file that has gone back to an older state
+    stays there for up to STALE seconds. (Measured with bursts of messages on several resources.
+    Each stream, and admission, waits for the end of its own write, so one message at a time is
+    never overtaken.)
     """
 
-    LATE = 0.345
+    LATE = 0.314
     STALE = 0.031
 
     def __init__(self, directory: Path, log: EventLog, source: random.Random) -> None:
@@ -137,45 +125,34 @@ class CheckpointFile:
         self.overtaking = False
         self._log = log
         self._random = source
-        self._taken = 0
-        self._newest = 0  # number of the newest snapshot that has landed
-        self._stale = False  # an older snapshot landed after that
-        self._pending: list[_Write] = []
-        self._pump: asyncio.Task[None] | None = None
+        self._taken = 0  # number of the latest snapshot
+        self._landed = (0, b"")  # the newest snapshot in the file, and its number
+        self._life = 0  # of the kubelet
 
     async def write(self, snapshot: Snapshot) -> None:
         """Write a snapshot; returns when it has landed: at once unless others may overtake it."""
         self._taken += 1
-        begun = asyncio.get_running_loop().time()
-        write = _Write(self._taken, snapshot.json(), begun, asyncio.Event())
-        if not self.overtaking and not self._pending:
-            self._land(write)
-            return
-        self._pending.append(write)
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._land_pending())
-        await write.landed.wait()
+        number, content, life = self._taken, snapshot.json(), self._life
+        if self.overtaking:
+            await asyncio.sleep(self._random.uniform(0, self.LATE))
+        self._land(number, content, life)
+        if number < self._landed[0]:
+            later = self._random.uniform(0, self.STALE)
+            asyncio.get_running_loop().call_later(later, lambda: self._land(*self._landed, life))
 
-    async def _land_pending(self) -> None:
-        """Land what is pending in random order, but the newest never before an older one."""
-        while self._pending:
-            age = asyncio.get_running_loop().time() - self._pending[0].begun
-            left = max(0.0, self.LATE - self.STALE - age)
-            longest = min(self.STALE, left) if self._stale else left
-            await asyncio.sleep(self._random.uniform(0, longest) if self.overtaking else 0)
-            older = self._pending[:-1] or self._pending
-            chosen = self._random.choice(older) if left and self.overtaking else self._pending[0]
-            self._pending.remove(chosen)
-            self._land(chosen)
+    def write_now(self, snapshot: Snapshot) -> None:
+        """Write a snapshot past all others."""
+        self._taken += 1
+        self._land(self._taken, snapshot.json(), self._life)
 
-    def _land(self, write: _Write) -> None:
+    def _land(self, number: int, content: bytes, life: int) -> None:
         """Write a dot file in the same directory and rename it: a plugin sees both events."""
+        if life != self._life:
+            return
+        self._landed = max(self._landed, (number, content))
         self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._replace(f".{self._random.randrange(10**8, 10**10)}", write.content)
-        self._stale = write.number < self._newest
-        self._newest = max(self._newest, write.number)
-        write.landed.set()
-        self._log.record("written", number=write.number, stale=self._stale)
+        self._replace(f".{self._random.randrange(10**8, 10**10)}", content)
+        self._log.record("written", number=number, stale=number < self._landed[0])
 
     def _replace(self, temporary: str, content: bytes) -> None:
         path = self.path.with_name(temporary)
@@ -184,19 +161,9 @@ class CheckpointFile:
             file.write(content)
         path.rename(self.path)
 
-    def write_now(self, snapshot: Snapshot) -> None:
-        """Write a snapshot past all that is pending, which then counts as written."""
-        self._taken += 1
-        for write in self._pending:
-            write.landed.set()
-        self._pending.clear()
-        self._land(_Write(self._taken, snapshot.json(), 0.0, asyncio.Event()))
-
     def abandon(self) -> None:
-        """Lose what is pending, as at the end of the process."""
-        if self._pump:
-            self._pump.cancel()
-        self._pending.clear()
+        """Lose all writes under way, as at the end of the process."""
+        self._life += 1
 
     def read(self) -> Snapshot | None:
         """Return the file's content, None without a file. ValueError, OSError: it is damaged."""

@@ -62,7 +62,6 @@ class Allocation:
 
     @property
     def ids(self) -> dict[str, frozenset[str]]:
-        """The device IDs by resource."""
         return {resource: frozenset(held.ids) for resource, held in self.held.items()}
 
     def add(self, answer: pb.ContainerAllocateResponse) -> None:
@@ -97,7 +96,6 @@ class PodDevices:
         return self.held.get(uid, {}).get(container, {})
 
     def insert(self, uid: str, container: str, resource: str, held: Held) -> None:
-        """Remember an answer."""
         self.held.setdefault(uid, {}).setdefault(container, {})[resource] = held
 
     def forget(self, uids: Iterable[str]) -> None:
@@ -113,7 +111,6 @@ class PodDevices:
             self.allocated.setdefault(entry.resource, set()).update(entry.held.ids)
 
     def entries(self) -> list[Entry]:
-        """Return all devices as entries of the checkpoint."""
         return [
             Entry(uid, container, resource, held)
             for uid, containers in self.held.items()
@@ -221,11 +218,7 @@ class DeviceManager:
         for resource, held in self.config.shuffled(by_resource):
             result.held[resource] = held
             result.add(held.answer)
-            for key, value in held.answer.envs.items():
-                kept = result.envs.setdefault(key, value)
-                if kept != value:
-                    where = {"resource": resource, "pod": claim.pod, "key": key}
-                    self.log.record("conflict", **where, ignored=value, kept=kept)
+            result.envs = {**held.answer.envs, **result.envs}
         return result
 
 

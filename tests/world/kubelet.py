@@ -6,7 +6,7 @@ lists what the original tolerates or fails of but a correct plugin never does, a
 which two pods run with one chip; tests assert that it stays empty. The proof that it is right: the
 same scenarios run against the original, see tests.world.scenarios.
 
-Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods, runtime.
+Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
 the alignment of devices by the Topology Manager, the removal of a resource five minutes after its
@@ -50,8 +50,17 @@ from tests.world.devicemanager import (
 from tests.world.eventlog import PATIENCE, Event, EventLog
 from tests.world.node import SimulatedNode
 from tests.world.plugins import Config, Failure, Policy, rpc
-from tests.world.pods import Container, Kind, Pod, Pods, Quality, Worker
-from tests.world.runtime import Judge, Layout, Runtime
+from tests.world.pods import (
+    Container,
+    Judge,
+    Kind,
+    Layout,
+    Pod,
+    Pods,
+    Quality,
+    Runtime,
+    Worker,
+)
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
 
@@ -83,7 +92,6 @@ class Sockets:
         self._deaf: list[socket.socket] = []
 
     def open(self) -> bool:
-        """Return whether there are any."""
         return bool(self._servers or self._deaf)
 
     @contextlib.asynccontextmanager
@@ -136,6 +144,8 @@ class _Observed:
 
     def __init__(self, config: Config, log: EventLog) -> None:
         self.config = config
+        self.directory = config.directory
+        self.socket = config.directory / "kubelet.sock"
         self.log = log
         self.pods = Pods()
         self.faults: list[Fault] = []  # in the order in which calls meet them
@@ -144,16 +154,6 @@ class _Observed:
         self.find = log.find
         self.events = log.events
         self.violations = log.violations  # what no correct plugin causes
-
-    @property
-    def directory(self) -> Path:
-        """The directory of plugins' sockets."""
-        return self.config.directory
-
-    @property
-    def socket(self) -> Path:
-        """The socket at which plugins register."""
-        return self.directory / "kubelet.sock"
 
     @property
     def killed(self) -> list[str]:
@@ -169,7 +169,6 @@ class _Observed:
         await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout)
 
     def capacity(self) -> dict[str, int]:
-        """Return the number of devices by resource."""
         return {resource: capacity for resource, (capacity, _) in self.manager.status().items()}
 
     def allocatable(self) -> dict[str, int]:
@@ -181,7 +180,6 @@ class _Observed:
         return frozenset(self.manager.devices.healthy.get(resource, ()))
 
     def unhealthy(self, resource: str) -> frozenset[str]:
-        """Return the IDs that are not healthy."""
         return frozenset(self.manager.devices.unhealthy.get(resource, ()))
 
     def devices(self, resource: str) -> dict[str, pb.Device]:
@@ -189,11 +187,9 @@ class _Observed:
         return dict(self.manager.devices.listed.get(resource, {}))
 
     def allocated(self, resource: str) -> frozenset[str]:
-        """Return the IDs that pods have."""
         return frozenset(self.manager.pods.allocated.get(resource, ()))
 
     def uid(self, pod: str) -> str:
-        """Return the UID of the latest pod of this name."""
         return self.pods.get(pod).uid
 
     def allocation(self, pod: str, container: str) -> Allocation:
@@ -233,7 +229,6 @@ class _Observed:
         return not self.faults
 
     def heal(self) -> None:
-        """Remove all faults."""
         self.faults.clear()
 
     async def meet_fault(self, method: Method) -> Fault | None:
@@ -421,7 +416,7 @@ class Kubelet(_Running):
     `pod-resources/kubelet.sock` beside the directory, None for nowhere. `seed` drives what is in
     random order in the original (Go's maps). `back_off`: seconds until a container that could not
     be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). For `cgroups`, `layout`
-    and `host` see tests.world.runtime.
+    and `host` see tests.world.pods.
     """
 
     def __init__(

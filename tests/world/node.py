@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import os
 import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -50,12 +51,9 @@ GALAXY_PROBE_ORDER = (0x0, 0xC, 0x8, 0x4)  # in which the captured machine enume
 # The release which brought an attribute; nothing listed here was in 1.34. Which architecture got
 # tt_asic_id in 2.1 is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
 SINCE = {
-    "tt_asic_id": (2, 3),
-    "tt_heartbeat": (2, 7),
-    "tt_therm_trip_count": (2, 7),
-    "fan1_input": (2, 0),
-    "fan1_label": (2, 0),
-}
+    "tt_asic_id": (2, 3), "tt_heartbeat": (2, 7), "tt_therm_trip_count": (2, 7),
+    "fan1_input": (2, 0), "fan1_label": (2, 0),
+}  # fmt: skip
 BLACKHOLE_MAX_SINCE, COUNTERS_SINCE, PROC_SINCE = (2, 6), (2, 0), (2, 5)
 CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (2, 6), (2, 8), (2, 9)
 
@@ -67,7 +65,7 @@ BORROWED = {
 
 Condition = Literal["healthy", "dead", "off-bus", "resetting", "lost"]
 Nodes = Literal["auto", "mknod", "link"]
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
@@ -85,37 +83,37 @@ def dead_value(name: str, healthy: str = "") -> str:
     tt_eth_fw_ver from its bit fields 8.4.12. Names and labels keep their `healthy` value.
     """
     special = {
-        "name": healthy,
-        "tt_card_type": "unknown",
-        "tt_serial": "F" * 16,
-        "tt_asic_id": "F" * 16,
-        "tt_eth_fw_ver": "255.15.4095",
-        "temp1_input": "65535999",
-        "temp1_max": "4294966296",
-        "curr1_input": "4294966296",
-        "curr1_max": "4294966296",
-        "power1_input": "4293967296",
+        "name": healthy, "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+        "tt_eth_fw_ver": "255.15.4095", "temp1_input": "65535999", "temp1_max": "4294966296",
+        "curr1_input": "4294966296", "curr1_max": "4294966296", "power1_input": "4293967296",
         "power1_max": "4293967296",
-    }
+    }  # fmt: skip
     if name.endswith("_label"):
         return healthy
     return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
 
 
-def one_step(operation: F) -> F:
-    """Let an operation on a node, or a chip, be one step for other threads."""
+def in_steps(cls: type[T]) -> type[T]:
+    """Let each public method be one step for other threads."""
 
-    @functools.wraps(operation)
-    def in_one_step(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        with self.holding():
-            return operation(self, *arguments, **keywords)
+    def one_step(operation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
+        def in_one_step(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            with self.lock:
+                return operation(self, *arguments, **keywords)
 
-    return in_one_step  # type: ignore[return-value]
+        return in_one_step
+
+    for name, member in list(vars(cls).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(cls, name, one_step(member))
+    return cls
 
 
 # ---------------------------------------------------------------------------------------- the chip
 
 
+@in_steps
 @dataclass(eq=False)
 class Chip:
     """A PCI function: its identity while healthy, its present state, and its operations."""
@@ -138,13 +136,11 @@ class Chip:
     def __post_init__(self) -> None:
         self.bdf = self.path.rsplit("/", 1)[-1]
         self.arch = ARCHITECTURES[self.pci["device"]]
-        self.holding = self.node.holding
+        self.lock = self.node.lock
+        self.facts = self
         self.directory = self.node.root / "sys/devices" / self.path
-
-    @property
-    def facts(self) -> Chip:
-        """The chip's state."""
-        return self
+        # The link to the device file that our package's udev rule makes.
+        self.by_pci = self.node.root / "dev/tenstorrent/by-pci" / self.bdf
 
     @property
     def device_node(self) -> Path:
@@ -152,11 +148,6 @@ class Chip:
         if self.ordinal is None:
             raise LookupError(f"{self.bdf} has no device file")
         return self.node.root / f"dev/tenstorrent/{self.ordinal}"
-
-    @property
-    def by_pci(self) -> Path:
-        """The link to the device file that our package's udev rule makes."""
-        return self.node.root / "dev/tenstorrent/by-pci" / self.bdf
 
     @property
     def pids(self) -> Path:
@@ -211,7 +202,6 @@ class Chip:
                 put(self.attribute(name), content)
 
     def environment(self, *without: str) -> dict[str, str]:
-        """Return the PCI function's part of kernel uevents."""
         ids = {name: self.pci[name][2:].upper() for name in PCI_ATTRIBUTES[:5]}
         environment = {
             "PCI_CLASS": ids["class"].lstrip("0"),
@@ -223,11 +213,9 @@ class Chip:
         return {key: value for key, value in environment.items() if key not in without}
 
     def show_uevent(self) -> None:
-        """Write the PCI function's `uevent` file."""
         lines = ({"DRIVER": self.driver} if self.driver else {}) | self.environment()
         put(self.directory / "uevent", "\n".join(f"{k}={v}" for k, v in lines.items()))
 
-    @one_step
     def fail(self, attribute: str, error: str = "EIO") -> None:
         """Let reads of an attribute fail, until `restore` or an operation that writes it."""
         if not hasattr(errno, error):
@@ -235,32 +223,26 @@ class Chip:
         self.overridden.add(attribute)
         put_errno(self.attribute(attribute), error)
 
-    @one_step
     def write(self, attribute: str, content: bytes) -> None:
         """Let an attribute read exactly this, newline or not; it need not have existed."""
         self.overridden.add(attribute)
         put(self.attribute(attribute), content)
 
-    @one_step
     def remove(self, attribute: str) -> None:
         """Remove an attribute (firmware that lacks the tag)."""
         self.overridden.add(attribute)
         remove(self.attribute(attribute))
 
-    @one_step
     def block(self, attribute: str = "tt_heartbeat") -> None:
         """Let readers of an attribute wait until `unblock`."""
         self.overridden.add(attribute)
         replace(self.attribute(attribute), os.mkfifo)
 
-    @one_step
-    def restore(self, attribute: str) -> None:
-        """Undo fail, write, remove or block."""
+    def restore(self, attribute: str = "tt_heartbeat") -> None:
+        """Undo fail, write, remove or block; one waiting reader gets the value, others nothing."""
         self.show(attribute)
 
-    def unblock(self, attribute: str = "tt_heartbeat") -> None:
-        """Let a reader that waits have its value (others, an empty read)."""
-        self.restore(attribute)
+    unblock = restore
 
     # The firmware
 
@@ -270,7 +252,6 @@ class Chip:
         is_shown = self.hwmon is not None and "tt_heartbeat" in self.telemetry
         return is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden
 
-    @one_step
     def beat(self, n: int = 1) -> None:
         """Advance the heartbeat, if it can."""
         if self.beats:
@@ -282,11 +263,9 @@ class Chip:
         self.frozen = True
 
     def thaw(self) -> None:
-        """Let the firmware run again."""
         self.frozen = False
 
     def heat(self, celsius: float) -> None:
-        """Set the temperature."""
         self._set(self.sensors, "temp1_input", str(round(celsius * 1000)))
 
     def trip(self, n: int = 1) -> None:
@@ -294,7 +273,6 @@ class Chip:
         trips = int(self.telemetry["tt_therm_trip_count"]) + n
         self._set(self.telemetry, "tt_therm_trip_count", str(trips))
 
-    @one_step
     def _set(self, group: dict[str, str], name: str, value: str) -> None:
         group[name] = value
         if self.hwmon is not None:
@@ -322,7 +300,6 @@ class Chip:
             self.telemetry["tt_heartbeat"] = str(heartbeat)
         self._become("lost" if late and self.arch == "blackhole" else "healthy")
 
-    @one_step
     def _become(self, condition: Condition) -> None:
         self.condition = condition
         if self.present:
@@ -334,14 +311,12 @@ class Chip:
         if condition == "healthy":
             self._look_again()
 
-    @one_step
     def silence(self) -> None:
         """Bind the driver again while the firmware is not ready: neither tt_* nor hwmon."""
         self.firmware = False
         if self.ordinal is not None:
             self.rebind()
 
-    @one_step
     def speak(self) -> None:
         """Let the firmware become ready. Wormhole's driver polls: hwmon `add`, then `change`.
 
@@ -357,13 +332,11 @@ class Chip:
 
     # The bus and the driver
 
-    @one_step
     def vanish(self) -> None:
         """Remove the PCI function (unplugged, or by /sys/bus/pci/devices/*/remove)."""
         if self.present:
             self.node.unplug(self)
 
-    @one_step
     def come_back(self, ordinal: int | None = None) -> None:
         """Let the function be found again, alive, now the last in the kernel's list."""
         if self.present:
@@ -375,32 +348,27 @@ class Chip:
         self.node.plug(self)
         self.node.bind(self, ordinal)
 
-    @one_step
     def unbind(self) -> None:
         """Unbind the driver; the function stays on the bus."""
         self.node.release(self)
 
-    @one_step
     def bind(self, ordinal: int | None = None) -> None:
         """Bind the driver, with the lowest free ordinal unless one is given."""
         if self.ordinal is not None or not self.present:
             raise ValueError(f"{self.bdf} cannot be bound")
         self.node.bind(self, ordinal)
 
-    @one_step
     def rebind(self) -> None:
         """Unbind and bind, with the same ordinal: the remedy for lost telemetry of a Blackhole."""
         ordinal = self.ordinal
         self.unbind()
         self.bind(ordinal)
 
-    @one_step
     def keep_for(self, driver: str) -> None:
         """Write `driver_override`: only this driver, such as vfio-pci, may probe; "(null)": any."""
         self.pci["driver_override"] = driver
         self.show("driver_override")
 
-    @one_step
     def bind_to(self, driver: str) -> None:
         """Bind another driver, such as vfio-pci, for which the function is kept."""
         self.unbind()
@@ -409,7 +377,6 @@ class Chip:
         self.node.bind_driver(self)
         self.node.emit_pci("bind", self, DRIVER=driver)
 
-    @one_step
     def mislead(self, target: str = "") -> None:
         """Let the by-pci link point elsewhere, such as to "../7"; "": remove it."""
         remove(self.by_pci)
@@ -417,7 +384,6 @@ class Chip:
             self.by_pci.parent.mkdir(parents=True, exist_ok=True)
             self.by_pci.symlink_to(target)
 
-    @one_step
     def set_pids(self, pids: Iterable[int | str]) -> None:
         """Set who has the device file open: a PID per descriptor (0: of another PID namespace).
 
@@ -430,14 +396,15 @@ class Chip:
 # ---------------------------------------------------------------------------------------- the node
 
 
+@in_steps
 class SimulatedNode:
     """A machine's device tree under `root`, and the operations on it.
 
     `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events
-    and links exist; it is loaded. `numbers` are (major, minor) by ordinal
-    instead of the default (245:N, or the borrowed ones of "link"). `udev_rules=False`: without the
-    driver's rules a device file stays 0600 and has no by-id link; `links=False`: without our
-    package's rule there are no by-pci links.
+    and links exist; it is loaded. `numbers` are (major, minor) by ordinal instead of the default
+    (245:N, or the borrowed ones of "link"). `udev_rules=False`: without the driver's rules a device
+    file stays 0600 and has no by-id link; `links=False`: without our package's rule there are no
+    by-pci links.
 
     `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the
     kernel sends it. `on_step` is called in the middle of operations, when a part of a device exists
@@ -471,7 +438,7 @@ class SimulatedNode:
         self._driver_state = ""  # or "coming", "live", as in `initstate`
         self._bound: list[Chip] = []  # in the order of their probes
         self._seqnum = 1050
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # keeps other threads from changing the tree
         self.load_driver()
 
     @classmethod
@@ -499,12 +466,6 @@ class SimulatedNode:
             node.bind(chip, function["ordinal"], function["hwmon"])
         return node
 
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keep other threads from changing the tree."""
-        with self._lock:
-            yield
-
     def chip(self, name: str | int) -> Chip:
         """Return a chip by its BDF ("0000:01:00.0" or "01:00.0") or by its present ordinal."""
         for chip in self.chips:
@@ -520,7 +481,6 @@ class SimulatedNode:
 
     # What can happen to a machine
 
-    @one_step
     def add(
         self,
         card: str,
@@ -562,7 +522,6 @@ class SimulatedNode:
         return added
 
     def _places(self, card: str, bdf: str | None) -> list[str]:
-        """Return the addresses of a card's functions."""
         if card.startswith("galaxy-"):
             buses = [tray << 4 | chip for tray in GALAXY_PROBE_ORDER for chip in range(1, 9)]
             places = [f"0000:{bus:02x}:00.0" for bus in buses]
@@ -605,7 +564,6 @@ class SimulatedNode:
             sensors={k: v for k, v in sample["sensors"].items() if offered(k)},
         )
 
-    @one_step
     def load_driver(self, probe: bool = True) -> None:
         """Load the driver: chips are probed in the kernel's order, which may have changed.
 
@@ -630,7 +588,6 @@ class SimulatedNode:
             self.bind(chip)
         self._finish_loading()
 
-    @one_step
     def probe(self, chip: str | int) -> None:
         """Probe this chip next, while the driver is being loaded; after the last it is loaded."""
         self.bind(self.chip(chip))
@@ -648,7 +605,6 @@ class SimulatedNode:
         is_kept = chip.pci["driver_override"] not in ("(null)", "tenstorrent")
         return chip.present and not is_kept and chip.driver in ("", "tenstorrent")
 
-    @one_step
     def unload_driver(self) -> None:
         """Unload the driver: chips are released, the last bound first."""
         for chip in reversed(list(self._bound)):
@@ -661,7 +617,6 @@ class SimulatedNode:
             self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
         self._driver_state = ""
 
-    @one_step
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
         """Renumber two chips, as a reload can: unbound, then bound with the other's number."""
         one, other = self.chip(a), self.chip(b)
@@ -693,7 +648,6 @@ class SimulatedNode:
         put(group / "type", type)
         link(chip.directory / "iommu_group", group)
 
-    @one_step
     def tick(self) -> None:
         """Advance the heartbeat of every chip whose firmware lives and is not frozen."""
         for chip in self.chips:
@@ -704,7 +658,6 @@ class SimulatedNode:
         """Return the files of the heartbeats that tick, for processes that must tick by hand."""
         return [c.attribute("tt_heartbeat") for c in self.chips if c.beats and not c.frozen]
 
-    @one_step
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
     ) -> None:
@@ -721,7 +674,6 @@ class SimulatedNode:
         for opener in filter(None, opened):
             opener.set_pids([*opener.pids.read_text().split(), pid])
 
-    @one_step
     def end_process(self, pid: int) -> None:
         """Remove a process: it has closed what it had open."""
         remove(self.root / f"proc/{pid}")
@@ -762,7 +714,6 @@ class SimulatedNode:
             self.on_step()
 
     def emit_pci(self, action: str, chip: Chip, *without: str, **env: str) -> None:
-        """Send a uevent of the PCI function."""
         env |= chip.environment(*without)
         self._emit(action, f"/devices/{chip.path}", SUBSYSTEM="pci", **env)
 
@@ -811,7 +762,6 @@ class SimulatedNode:
         self.emit_pci("bind", chip, DRIVER="tenstorrent")
 
     def bind_driver(self, chip: Chip) -> None:
-        """Link a chip and its driver."""
         driver = self.root / "sys/bus/pci/drivers" / chip.driver
         link(chip.directory / "driver", driver)
         link(driver / chip.bdf, chip.directory)

@@ -63,17 +63,12 @@ def numa_nodes(device: pb.Device | None) -> list[int]:
 
 
 def is_extended_resource(name: str) -> bool:
-    """Return whether a plugin may register a name: it must be an extended resource's.
-
-    With `requests.` in front it must still be a qualified name, as it is the key of a quota.
-    """
-    if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
+    """Return whether a plugin may register a name: it must be an extended resource's."""
+    if name.startswith("requests.") or "kubernetes.io/" in name or len(name) > 244 + 1 + 63:
         return False
-    domain, _, rest = f"requests.{name}".partition("/")
     label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    has_valid_domain = re.fullmatch(rf"{label}(\.{label})*", domain) and len(domain) <= 253
-    has_valid_rest = re.fullmatch(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]", rest)
-    return bool(has_valid_domain and has_valid_rest and len(rest) <= 63)
+    rest = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+    return re.fullmatch(rf"{label}(\.{label})*/{rest}", name) is not None
 
 
 def _go_error(error: grpc.aio.AioRpcError) -> str:
@@ -113,7 +108,6 @@ class Client:
             await self.channel.wait_for_state_change(state)
 
     async def close(self) -> None:
-        """Break the connection."""
         self.closed = True
         await self.channel.close()
 
@@ -139,7 +133,6 @@ class Endpoint:
     stopped: bool = False
 
     def running(self, resource: str) -> Client:
-        """Return the connection, or raise Failure."""
         if self.client is None or self.stopped:
             raise Failure(f"endpoint {resource} has been stopped")
         # Its stream ended, but another registration had made the kubelet forget it.
@@ -157,7 +150,6 @@ class Devices:
         self.unhealthy: dict[str, set[str]] = {}
 
     def replace(self, resource: str, devices: Sequence[pb.Device]) -> None:
-        """Replace the whole list of a resource."""
         self.listed[resource] = {device.ID: device for device in devices}
         self.healthy[resource] = {device.ID for device in devices if device.health == HEALTHY}
         self.unhealthy[resource] = {device.ID for device in devices if device.health != HEALTHY}
@@ -170,7 +162,6 @@ class Devices:
         return lost
 
     def get(self, resource: str, ident: str) -> pb.Device | None:
-        """Return a device as it is listed."""
         return self.listed.get(resource, {}).get(ident)
 
     def has_topology(self, resource: str) -> bool:

@@ -163,7 +163,6 @@ class NotifySocket:
         return self._socket.fileno()
 
     def receive(self) -> list[Note]:
-        """Return all waiting notifications."""
         notes = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -290,12 +289,10 @@ class Service:
 
     @property
     def said(self) -> list[str]:
-        """The lines that it has logged."""
         return [line for _, line in self.lines]
 
     @property
     def heard(self) -> list[str]:
-        """Its notifications so far."""
         return [text for _, text in self.notes]
 
     async def ready(self) -> float:

@@ -74,14 +74,12 @@ class Plugin:
         self._server: grpc.aio.Server | None = None
 
     async def serve(self) -> None:
-        """Serve on its socket."""
         self._server = grpc.aio.server()
         rpc.add_DevicePluginServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{self.directory / self.name}")
         await self._server.start()
 
     async def register(self) -> None:
-        """Register with the kubelet of the directory."""
         request = pb.RegisterRequest(
             version="v1beta1", endpoint=self.name, resource_name=self.resource, options=self.options
         )
@@ -97,7 +95,6 @@ class Plugin:
             self._server = None
 
     def send(self, *devices: pb.Device) -> None:
-        """Send these as a new list."""
         self.devices = list(devices)
         for stream in self._streams:
             stream.put_nowait(self.devices)
@@ -235,7 +232,6 @@ class Record:
         self.lines += wrapped(what, pieces)
 
     def note_listed(self, what: str, listed: Listed) -> None:
-        """Write down the answer of List."""
         texts = []
         for pod, containers in listed.items():
             if not pod.startswith(f"{self._prefix}-"):
@@ -308,7 +304,6 @@ class Stage:
         self._left: list[str] = []  # pods that still exist
 
     def full(self, name: str) -> str:
-        """Return the full name of a pod."""
         return f"{self._prefix}-{name}"
 
     def _resource(self, name: str) -> str:

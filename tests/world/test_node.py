@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -20,7 +19,6 @@ from tests.world.captures import (
     captured_uevents,
 )
 from tests.world.node import SimulatedNode, wire
-from tests.world.tree import errno_of
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
 DRIVER_RELEASES = ("1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0")
@@ -281,16 +279,3 @@ def test_dead_chip_reads_what_was_captured(build: Build) -> None:
     assert chip.attribute("config").read_bytes() == b"\xff" * len(config)
     chip.revive()
     assert chip.attribute("config").read_bytes() == config
-
-
-def test_telemetry_is_enodata_in_a_reset(build: Build) -> None:
-    """Until POST_RESET; if Blackhole's firmware is not ready then, until it is bound anew."""
-    (chip,) = build("p150a").chips
-    heartbeat = chip.attribute("tt_heartbeat")
-    chip.reset()
-    failing = ("tt_heartbeat", "tt_serial", "temp1_max")
-    assert [errno_of(chip.attribute(name)) for name in failing] == [errno.ENODATA] * 3
-    chip.post_reset(late=True)
-    assert errno_of(heartbeat) == errno.ENODATA
-    chip.rebind()
-    assert heartbeat.read_text() == "20\n"
