@@ -3854,11 +3854,14 @@ class Daemon:
         agenda = self._agenda
         try:
             await self._open()
+            pause = 0.0
             while agenda.exit_status is None:
-                await event_within(agenda.wake, self._pause(monotonic()))
+                await event_within(agenda.wake, pause)
                 agenda.wake.clear()
+                pause = TICK
                 with log_and_continue("a turn of the loop"):
                     self._turn(monotonic())
+                    pause = self._pause(monotonic())
             return agenda.exit_status
         finally:
             self._manager.notify("STOPPING=1")
@@ -3898,6 +3901,8 @@ class Daemon:
     def _pause(self, now: float) -> float:
         """Return seconds until the next turn, if no event comes."""
         agenda = self._agenda
+        if self._condition.failure:
+            return TICK
         interval = self.node.settings.health.interval
         due = [now + TICK, agenda.polled_at + interval, self.sessions.retry_at]
         if self._condition.stage != "ready":
