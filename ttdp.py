@@ -3417,6 +3417,8 @@ class KubeletSession:
     ) -> None:
         """Bring list and registration in line. disturbed: the directory has changed."""
         self.stream.update(devices)
+        # A kubelet that starts replaces its socket at once: the directory has the same names.
+        disturbed = disturbed or kubelet not in (None, self._kubelet)
         self._kubelet = kubelet
         attempt = self._attempt
         if attempt and kubelet:

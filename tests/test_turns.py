@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import ttdp
 from tests.conftest import StartDaemon
+from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
 
@@ -40,3 +42,17 @@ async def test_a_failing_observation_is_tried_once_a_second(
     monkeypatch.setattr(ttdp, "scan", no_descriptors)
     await asyncio.sleep(1.5)
     assert 1 <= tries <= 4
+
+
+async def test_a_kubelet_that_replaces_its_socket_ends_the_back_off(
+    start: StartDaemon, kubelet: Kubelet
+) -> None:
+    """After a kill the socket stays; the next kubelet removes and creates it at one moment."""
+    await start()
+    await kubelet.registered(NAME)
+    await kubelet.kill()
+    await asyncio.sleep(3.5)  # pauses of 0.1, 0.2, 0.4, 0.8, 1.6 and 3.2 s
+    began = time.monotonic()
+    await kubelet.start()
+    await until(lambda: len(kubelet.find("registered")) > 1)
+    assert time.monotonic() - began < 0.5
