@@ -1496,6 +1496,7 @@ class AllocationTracker:
                 if self.unreadable is None:
                     log.warning("%s cannot be parsed: %s", path, error)
                 self.unreadable = f"{CHECKPOINT} cannot be parsed"
+                self.checkpoint = self.checkpoint._replace(registered={})  # it is out of date
                 return
             if self.unreadable:
                 log.info("%s can be parsed again", path)

@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +57,18 @@ async def test_a_kubelet_that_replaces_its_socket_ends_the_back_off(
     await kubelet.start()
     await until(lambda: len(kubelet.find("registered")) > 1)
     assert time.monotonic() - began < 0.5
+
+
+async def test_an_unreadable_checkpoint_shows_no_other_plugin(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+) -> None:
+    """What it contained before is compared with no list."""
+    daemon = await start()
+    await kubelet.registered(NAME)
+    await until(lambda: daemon.daemon.node.allocations.checkpoint.registered)
+    kubelet.file.write = lambda *_: None
+    (directory / ttdp.CHECKPOINT).write_text("{")
+    node.chip(0).die()
+    await until(lambda: not kubelet.healthy(NAME))
+    await asyncio.sleep(4)
+    assert len(kubelet.find("registered")) == 1
