@@ -3850,7 +3850,7 @@ class Daemon:
         self._pod_resources = PodResources(self._apply_names)
         self._manager = manager
         self._load = load
-        self._applied = self.node.decide(monotonic())
+        self._applied = replace(self.node.decide(monotonic()), unselected=())  # so far, no log line
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""

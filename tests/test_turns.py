@@ -72,3 +72,13 @@ async def test_an_unreadable_checkpoint_shows_no_other_plugin(
     await until(lambda: not kubelet.healthy(NAME))
     await asyncio.sleep(4)
     assert len(kubelet.find("registered")) == 1
+
+
+async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
+    start: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if none of the selected devices exists."""
+    entry = ttdp.SharedResource("n150", 2, "n150-half", devices=("0000:99:00.0",))
+    daemon = await start(sharing=ttdp.Sharing(resources=(entry,)))
+    await until(lambda: daemon.notified("READY"))
+    assert "no such device: '0000:99:00.0'" in caplog.text
