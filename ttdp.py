@@ -3917,12 +3917,19 @@ class Daemon:
         return max(0.0, min(due) - now)
 
     def _turn(self, now: float) -> None:
-        condition = self._condition
-        is_reloading = self._agenda.reload and condition.stage == "ready"
-        if is_reloading:
+        is_reload = self._agenda.reload and self._condition.stage == "ready"
+        if is_reload:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-        if self._agenda.reload:
-            self._reload()
+        try:
+            if self._agenda.reload:
+                self._reload()
+            self._reconcile(now)
+        finally:
+            if is_reload:
+                self._manager.notify("READY=1")
+
+    def _reconcile(self, now: float) -> None:
+        condition = self._condition
         try:
             self._directory.check()
             is_poll = self._observe(now)
@@ -3939,8 +3946,6 @@ class Daemon:
             if condition.stage != "starting":
                 self._apply(now, is_poll=is_poll)
             self._manager.feed_watchdog()
-        if is_reloading:
-            self._manager.notify("READY=1")
 
     def _observe(self, now: float) -> bool:
         """Look at everything that may have changed; return whether it was a poll."""

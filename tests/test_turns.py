@@ -82,3 +82,19 @@ async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
     daemon = await start(sharing=ttdp.Sharing(resources=(entry,)))
     await until(lambda: daemon.notified("READY"))
     assert "no such device: '0000:99:00.0'" in caplog.text
+
+
+async def test_a_reload_ends_even_if_the_turn_fails(
+    start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd waits for READY=1 after RELOADING=1."""
+    daemon = await start()
+    await until(lambda: daemon.notified("READY"))
+    daemon.forget_notes()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ttdp, "decide", fail)
+    daemon.reload(resource_naming="arch")
+    await until(lambda: daemon.notified("READY"))
