@@ -3446,6 +3446,8 @@ class KubeletSession:
                 await asyncio.wait({former.task})
             finally:
                 await asyncio.wait({former.task})  # if this one is cancelled meanwhile, too
+        if self.state == REGISTERED:
+            self.state = ""  # the former attempt was
         started = monotonic()
         with log_and_continue(f"the session of {self.name}"):
             try:
@@ -3502,7 +3504,7 @@ class KubeletSession:
             resource_name=self.name,
             options=PLUGIN_OPTIONS,
         )
-        attempt.kubelet = self._kubelet
+        attempt.kubelet = file_identity(path)
         async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:

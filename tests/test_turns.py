@@ -1,4 +1,4 @@
-"""The loop of the daemon: what its turns do while something fails, and at what pace."""
+"""The daemon while something fails, or happens at an unlucky moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon
+from tests.conftest import StartDaemon, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
@@ -98,3 +98,18 @@ async def test_a_reload_ends_even_if_the_turn_fails(
     monkeypatch.setattr(ttdp, "decide", fail)
     daemon.reload(resource_naming="arch")
     await until(lambda: daemon.notified("READY"))
+
+
+async def test_a_resource_whose_socket_is_deleted_is_not_registered_until_it_is_again(
+    start: StartDaemon, kubelet: Kubelet, directory: Path
+) -> None:
+    """Also if the kubelet hangs."""
+    daemon = await start()
+    await kubelet.registered(NAME)
+    session = daemon.sessions[NAME]
+    await until(lambda: session.state == ttdp.REGISTERED)
+    kubelet.hang(2)
+    for name in plugin_sockets(directory):
+        (directory / name).unlink()
+    await until(lambda: session.state != ttdp.REGISTERED)
+    await until(lambda: session.state == ttdp.REGISTERED)
