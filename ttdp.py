@@ -3470,7 +3470,7 @@ class KubeletSession:
             except RuntimeError:  # gRPC does not pass on the error of bind()
                 raise RegistrationError(f"cannot create sockets in {self._directory}") from None
             attempt.file = file_identity(attempt.path)
-            await server.start()
+            await asyncio.shield(server.start())  # gRPC fails if it is cancelled in between
             if attempt.file is None:
                 raise RegistrationError(f"{attempt.path} was deleted while being created")
             await self._register(attempt)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,3 +114,19 @@ async def test_a_resource_whose_socket_is_deleted_is_not_registered_until_it_is_
         (directory / name).unlink()
     await until(lambda: session.state != ttdp.REGISTERED)
     await until(lambda: session.state == ttdp.REGISTERED)
+
+
+async def test_a_session_can_end_while_its_server_starts(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a traceback of gRPC's."""
+    directory.mkdir()
+    for moments in range(8):
+        allocator: Any = SimpleNamespace(is_closing=False)
+        session = ttdp.KubeletSession(NAME, allocator, str(directory), lambda: None)
+        session.reconcile(ttdp.DeviceList(), None, disturbed=False)
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        await session.close()
+    assert "internal error" not in caplog.text
+    assert plugin_sockets(directory) == []
