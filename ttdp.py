@@ -2576,9 +2576,9 @@ class TelemetryReaders:
         # What was read; nothing yet: when it began; no job: a thread ends.
         self._results: queue.SimpleQueue[tuple[ReadJob | None, float | Reading | OSError | None]]
         self._results = queue.SimpleQueue()
-        self._files: dict[str, AttributeFiles] = {}  # of chips that are not being read
+        self._files: dict[PciFunction, AttributeFiles] = {}  # of chips that are not being read
         self._pending: dict[str, float | None] = {}  # when each read began; None: it waits
-        self._again: dict[str, Settings | None] = {}  # chips to be read again, and details
+        self._again: dict[str, tuple[PciFunction, Settings | None]] = {}  # to be read afterwards
         self._threads = 0
 
     def submit(
@@ -2589,10 +2589,11 @@ class TelemetryReaders:
             bdf = function.bdf
             if bdf not in self._pending:
                 self._pending[bdf] = None
-                files = self._files.pop(bdf, None) or AttributeFiles()
+                files = self._files.pop(function, None) or AttributeFiles()
                 self._jobs.put(ReadJob(function, periodic, details, files))
             elif not periodic:
-                self._again[bdf] = details or self._again.get(bdf)
+                _, former = self._again.get(bdf, (None, None))
+                self._again[bdf] = (function, details or former)
         self._start_thread(monotonic())
 
     def collect(self, now: float) -> list[Reading]:
@@ -2609,12 +2610,13 @@ class TelemetryReaders:
                 self._pending[bdf] = result
                 continue
             del self._pending[bdf]
-            self._files[bdf] = job.files
+            self._files[job.function] = job.files
             if isinstance(result, Reading):
                 readings.append(result)
             error = result if isinstance(result, OSError) else error
             if bdf in self._again:
-                self.submit([job.function], periodic=False, details=self._again.pop(bdf))
+                function, details = self._again.pop(bdf)
+                self.submit([function], periodic=False, details=details)
         self._start_thread(now)
         if error:
             raise error
@@ -2634,9 +2636,9 @@ class TelemetryReaders:
         """Return whether no read is worth waiting for."""
         return len(self._pending) == len(self.slow(now))
 
-    def close_files(self, present: Collection[str]) -> None:
-        for bdf in self._files.keys() - present:
-            self._files.pop(bdf).close()
+    def close_files(self, present: Collection[PciFunction]) -> None:
+        for function in self._files.keys() - present:
+            self._files.pop(function).close()
 
     def _start_thread(self, now: float) -> None:
         """Start a thread if jobs wait and every other is blocked."""
@@ -3044,7 +3046,7 @@ class Node:
         """
         self.inventory.observe(self.settings)
         present = self.inventory.present
-        self.readers.close_files([function.bdf for function in present])
+        self.readers.close_files(present)
         settings = self.settings if details else None
         self.readers.submit(present, periodic=periodic, details=settings)
 
