@@ -79,7 +79,7 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """Return the first three names, quoted: a request can hold ten thousand."""
+    """Return the first three of up to ten thousand names, quoted."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
@@ -93,16 +93,19 @@ NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes, including a NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash and the longest socket name of a session
 
-TRUE = ("true", "yes", "on", "1")  # in flags and variables
+TRUE = ("true", "yes", "on", "1")  # a switch as the text of a flag or variable
 FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """An invalid configuration: source, value and valid values, on one line."""
+    """An invalid configuration: source, value and valid values."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())  # a name can contain a newline
 
 
 class Rule(NamedTuple):
-    """A condition on a value from the file, a variable or a flag."""
+    """Which values an option accepts, and what becomes of them."""
 
     valid: str  # completes "must be"
     accepts: Callable[[Any], object]
@@ -120,16 +123,16 @@ def _number(valid: str, least: float, most: float, kinds: Collection[type] = (in
     return Rule(valid, lambda value: type(value) in kinds and least <= value <= most)
 
 
-def _text(valid: str, form: str, also: Callable[[str], object] = lambda text: True) -> Rule:
+def _text(valid: str, form: str, check: Callable[[str], object] = lambda text: True) -> Rule:
     def accepts(value: Any) -> object:
-        return isinstance(value, str) and re.fullmatch(form, value) and also(value)
+        return isinstance(value, str) and re.fullmatch(form, value) and check(value)
 
     return Rule(valid, accepts)
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
     rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
-    return rule._replace(convert=lambda path: path and os.path.abspath(path))
+    return rule._replace(convert=lambda path: os.path.abspath(path) if path else "")
 
 
 def _absolute(valid: str, *forbidden: str) -> Rule:
@@ -147,7 +150,7 @@ def _is_selection(value: Any) -> bool:
 
 
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_BOOLEAN = _one_of(*TRUE, *FALSE)._replace(convert=lambda text: text in TRUE)
+_SWITCH_AS_TEXT = _one_of(*TRUE, *FALSE)._replace(convert=lambda text: text in TRUE)
 _RESERVED = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
 _TARGET = _absolute(f"an absolute path other than {', '.join(_RESERVED)}", *_RESERVED)
 _DIRECTORY = _path("the path of a directory")
@@ -233,7 +236,8 @@ class SharedResource:
     )
 
     @property
-    def named(self) -> frozenset[str]:
+    def listed(self) -> frozenset[str]:
+        """Return the devices that it selects one by one."""
         return frozenset(self.devices if isinstance(self.devices, tuple) else ())
 
 
@@ -348,28 +352,27 @@ def load_settings(
     if path == "":
         raise _invalid(named_by, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
-    shown = file if file.isprintable() else repr(file)
-    values = {} if ignore_file else _read_config_file(file, shown, named_by if path else "")
-    sources = {key: f"{shown}: {key}" for key in values}
+    values = {} if ignore_file else _read_config_file(file, named_by if path else "")
+    sources = {key: f"{file}: {key}" for key in values}
     for key in ("state", "runtime"):
         directory = environ.get(f"{key.upper()}_DIRECTORY", "").partition(":")[0]
         values[f"{key}_dir"] = directory or None
     for option in OPTIONS:
-        texts = {
-            option.variable: environ.get(option.variable) or None,
-            option.flag: flags.get(option.key),
-        }
-        for source, text in texts.items():
-            if text is not None:
-                rule = _BOOLEAN if option.is_switch else option.rule
-                value = text.lower() if option.is_switch else text
-                values[option.key] = _checked(rule, value, source)
-                sources[option.key] = source
+        source = option.flag
+        text = flags.get(option.key)
+        if text is None:
+            source = option.variable
+            text = environ.get(source) or None
+        if text is not None:
+            rule = _SWITCH_AS_TEXT if option.is_switch else option.rule
+            value = text.lower() if option.is_switch else text
+            values[option.key] = _checked(rule, value, source)
+            sources[option.key] = source
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         raise _invalid(sources["device_list_strategy"], "cdi", "device-specs if cdi_dir is empty")
-    mounts = _checked_mounts(settings, f"{shown}: [[mounts]] container")
-    sharing = _checked_sharing(settings, f"{shown}: [[sharing.resources]] ")
+    mounts = _checked_mounts(settings, f"{file}: [[mounts]] container")
+    sharing = _checked_sharing(settings, f"{file}: [[sharing.resources]] ")
     return replace(settings, mounts=mounts, sharing=sharing)
 
 
@@ -388,7 +391,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
     return rule.convert(value)
 
 
-def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
+def _read_config_file(path: str, named_by: str) -> dict[str, Any]:
     """Return arguments for Settings. named_by: the flag or variable with this path."""
     try:
         with open(path, "rb") as file:
@@ -396,15 +399,14 @@ def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
     except FileNotFoundError:
         if not named_by:
             return {}
-        raise ConfigError(f"{named_by}: {shown} does not exist; must be a TOML file") from None
+        raise ConfigError(f"{named_by}: {path} does not exist; must be a TOML file") from None
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{shown}: {reason}; must be a readable TOML file") from None
+        raise ConfigError(f"{path}: {reason}; must be a readable TOML file") from None
     except (ValueError, RecursionError) as error:  # no UTF-8; a thousand brackets
-        reason = " ".join(str(error).split())
         example = 'lines in UTF-8 such as: unit = "board"'
-        raise ConfigError(f"{shown}: invalid TOML: {reason}; must be {example}") from None
-    return _table(f"{shown}: ", "", document, Settings)
+        raise ConfigError(f"{path}: invalid TOML: {error}; must be {example}") from None
+    return _arguments(f"{path}: ", "", document, Settings)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -413,35 +415,37 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _table(source: str, name: str, table: object, kind: Any) -> dict[str, Any]:
+def _arguments(file: str, heading: str, table: object, kind: Any) -> dict[str, Any]:
+    """Return arguments for a dataclass. heading: "[health]", "[[mounts]]"; "": the whole file."""
+    name = heading.strip("[]")
     if not isinstance(table, dict):
-        raise _invalid(f"{source}{name}", table, f"a table: [{name}]")
+        raise _invalid(f"{file}{name}", table, f"a table: [{name}]")
+    source = f"{file}{heading} " if heading else file
     known = {key.name: key for key in fields(kind) if key.metadata}
-    heading = name and (f"[{name}] " if kind in (HealthSettings, Sharing) else f"[[{name}]] ")
-    source = f"{source}{heading}"
     values = {}
     for key, each in known.items():
         if each.default is MISSING and key not in table:
             raise ConfigError(f"{source}{key} is missing")
     for key, value in table.items():
-        if kind is SharedResource and key in _PARTITIONING:
+        if key in _PARTITIONING:
             valid = "removed: a chip cannot be partitioned, only time-shared"
             raise _invalid(f"{source}{key}", value, valid)
         if key not in known:
             nearest = did_you_mean(key, known)
             keys = f"valid keys: {', '.join(known)}"
             raise ConfigError(f"{source}{key!r} is not a known key{nearest}; {keys}")
-        if "rule" in known[key].metadata:
-            values[key] = _checked(known[key].metadata["rule"], value, f"{source}{key}")
-            continue
-        inner = known[key].metadata["kind"]
-        place = (source.removesuffix(heading), f"{name}.{key}".lstrip("."))
-        if known[key].default != ():
-            values[key] = inner(**_table(*place, value, inner))
+        metadata = known[key].metadata
+        inner = metadata.get("kind")
+        section = f"{name}.{key}".lstrip(".")
+        if inner is None:
+            values[key] = _checked(metadata["rule"], value, f"{source}{key}")
+        elif known[key].default != ():
+            values[key] = inner(**_arguments(file, f"[{section}]", value, inner))
         elif isinstance(value, list):
-            values[key] = tuple(inner(**_table(*place, each, inner)) for each in value)
+            tables = [_arguments(file, f"[[{section}]]", each, inner) for each in value]
+            values[key] = tuple(inner(**each) for each in tables)
         else:
-            raise _invalid("".join(place), value, f"tables: [[{place[1]}]]")
+            raise _invalid(f"{file}{section}", value, f"tables: [[{section}]]")
     return values
 
 
@@ -486,7 +490,7 @@ def _sharing_conflict(
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"{shared} is the name of two entries; choose another one for rename"
-        duplicates = entry.named & other.named
+        duplicates = entry.listed & other.listed
         if other.name == entry.name and ("all" in (entry.devices, other.devices) or duplicates):
             return f"{abbreviate(sorted(duplicates)) or 'every device'} is selected twice"
     return None
@@ -1806,7 +1810,7 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
         return devices[: entry.devices]
     if entry.devices == "all":
         return devices
-    return [device for device in devices if aliases(device) & entry.named]
+    return [device for device in devices if aliases(device) & entry.listed]
 
 
 def aliases(device: Device) -> set[str]:
@@ -1820,7 +1824,7 @@ def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        missing = sorted(entry.named.difference(*map(aliases, found)))
+        missing = sorted(entry.listed.difference(*map(aliases, found)))
         if missing:
             yield f"{entry.name}: no such device: {abbreviate(missing)}"
         elif not found:
