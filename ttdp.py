@@ -47,7 +47,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
@@ -504,7 +504,7 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
 DRIVER = "tenstorrent"
 
-# By PCI subsystem ID, the board's code (tt-kmd's telemetry.c): in use without firmware telemetry.
+# By PCI subsystem ID, the board's code (tt-kmd's telemetry.c), for want of firmware telemetry.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -524,7 +524,7 @@ CARDS = {
 ALL_ONES = 0xFFFFFFFF  # each register of a chip that has left the bus
 DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
 DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
-DEAD_VALUE = 4_293_967_296  # the least of hwmon's other conversions of all ones
+DEAD_VALUE = 2**32 - 10**6  # the least of hwmon's other conversions of all ones
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's: no file is to blame
@@ -559,7 +559,7 @@ class PciFunction(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Identity of a chip, as its firmware reports it; None: not reported."""
+    """What the firmware reports of a chip; None: not reported."""
 
     card: str | None = None  # "p150a"
     serial: str | None = None  # the board's, 16 hex digits; a p300's chips share it
@@ -571,7 +571,7 @@ class Identity(NamedTuple):
 
 
 class Telemetry(NamedTuple):
-    """Firmware telemetry of a chip at one moment; None: not offered, or all ones."""
+    """Firmware telemetry of a chip; None: not offered, or all ones."""
 
     identity: Identity = Identity()
     heartbeat: int | None = None  # changes while the firmware runs; restarts at a reset
@@ -591,7 +591,7 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     at: float  # seconds of a monotonic clock
-    periodic: bool = True  # read by a poll, not because of an event
+    periodic: bool = True  # by a poll, not because of an event
     sensors: Mapping[str, float] | None = None  # None: neither they nor processes were read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
@@ -623,11 +623,8 @@ def names_in(directory: str) -> list[str]:
 
 def read_attribute(path: str) -> str | None:
     """Return an attribute's text, None if it does not exist."""
-    files = AttributeFiles()
-    try:
+    with closing(AttributeFiles()) as files:
         return if_exists(files.read, path)
-    finally:
-        files.close()
 
 
 def try_read(path: str) -> str | None:
@@ -677,9 +674,9 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 def scan(
     settings: Settings, known: Mapping[str, PciFunction | None]
 ) -> dict[str, PciFunction | None]:
-    """Return the functions on the PCI bus by address, in order; None: another vendor's.
+    """Return the functions on the PCI bus by address; None: another vendor's.
 
-    known: the last result, as the IDs of a function are read once.
+    known: the last result, as IDs are read once.
     """
     found: dict[str, PciFunction | None] = {}
     for bdf in sorted(filter(BDF.fullmatch, names_in(pci_directory(settings))), key=address):
@@ -699,22 +696,20 @@ def _read_function(settings: Settings, bdf: str) -> PciFunction | None:
 
 
 def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
-    """Return a function with its driver and device file as they are now.
-
-    Its class device is below it. By the name in the class, a late read after a renumbering leads to
-    another chip.
-    """
+    """Return a function with its driver and device file as they are now."""
+    # Not by the name in the class: after a renumbering it leads to another chip.
     for name in names_in(f"{function.directory}/{DRIVER}"):
         if match := re.fullmatch(rf"{DRIVER}!(\d{{1,5}})", name):
-            path = f"{settings.dev_root}/{DRIVER}/{int(match[1])}"
-            function = function._replace(driver=DRIVER, ordinal=int(match[1]), path=path)
+            ordinal = int(match[1])
+            path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
+            function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
             return function._replace(file_fault=file_fault_now(function))
     driver = if_exists(os.readlink, f"{function.directory}/driver")
     return function.without_device(basename(driver or ""))
 
 
 def file_fault_now(function: PciFunction) -> str | None:
-    """Return why a chip's device file cannot be used at this moment."""
+    """Return why a device file cannot be used at this moment."""
     path = function.path
     number = read_attribute(f"{function.sysfs}/dev")
     if number is None:
@@ -731,13 +726,13 @@ def file_fault_now(function: PciFunction) -> str | None:
 def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     """Return the openers of a device file, None: unknown. Can block for seconds.
 
-    The driver lists them since 2.5; 0 is a process of another PID namespace. A command can be
-    hidden, or have ended while a child keeps the descriptor: "?".
+    The driver lists them since 2.5. A process can be hidden, or have ended while a child keeps the
+    descriptor: its command is "?".
     """
     proc = settings.proc_root
     text = try_read(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
-    if text is None or 0 in pids:
+    if text is None or 0 in pids:  # 0: of another PID namespace
         return None
     rows: list[ProcessRow] = []
     for pid in sorted(pids):
@@ -750,8 +745,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's device file, if it points there now.
 
-    A kubelet reuses an answer to Allocate after a reboot; runtimes resolve links for each container
-    (seen with containerd 1.6 and 2.1).
+    It outlives a renumbering: runtimes resolve links for each container (containerd 1.6, 2.1).
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with suppress(OSError):
@@ -767,17 +761,17 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
-    """Return the mounts of containers: configured ones, or the hugepages if they exist."""
-    names = () if settings.mounts else ("hugepages-1G", "hugepages")
-    mounts = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
-    return settings.mounts or tuple(mount for mount in mounts if os.path.exists(mount.host))
+def container_mounts(settings: Settings) -> tuple[Mount, ...]:
+    """Return the configured mounts; without any, those hugepages that exist."""
+    names = ("hugepages-1G", "hugepages")
+    defaults = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
+    return settings.mounts or tuple(each for each in defaults if os.path.exists(each.host))
 
 
 class AttributeFiles:
     """Attributes of a chip, kept open between polls: that halves a poll's cost.
 
-    For a device that is gone the kernel returns ENODEV, never another chip's value.
+    Once the device is gone the kernel returns ENODEV, never another chip's value.
     """
 
     def __init__(self) -> None:
@@ -839,10 +833,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
 
 
 def read_telemetry(function: PciFunction, files: AttributeFiles) -> Telemetry:
-    """Read a chip's telemetry through the driver. Can block for ten seconds.
-
-    Raises OSError only for the daemon's own errors.
-    """
+    """Read a chip's telemetry; raises OSError for OWN_ERRORS only. Can block for ten seconds."""
     try:
         return _read_attributes(function, files)
     except OSError as error:
@@ -868,8 +859,8 @@ def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
         return parse_telemetry(raw)
     if not isdir(function.sysfs):
         return Telemetry(error=(basename(function.sysfs), errno.ENODEV))
-    # Firmware that is late offers nothing, and so does a chip that was dead when the driver was
-    # bound: its PCI configuration space begins with all ones.
+    # Either the firmware is late, or the chip was dead when the driver was bound: then its PCI
+    # configuration space begins with all ones.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         if config.read(4) == b"\xff" * 4:
             return Telemetry(all_ones=True)
@@ -916,8 +907,10 @@ def read_sensors(function: PciFunction, hwmon: str) -> dict[str, float]:
     values = {}
     for sensor in SENSORS:
         name = sensor.attribute
-        directory = function.sysfs if name.startswith("tt_") else function.directory
-        if "1_" in name or "0_" in name:
+        directory = function.directory
+        if name.startswith("tt_"):
+            directory = function.sysfs
+        elif name.startswith(("power1", "curr1", "in0", "fan1")):
             directory = hwmon
         with suppress(OSError):
             value = _sensor_value(name, read_attribute(f"{directory}/{name}") or "")
@@ -945,7 +938,7 @@ FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after the driver was reboun
 
 
 class Fault(Enum):
-    """Why a chip is unhealthy. A change of it is logged, a change of the reason's text is not."""
+    """Why a chip is unhealthy. A change of it is logged, other numbers in the reason are not."""
 
     GONE = "gone"
     NODE = "node"
@@ -1031,8 +1024,8 @@ def _judge_error(attribute: str, number: int) -> Verdict:
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     """Return the vitals after a reading.
 
-    Any change of the heartbeat shows life: a reset restarts it. A reading caused by an event is not
-    compared with at the next poll, which can precede a beat.
+    Any change of the heartbeat shows life: a reset restarts it. The next poll is compared with the
+    last poll, as no beat may have come since an event.
     """
     telemetry = reading.telemetry
     beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
@@ -1073,13 +1066,13 @@ def _judge_vitals(
 
 
 class Chip(NamedTuple):
-    """A chip that was seen since boot. It stays known while it is absent."""
+    """A Tenstorrent PCI function. Once it was seen it stays known, also while it is absent."""
 
     function: PciFunction
     identity: Identity = Identity()  # the last one that its firmware reported
     verdict: Verdict = Verdict()
     seen: bool = False  # it had a device file since boot
-    listed: bool = False  # a device of a resource: its telemetry was read, or had the time to be
+    listed: bool = False  # it is a device of a resource; see ChipRecord.start_listing()
     reason: str | None = None  # why it is unhealthy, with the remedy; see explain()
 
     @property
@@ -1117,29 +1110,28 @@ class Chip(NamedTuple):
         return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
 
     @property
-    def board_chips(self) -> int:
-        """Return how many chips with a device file its board, or its Galaxy tray, has."""
-        return 8 if self._galaxy_tray else 2 if self.board_type == "p300" else 1
-
-    @property
-    def board(self) -> tuple[object, ...]:
-        return (*self._galaxy_tray, self.identity.serial or self.bdf)
-
-    @property
     def tray(self) -> tuple[object, ...]:
-        return self._galaxy_tray or self.board
-
-    @property
-    def _galaxy_tray(self) -> tuple[object, ...]:
-        """Return its tray: the high nibble of the bus number."""
+        """Return its tray in a Galaxy, by the high nibble of the bus; () in any other machine."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
-    def board_id(self) -> str | None:
-        """Return a p300's serial, a Galaxy tray's buses ("0000:c0")."""
-        return f"{self.bdf[:-6]}0" if self._galaxy_tray else self.identity.serial
+    def board(self) -> tuple[object, ...]:
+        """Return what the chips of its board have in common."""
+        return (*self.tray, self.identity.serial or self.bdf)
+
+    @property
+    def device_chips(self) -> int:
+        """Return how many chips a device has with unit = "board"."""
+        if self.tray:
+            return 8
+        return 2 if self.board_type == "p300" else 1
+
+    @property
+    def device_id(self) -> str | None:
+        """Return the ID of that device: a tray's buses ("0000:c0"), else the board's serial."""
+        return f"{self.bdf[:-6]}0" if self.tray else self.identity.serial
 
 
 @dataclass(slots=True)
@@ -1149,7 +1141,7 @@ class ChipRecord:
     chip: Chip
     vitals: Vitals
     was_seen: bool = False  # it had telemetry since boot
-    telemetry: Telemetry | None = None  # the last one since the device appeared; None: none yet
+    telemetry: Telemetry | None = None  # the last one since the device appeared
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
 
@@ -1158,13 +1150,12 @@ class ChipRecord:
         self.telemetry = None
 
     def vanish(self, driver: str | None) -> None:
-        """Record that the device file is gone. Health stays until telemetry is read again."""
-        verdict = self.chip.verdict
         if self.chip.present:
+            # The verdict counts once the device has returned, until its telemetry is read.
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
+            self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
-        function = self.chip.function.without_device(driver)
-        self.chip = self.chip._replace(function=function, verdict=verdict)
+        self.chip = self.chip._replace(function=self.chip.function.without_device(driver))
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
@@ -1182,12 +1173,12 @@ class ChipRecord:
             self.sensors = reading.sensors
             self.processes = reading.processes
         self.chip = self.chip._replace(identity=identity, verdict=verdict)
-        self.list()
+        self.start_listing()
 
-    def list(self) -> None:
-        """Make it a device, unless its device file was invalid from the start."""
-        is_valid = self.chip.listed or not self.chip.function.file_fault
-        self.chip = self.chip._replace(listed=is_valid)
+    def start_listing(self) -> None:
+        """List it, unless its device file was invalid from the start."""
+        if not self.chip.function.file_fault:
+            self.chip = self.chip._replace(listed=True)
 
     def block(self) -> None:
         problem = "telemetry read timed out (the driver may be waiting for a reset)"
@@ -1213,7 +1204,7 @@ class Inventory:
     """The chips of the node since boot."""
 
     def __init__(self, state: Mapping[str, Sequence[Any]]) -> None:
-        # None is ever removed. A chip from the state is absent until it is seen.
+        # No record is removed. A chip from the state is absent until it is seen.
         self.records = {bdf: ChipRecord.from_state(each) for bdf, each in state.items()}
         self.driver: str | None = None  # see driver_version()
         self._bus: Mapping[str, PciFunction | None] = {}
@@ -1233,14 +1224,15 @@ class Inventory:
         self.driver = driver_version(settings)
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
-            record = self.records.get(bdf)
-            before = record.chip.function if record else function
-            if not record or (before.arch, before.subsystem) != (function.arch, function.subsystem):
-                record = self.records[bdf] = ChipRecord(Chip(function), Vitals())
+            known = self.records[bdf].chip.function if bdf in self.records else None
+            ids = (function.arch, function.subsystem)
+            if known is None or (known.arch, known.subsystem) != ids:  # another card
+                known = None
+                self.records[bdf] = ChipRecord(Chip(function), Vitals())
             if function.ordinal is None:
-                record.vanish(function.driver)
-            elif before != function or not record.chip.seen:
-                record.appear(function)
+                self.records[bdf].vanish(function.driver)
+            elif function != known:
+                self.records[bdf].appear(function)
         for bdf in self.records.keys() - functions.keys():
             self.records[bdf].vanish(None)
 
@@ -1682,7 +1674,7 @@ def short_name(chip: Chip, settings: Settings) -> str:
     """Return the name of a chip's resource, unshared and without the domain."""
     arch = chip.function.arch or "unknown"
     names = {"card": chip.card_type or arch, "arch": arch}
-    is_board = settings.unit == "board" and chip.board_chips > 1
+    is_board = settings.unit == "board" and chip.device_chips > 1
     return names.get(settings.resource_naming, chip.board_type) + ("-board" if is_board else "")
 
 
@@ -1695,12 +1687,12 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
     boards = defaultdict[tuple[str, str], list[Chip]](list)
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
         name = short_name(chip, settings)
-        if settings.unit == "chip" or chip.board_chips == 1:
+        if settings.unit == "chip" or chip.device_chips == 1:
             devices[name].append(Device(chip.bdf, (chip,)))
-        elif chip.board_id:
-            boards[name, chip.board_id].append(chip)
+        elif chip.device_id:
+            boards[name, chip.device_id].append(chip)
     for (name, board), members in boards.items():
-        whole = members[0].board_chips
+        whole = members[0].device_chips
         if len(members) > whole:  # the card was in another slot before
             members = [chip for chip in members if chip.present]
         devices[name].append(Device(board, tuple(members), whole))
@@ -1892,7 +1884,7 @@ def preferred_allocation(
     for replicas in resource.ids_of_devices:
         device = resource.devices[replicas[0]]
         board = device.chips[0].board
-        tray = device.chips[0].tray
+        tray = device.chips[0].tray or board
         nodes = frozenset(device.numa_nodes or (None,))
         left = sorted(
             free.intersection(replicas), key=lambda each: (each not in required, -bits[each])
@@ -2165,7 +2157,7 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
         product += "-SHARED"
     memory = {sum(map(_memory_of, device.chips)) for device in devices}
     counts = Counter(chip.board for chip in chips)
-    whole = {chip.board for chip in chips if counts[chip.board] == chip.board_chips}
+    whole = {chip.board for chip in chips if counts[chip.board] == chip.device_chips}
     return {
         "count": str(len(devices)),
         "product": product,
@@ -2485,7 +2477,7 @@ def _explained_chips(seen: Observation, label: Callable[[Allocation], str]) -> d
             pods[bdf].append(label(allocation))
     boards = defaultdict[object, list[str]](list)
     for bdf, chip in chips.items():
-        if chip.present and chip.board_chips == 2:
+        if chip.present and chip.device_chips == 2:
             boards[chip.board].append(bdf)
     for bdf, chip in chips.items():
         if chip.fault:
@@ -3058,7 +3050,7 @@ class Node:
         """Apply what was read."""
         self.inventory.apply(self.readers.collect(now), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
-            self.inventory.records[bdf].list()
+            self.inventory.records[bdf].start_listing()
             if seconds > READ_TIMEOUT:
                 self.inventory.records[bdf].block()
 
@@ -3080,7 +3072,7 @@ class Node:
             self.allocations.in_force(now),
             self.allocations.names,
             self.allocations.unreadable,
-            existing_mounts(self.settings),
+            container_mounts(self.settings),
         )
         if self._decided is None or observation != self._decided[0]:
             self._decided = (observation, decide(observation))
@@ -3164,7 +3156,7 @@ class Allocator:
                 links[chip.bdf] = link
             elif may_wait and expects_links(settings):
                 return None
-        mounts = [*existing_mounts(settings)] if settings.device_list_strategy != "cdi" else []
+        mounts = [*container_mounts(settings)] if settings.device_list_strategy != "cdi" else []
         if locks := lock_path(resource, chain(*containers), settings):
             mounts.append(Mount(locks, "/dev/shm"))
         for ids, theirs in zip(containers, chips, strict=True):
