@@ -3248,11 +3248,11 @@ _endpoint_numbers = itertools.count(1)
 
 
 class RegistrationError(Exception):
-    """Why a resource is not registered: the kubelet cannot be reached, rejects, or has ended it."""
+    """Why a resource is not registered."""
 
 
 class DeviceListStream:
-    """The device list of one resource, for all its open ListAndWatch streams."""
+    """The device list of a resource, for all its open ListAndWatch streams."""
 
     def __init__(self) -> None:
         self.message = DeviceList()
@@ -3285,15 +3285,14 @@ class Attempt(rpc.DevicePluginServicer):
 
     def __init__(self, session: KubeletSession, path: str) -> None:
         self.path = path
-        self.task: asyncio.Task[None]
         self.file: FileIdentity | None = None  # the socket, while it is bound
         self.kubelet: FileIdentity | None = None  # the kubelet that was sent Register
         self.appeared = asyncio.Event()  # the kubelet's socket
-        self.opened = asyncio.Event()  # the kubelet's stream
+        self.is_watched = False  # the kubelet has opened its stream
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
-        self.has_stream = False  # the kubelet's is open
-        self.retry_at = inf  # when the next attempt is due, once this one has ended
+        self.retry_at = -inf  # when the next attempt is due, once this one has ended
         self._session = session
+        self.task = asyncio.create_task(session.run(self))
 
     def is_outdated(self, kubelet: FileIdentity | None) -> bool:
         """Return whether its socket was deleted, or another kubelet has started."""
@@ -3304,25 +3303,20 @@ class Attempt(rpc.DevicePluginServicer):
         if not self.ended.done():
             self.ended.set_result(reason)
 
-    async def GetDevicePluginOptions(self, request: pb.Empty, context: Context) -> Any:
+    async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
         return PLUGIN_OPTIONS
 
-    async def ListAndWatch(self, request: pb.Empty, context: Context) -> AsyncIterator[DeviceList]:
-        is_kubelet = self.kubelet is not None and not self.opened.is_set()
-        if is_kubelet:
-            self.has_stream = True
-            self.opened.set()
+    async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
+        is_kubelet = self.kubelet is not None and not self.is_watched
+        self.is_watched |= is_kubelet
         try:
             async for message in self._session.stream.messages():
                 yield message
         finally:
             if is_kubelet:
-                self.has_stream = False
                 self.end("kubelet closed the ListAndWatch stream")
 
-    async def GetPreferredAllocation(
-        self, request: pb.PreferredAllocationRequest, context: Context
-    ) -> pb.PreferredAllocationResponse:
+    async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
         response = pb.PreferredAllocationResponse()
         name = self._session.name
         async with _rejecting(context, f"{name}: rejected GetPreferredAllocation"):
@@ -3331,16 +3325,14 @@ class Attempt(rpc.DevicePluginServicer):
                 response.container_responses.add(deviceIDs=ids)
         return response
 
-    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.AllocateResponse:
+    async def Allocate(self, request: Any, context: Context) -> Any:
         containers = [list(each.devices_ids) for each in request.container_requests]
         name = self._session.name
         async with _rejecting(context, f"{name}: rejected Allocate"):
             answers = await self._session.allocator.allocate(name, containers)
         return pb.AllocateResponse(container_responses=answers)
 
-    async def PreStartContainer(
-        self, request: pb.PreStartContainerRequest, context: Context
-    ) -> pb.PreStartContainerResponse:
+    async def PreStartContainer(self, request: Any, context: Context) -> Any:
         name = self._session.name
         async with _rejecting(context, f"{name}: container start delayed"):
             await self._session.allocator.wait_until_free(name, request.devices_ids)
@@ -3385,7 +3377,7 @@ class KubeletSession:
 
     An attempt has a socket with a new name, "tt-n300.4711-1.sock": kubelet 1.37 rejects a name to
     which it still has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path
-    when it stops. reconcile() cancels an attempt that is out of date.
+    when it stops.
     """
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
@@ -3404,7 +3396,9 @@ class KubeletSession:
     @property
     def retry_at(self) -> float:
         """Return when the next attempt is due; inf while one is under way."""
-        return self._attempt.retry_at if self._attempt else -inf
+        if self._attempt is None:
+            return -inf
+        return self._attempt.retry_at if self._attempt.task.done() else inf
 
     @property
     def is_serving(self) -> bool:
@@ -3414,36 +3408,30 @@ class KubeletSession:
     def reconcile(
         self, devices: DeviceList, kubelet: FileIdentity | None, *, disturbed: bool
     ) -> None:
-        """Bring list and registration in line. disturbed: the directory has changed."""
-        self.stream.update(devices)
-        # A kubelet that starts replaces its socket at once: the directory has the same names.
-        disturbed = disturbed or kubelet not in (None, self._kubelet)
-        self._kubelet = kubelet
-        attempt = self._attempt
-        if attempt and kubelet:
-            attempt.appeared.set()
-        is_outdated = attempt is not None and attempt.is_outdated(kubelet)
-        if disturbed or is_outdated:
-            self._backoff = BACKOFF[0]
-        has_ended = attempt is None or attempt.task.done()
-        if is_outdated or (has_ended and (disturbed or monotonic() >= self.retry_at)):
-            name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
-            number = next(_endpoint_numbers) % 100_000
-            path = f"{self._directory}/{SOCKET_PREFIX}{name}.{os.getpid()}-{number}.sock"
-            self._attempt = Attempt(self, path)
-            if kubelet:
-                self._attempt.appeared.set()
-            self._attempt.task = asyncio.create_task(self._run(self._attempt, attempt))
-            self._attempt.task.add_done_callback(lambda _: self._wake())
+        """Bring list and registration in line. disturbed: the directory has changed.
 
-    async def _run(self, attempt: Attempt, former: Attempt | None) -> None:
-        """Make an attempt once the former one has ended: there are never two."""
-        if former:
-            former.task.cancel()
-            try:
-                await asyncio.wait({former.task})
-            finally:
-                await asyncio.wait({former.task})  # if this one is cancelled meanwhile, too
+        An attempt that is out of date is cancelled; once it has ended, the next turn makes another.
+        """
+        self.stream.update(devices)
+        attempt = self._attempt
+        is_outdated = attempt is not None and attempt.is_outdated(kubelet)
+        if attempt and is_outdated:
+            attempt.task.cancel()
+        # A kubelet that starts replaces its socket at once: the directory has the same names.
+        if disturbed or is_outdated or kubelet not in (None, self._kubelet):
+            self._backoff = BACKOFF[0]
+            disturbed = True
+        self._kubelet = kubelet
+        if attempt is None or (attempt.task.done() and (disturbed or monotonic() >= self.retry_at)):
+            name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
+            number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+            path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
+            attempt = self._attempt = Attempt(self, path)
+            attempt.task.add_done_callback(lambda _: self._wake())
+        if kubelet:
+            attempt.appeared.set()
+
+    async def run(self, attempt: Attempt) -> None:
         if self.state == REGISTERED:
             self.state = ""  # the former attempt was
         started = monotonic()
@@ -3473,14 +3461,14 @@ class KubeletSession:
                 raise RegistrationError(f"{attempt.path} was deleted while being created")
             await self._register(attempt)
             await asyncio.wait({attempt.ended}, timeout=REGISTER_TIMEOUT)
-            if not attempt.opened.is_set():
+            if not attempt.is_watched:
                 attempt.end("kubelet accepted Register but opened no ListAndWatch stream")
             raise RegistrationError(await attempt.ended)
         finally:
-            attempt.file = None
-            had_stream = attempt.has_stream
+            was_watched = attempt.is_watched and attempt.kubelet == self._kubelet
+            attempt.file = attempt.kubelet = None  # from here on it is not outdated
             await asyncio.shield(server.stop(0.1 if self.allocator.is_closing else None))
-            if had_stream and attempt.kubelet == self._kubelet:
+            if was_watched:
                 # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
                 # registration (manager.go, PluginDisconnected): so it comes before the next one.
                 await asyncio.sleep(STREAM_DELAY)
@@ -3491,18 +3479,16 @@ class KubeletSession:
         if not attempt.appeared.is_set():
             self._set_state(f"waiting for kubelet ({path} does not exist)")
             await attempt.appeared.wait()
-        pauses = iter((0.001, 0.002, 0.004, 0.008))  # bind() makes the file before listen()
-        while not accepts_connections(path):
-            if not (pause := next(pauses, None)):
-                raise RegistrationError("waiting for kubelet (its socket refuses connections)")
-            await asyncio.sleep(pause)
-        request = pb.RegisterRequest(
-            version="v1beta1",
-            endpoint=basename(attempt.path),
-            resource_name=self.name,
-            options=PLUGIN_OPTIONS,
-        )
+        for pause in (0.001, 0.002, 0.004, 0.008):  # bind() makes the file before listen()
+            if not accepts_connections(path):
+                await asyncio.sleep(pause)
+        if not accepts_connections(path):
+            raise RegistrationError("waiting for kubelet (its socket refuses connections)")
         attempt.kubelet = file_identity(path)
+        endpoint = basename(attempt.path)
+        request = pb.RegisterRequest(
+            version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS
+        )
         async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
@@ -3520,8 +3506,9 @@ class KubeletSession:
     def compare(self, registered: frozenset[str], now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
-        If another plugin registers our name, our stream stays open, but allocations go there
-        (manager.go, addEndpoint). Otherwise a write was overtaken by an older one.
+        They differ if a write was overtaken by an older one: the list is sent again. Or another
+        plugin has registered our name: allocations go there, though our stream stays open
+        (manager.go, addEndpoint).
         """
         if self.state != REGISTERED or registered == self.stream.healthy:
             self._mismatch = None
@@ -3543,16 +3530,15 @@ class KubeletSession:
             await asyncio.wait({self._attempt.task})
 
     def _set_state(self, state: str) -> None:
-        if state != self.state:
-            self.state = state
-            if state != REGISTERED:  # which was logged
-                level = logging.INFO if state.startswith("waiting") else logging.WARNING
-                log.log(level, "%s: %s", self.name, state)
-            self._wake()
+        if state != self.state and state != REGISTERED:
+            level = logging.INFO if state.startswith("waiting") else logging.WARNING
+            log.log(level, "%s: %s", self.name, state)
+        self.state = state
+        self._wake()
 
 
 class Sessions:
-    """A session for each resource."""
+    """The sessions, one for each resource."""
 
     def __init__(self, allocator: Allocator, directory: str, wake: Wake) -> None:
         self.by_name: dict[str, KubeletSession] = {}
@@ -3585,18 +3571,19 @@ class Sessions:
             self._closing[name].add_done_callback(lambda _: self._wake())
         self._closing = {name: task for name, task in self._closing.items() if not task.done()}
         for name in lists.keys() - self._closing.keys():  # it returns once the former one has ended
-            if name not in self.by_name:
+            session = self.by_name.get(name)
+            if session is None:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
-            session = self.by_name[name]
             session.reconcile(lists[name], kubelet, disturbed=disturbed)
             session.compare(registered.get(name, session.stream.healthy), monotonic())
 
     def resend_one(self) -> None:
         """Have the kubelet write its checkpoint."""
-        registered = (each for each in self.by_name.values() if each.state == REGISTERED)
-        if session := next(registered, None):
-            session.stream.resend()
+        for session in self.by_name.values():
+            if session.state == REGISTERED:
+                session.stream.resend()
+                return
 
     async def close(self) -> None:
         self.allocator.is_closing = True
