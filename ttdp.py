@@ -39,6 +39,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -3258,6 +3259,7 @@ class DeviceListStream:
         self.message = DeviceList()
         self.healthy: frozenset[str] = frozenset()
         self.ever_advertised: set[str] = set()
+        self.sent_at = -inf
         self._changed = asyncio.Event()
 
     def update(self, message: DeviceList) -> None:
@@ -3276,6 +3278,7 @@ class DeviceListStream:
     async def messages(self) -> AsyncIterator[DeviceList]:
         while True:
             changed = self._changed
+            self.sent_at = monotonic()
             yield self.message
             await changed.wait()
 
@@ -3352,6 +3355,15 @@ async def _rejecting(context: Context, subject: str) -> AsyncIterator[None]:
         reason = f"internal error: {error}"
     log.warning("%s: %s", subject, reason)
     await context.abort(code, reason)
+
+
+async def completed(work: Awaitable[object]) -> None:
+    """Wait until something has ended, even if this task is cancelled meanwhile."""
+    future = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({future})
+    finally:
+        await asyncio.wait({future})
 
 
 def grpc_message(error: grpc.aio.AioRpcError) -> str:
@@ -3456,7 +3468,7 @@ class KubeletSession:
             except RuntimeError:  # gRPC does not pass on the error of bind()
                 raise RegistrationError(f"cannot create sockets in {self._directory}") from None
             attempt.file = file_identity(attempt.path)
-            await asyncio.shield(server.start())  # gRPC fails if it is cancelled in between
+            await completed(server.start())
             if attempt.file is None:
                 raise RegistrationError(f"{attempt.path} was deleted while being created")
             await self._register(attempt)
@@ -3467,7 +3479,7 @@ class KubeletSession:
         finally:
             was_watched = attempt.is_watched and attempt.kubelet == self._kubelet
             attempt.file = attempt.kubelet = None  # from here on it is not outdated
-            await asyncio.shield(server.stop(0.1 if self.allocator.is_closing else None))
+            await completed(server.stop(0.1 if self.allocator.is_closing else None))
             if was_watched:
                 # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
                 # registration (manager.go, PluginDisconnected): so it comes before the next one.
@@ -3506,7 +3518,7 @@ class KubeletSession:
     def compare(self, registered: frozenset[str], now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
-        They differ if a write was overtaken by an older one: the list is sent again. Or another
+        They differ if the list's write was overtaken by an older one: it is sent again. Or another
         plugin has registered our name: allocations go there, though our stream stays open
         (manager.go, addEndpoint).
         """
@@ -3516,7 +3528,8 @@ class KubeletSession:
         since, resends = self._mismatch = self._mismatch or (now, 0)
         if now - since <= CHECKPOINT_TIMEOUT:
             return
-        if registered <= self.stream.ever_advertised and resends < MAX_RESENDS:
+        is_ours = registered <= self.stream.ever_advertised
+        if is_ours and since - self.stream.sent_at <= CHECKPOINT_TIMEOUT and resends < MAX_RESENDS:
             self._mismatch = (now, resends + 1)
             self.stream.resend()
         elif self._attempt:
