@@ -99,10 +99,7 @@ FALSE = ("false", "no", "off", "0")
 
 
 class ConfigError(Exception):
-    """An invalid configuration: source, value and valid values."""
-
-    def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())  # a name can contain a newline
+    """An invalid configuration: source, value and valid values, on one line."""
 
 
 class Rule(NamedTuple):
@@ -353,8 +350,9 @@ def load_settings(
     if path == "":
         raise _invalid(named_by, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
-    values = {} if ignore_file else _read_config_file(file, named_by if path else "")
-    sources = {key: f"{file}: {key}" for key in values}
+    shown = file if file.isprintable() else repr(file)
+    values = {} if ignore_file else _read_config_file(file, shown, named_by if path else "")
+    sources = {key: f"{shown}: {key}" for key in values}
     for key in ("state", "runtime"):
         directory = environ.get(f"{key.upper()}_DIRECTORY", "").partition(":")[0]
         values[f"{key}_dir"] = directory or None
@@ -372,8 +370,8 @@ def load_settings(
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         raise _invalid(sources["device_list_strategy"], "cdi", "device-specs if cdi_dir is empty")
-    mounts = _checked_mounts(settings, f"{file}: [[mounts]] container")
-    sharing = _checked_sharing(settings, f"{file}: [[sharing.resources]] ")
+    mounts = _checked_mounts(settings, f"{shown}: [[mounts]] container")
+    sharing = _checked_sharing(settings, f"{shown}: [[sharing.resources]] ")
     return replace(settings, mounts=mounts, sharing=sharing)
 
 
@@ -392,7 +390,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
     return rule.convert(value)
 
 
-def _read_config_file(path: str, named_by: str) -> dict[str, Any]:
+def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
     """Return arguments for Settings. named_by: the flag or variable with this path."""
     try:
         with open(path, "rb") as file:
@@ -400,14 +398,15 @@ def _read_config_file(path: str, named_by: str) -> dict[str, Any]:
     except FileNotFoundError:
         if not named_by:
             return {}
-        raise ConfigError(f"{named_by}: {path} does not exist; must be a TOML file") from None
+        raise ConfigError(f"{named_by}: {shown} does not exist; must be a TOML file") from None
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{path}: {reason}; must be a readable TOML file") from None
+        raise ConfigError(f"{shown}: {reason}; must be a readable TOML file") from None
     except (ValueError, RecursionError) as error:  # no UTF-8; a thousand brackets
+        reason = " ".join(str(error).split())
         example = 'lines in UTF-8 such as: unit = "board"'
-        raise ConfigError(f"{path}: invalid TOML: {error}; must be {example}") from None
-    return _arguments(f"{path}: ", "", document, Settings)
+        raise ConfigError(f"{shown}: invalid TOML: {reason}; must be {example}") from None
+    return _arguments(f"{shown}: ", "", document, Settings)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -762,7 +761,7 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-def container_mounts(settings: Settings) -> tuple[Mount, ...]:
+def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
     """Return the configured mounts; without any, those hugepages that exist."""
     names = ("hugepages-1G", "hugepages")
     defaults = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
@@ -1258,11 +1257,12 @@ KUBELET_SOCKET = "kubelet.sock"  # likewise; each kubelet that starts creates a 
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer with the chips' addresses
 ANSWER_VALIDITY = 20.0  # seconds for which an answer to Allocate is evidence
 GRACE_PERIOD = 10.0  # seconds for which an allocation is in force after the last evidence
-LOOK_INTERVAL = 5.0  # seconds between two looks at the pods' cgroups
-BUSY_INTERVAL = 0.1  # likewise, at one that had processes
+LOOK_INTERVAL = 5.0  # seconds between two looks at all pods' cgroups
+BUSY_INTERVAL = 0.1  # seconds between two looks at one that had processes
 ROOT_DEPTH = 4  # levels of cgroups that are searched for kubepods
 QOS_CLASS = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
 
+Label = Callable[["Allocation"], str]  # the name of a pod, for texts
 PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
 Key = tuple[str, ...]  # of an allocation
 
@@ -1278,14 +1278,15 @@ class Allocation(NamedTuple):
 
     @property
     def key(self) -> Key:
-        pending = ("", self.resource, *sorted(self.ids))
-        return (self.pod, self.container, self.resource) if self.pod else pending
+        if self.pod:
+            return (self.pod, self.container, self.resource)
+        return ("", self.resource, *sorted(self.ids))
 
 
 class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (kubernetes' devicemanager/checkpoint), other vendors left out."""
 
-    # With the device files of another plugin's answer, which names no chips.
+    # Each with its answer's device files if that names no chips: another plugin's.
     entries: Sequence[tuple[Allocation, Sequence[str]]] = ()
     registered: Mapping[str, frozenset[str]] = {}  # healthy IDs, by resource
 
@@ -1305,10 +1306,9 @@ def parse_checkpoint(content: bytes) -> Checkpoint:
         with suppress(*odd):
             chips, paths = _parse_answer(item["AllocResp"])
             ids = frozenset[str]().union(*map(_names, item["DeviceIDs"].values()))
-            resource, pod, container = names = [
-                item[key] for key in ("ResourceName", "PodUID", "ContainerName")
-            ]
-            if (chips or paths) and ids and all(_names(names)):
+            names = [item["ResourceName"], item["PodUID"], item["ContainerName"]]
+            if (chips or paths) and ids and "" not in _names(names):
+                resource, pod, container = names
                 entries.append((Allocation(resource, ids, chips, pod, container), paths))
     for name, theirs in registered.items():
         with suppress(*odd):
@@ -1331,7 +1331,8 @@ def _parse_answer(answer: str) -> tuple[frozenset[str], Sequence[str]]:
         return frozenset(), ()
     response = pb.ContainerAllocateResponse.FromString(content)
     chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
-    return chips, () if chips else [device.host_path for device in response.devices]
+    paths = [device.host_path for device in response.devices]
+    return chips, () if chips else paths
 
 
 class Cgroups:
@@ -1345,7 +1346,7 @@ class Cgroups:
         self.roots: list[str] = []  # searched for at the next look if empty
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._paths: dict[str, list[str]] = {}  # by the pod's UID, with "_" for "-"
+        self._paths: dict[str, list[str]] = {}  # by UID, with "_" for "-" as systemd has it
         self._busy_at: dict[str, float] = {}  # when a pod last had processes
 
     def look(self) -> None:
@@ -1360,27 +1361,30 @@ class Cgroups:
                         uid = (match[1] or match[2]).replace("-", "_")
                         self._paths.setdefault(uid, []).append(f"{directory}/{name}")
 
-    def has(self, pod: str) -> bool:
-        return pod.replace("-", "_") in self._paths
+    def paths(self, pod: str) -> list[str]:
+        return self._paths.get(pod.replace("-", "_"), [])
 
     def has_processes(self, pod: str, now: float) -> bool:
         """Return whether a process is in a pod's cgroup now, or was a moment ago."""
-        if now - self._busy_at.pop(pod, -inf) >= BUSY_INTERVAL:
-            self.look()
-            if not any(map(self._is_populated, self._paths.get(pod.replace("-", "_"), ()))):
-                return False
-        self._busy_at[pod] = now
-        return True
+        if now - self._busy_at.get(pod, -inf) < BUSY_INTERVAL:
+            return True
+        self.look()
+        if any(map(self._is_populated, self.paths(pod))):
+            self._busy_at[pod] = now
+            return True
+        self._busy_at.pop(pod, None)
+        return False
 
     def _is_populated(self, directory: str) -> bool:
         """Return whether a process is in a cgroup or below it, or whether that is unknown."""
-        # Not cgroup.procs: on old kernels it was empty when a leader had ended before a thread.
-        path = f"{directory}/{'cgroup.events' if self._is_v2 else 'tasks'}"
         try:
-            with open(path, "rb", 0) as file:
-                content = file.read()
-            if self._is_v2 or content:
-                return not self._is_v2 or b"populated 1" in content
+            if self._is_v2:
+                with open(f"{directory}/cgroup.events", "rb", 0) as file:
+                    return b"populated 1" in file.read()
+            # Not cgroup.procs: on old kernels it was empty when a leader had ended before a thread.
+            with open(f"{directory}/tasks", "rb", 0) as file:
+                if file.read(1):
+                    return True
             with os.scandir(directory) as entries:
                 below = [each.path for each in entries if each.is_dir(follow_symlinks=False)]
         except OSError as error:
@@ -1416,7 +1420,7 @@ class AllocationRecord:
     """An allocation, and the evidence that its pod still holds it."""
 
     allocation: Allocation
-    answered_at: float | None = None  # when Allocate was answered; None: by another daemon
+    answered_at: float = -inf  # when Allocate was; -inf: by another daemon
     evident_at: float = -inf  # when there last was evidence
 
     def is_in_force(self, now: float) -> bool:
@@ -1424,14 +1428,7 @@ class AllocationRecord:
 
 
 class AllocationTracker:
-    """Tracks which allocations are in force.
-
-    One is while there is evidence, and GRACE_PERIOD longer. Evidence is a recent answer; the entry
-    in the checkpoint, unless the pod's cgroup was seen since the kubelet started and is gone (up to
-    1.31 the entry of the pod admitted last stays); a process in the pod's cgroup (a forced deletion
-    removes the entry while containers run on). An empty cgroup does not show that a pod has ended:
-    volumes are being mounted, or the sandbox is being replaced.
-    """
+    """Tracks which allocations are in force: while there is evidence, and GRACE_PERIOD longer."""
 
     def __init__(self, settings: Settings, state: Sequence[Any], now: float) -> None:
         self.checkpoint = Checkpoint()
@@ -1507,7 +1504,7 @@ class AllocationTracker:
             record = self._records.get(key)
             if record is None or record.allocation != allocation:
                 pending = self._records.pop(allocation._replace(pod="").key, None)
-                answered_at = pending.answered_at if pending else None
+                answered_at = pending.answered_at if pending else -inf
                 self._records[key] = AllocationRecord(allocation, answered_at)
                 is_new = True
         return is_new
@@ -1516,19 +1513,26 @@ class AllocationTracker:
         """Look for evidence. A kubelet that starts recreates the cgroups of its pods."""
         self._cgroups.look()
         pods = {record.allocation.pod for record in self._records.values()}
-        existing = frozenset(filter(self._cgroups.has, pods))
+        existing = frozenset(filter(self._cgroups.paths, pods))
         self._seen = existing if is_new_kubelet else existing | (self._seen & pods)
         for key, record in self._records.items():
-            pod = record.allocation.pod
-            is_answered = record.answered_at is not None
-            if (
-                (is_answered and now - (record.answered_at or 0) < ANSWER_VALIDITY)
-                or (self.unreadable and record.is_in_force(now))
-                or (key in entries and (pod in existing or pod not in self._seen))
-                or (pod in existing and self._cgroups.has_processes(pod, now))
-            ):
+            if self._is_evident(record, now, has_entry=key in entries):
                 record.evident_at = now
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
+
+    def _is_evident(self, record: AllocationRecord, now: float, *, has_entry: bool) -> bool:
+        pod = record.allocation.pod
+        exists = bool(self._cgroups.paths(pod))
+        if now - record.answered_at < ANSWER_VALIDITY:
+            return True
+        if self.unreadable and record.is_in_force(now):
+            return True
+        # Up to 1.31 the entry of the pod admitted last stays. An empty cgroup does not show that a
+        # pod has ended: volumes are being mounted, or the sandbox is being replaced.
+        if has_entry and (exists or pod not in self._seen):
+            return True
+        # A forced deletion removes the entry while containers run on.
+        return exists and self._cgroups.has_processes(pod, now)
 
     def add_pending(self, allocation: Allocation, now: float) -> None:
         """Record an answer to Allocate. The kubelet writes it to the checkpoint in milliseconds."""
@@ -1538,17 +1542,19 @@ class AllocationTracker:
     def in_force(self, now: float) -> tuple[Allocation, ...]:
         """Return the allocations in force, the newest last."""
         records = [each for each in self._records.values() if each.is_in_force(now)]
-        records.sort(key=lambda each: each.answered_at or -inf)
+        records.sort(key=lambda each: each.answered_at)
         return tuple(each.allocation for each in records)
 
     def is_running(self, allocation: Allocation, now: float) -> bool:
         return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod, now)
 
     def apply_names(self, listed: PodNames) -> None:
-        for (resource, ids, _, pod, container), _ in self.checkpoint.entries:
-            keys = ((resource, each, container) for each in ids)
-            if name := next((listed[key] for key in keys if key in listed), None):
-                self.names = self.names | {pod: name}
+        names = dict(self.names)
+        for each, _ in self.checkpoint.entries:
+            for identifier in each.ids:
+                if name := listed.get((each.resource, identifier, each.container)):
+                    names[each.pod] = name
+        self.names = names
 
     def to_state(self) -> list[Any]:
         state = []
@@ -1565,9 +1571,9 @@ class AllocationTracker:
 def explain(
     chip: Chip, siblings: Sequence[str], pods: Sequence[str], driver: str | None
 ) -> str | None:
-    """Return why a chip is unhealthy, with the remedy and everything else that this affects.
+    """Return why a chip is unhealthy, with the remedy and what else this affects.
 
-    siblings: addresses of its board's other chips; pods: those that hold one of them.
+    siblings: addresses of its board's other chips; pods: those that hold one of these chips.
     """
     fault = chip.fault
     if fault is None:
@@ -1604,8 +1610,8 @@ class Device(NamedTuple):
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
     whole: int = 1  # how many chips it should have
-    holder: Allocation | None = None  # withholds it: of a pod that holds a chip under another name
-    withheld: str | None = None  # likewise, as a reason
+    holder: str | None = None  # the pod that holds one of its chips under another name or ID
+    withheld: str | None = None  # the reason that follows from that
     is_retained: bool = False  # held by a pod, and no longer what the configuration gives
 
     @property
@@ -1659,8 +1665,9 @@ class Resource:
         return [self.devices[ids[0]] for ids in self.ids_of_devices]
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
-        devices = (self.devices[each] for each in ids if each in self.devices)
-        return list({chip.bdf: chip for device in devices for chip in device.chips}.values())
+        devices = [self.devices[each] for each in ids if each in self.devices]
+        chips = chain(*(device.chips for device in devices))
+        return list({chip.bdf: chip for chip in chips}.values())
 
 
 def replica_ids(identifier: str, replicas: int) -> list[str]:
@@ -1708,21 +1715,21 @@ def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str,
     found: dict[str, Resource] = {}
 
     def add(short: str, base_name: str, devices: Iterable[Device], replicas: int) -> None:
-        advertised = {}
+        by_id: dict[str, Device] = {}
         for device in devices:
-            advertised.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
-        name = f"{settings.resource_domain}/{short}"
-        max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
-        found[name] = Resource(name, advertised, replicas, max_one_replica, base_name)
+            by_id.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
+        if by_id:
+            name = f"{settings.resource_domain}/{short}"
+            max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
+            found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
 
     for base_name, rest in devices_by_name(chips, settings).items():
         for entry in sharing.resources:
-            selected = selection(entry, rest) if entry.name == base_name else ()
-            if selected:
+            if entry.name == base_name:
+                selected = selection(entry, rest)
                 rest = [device for device in rest if device not in selected]
                 add(sharing.shared_name(entry), base_name, selected, entry.replicas)
-        if rest:
-            add(base_name, base_name, rest, 0)
+        add(base_name, base_name, rest, 0)
     return found
 
 
@@ -1730,7 +1737,7 @@ def resources(
     configured: Mapping[str, Resource],
     chips: Mapping[str, Chip],
     allocations: Iterable[Allocation],
-    label: Callable[[Allocation], str],
+    label: Label,
 ) -> dict[str, Resource]:
     """Return the resources as they are advertised, by name.
 
@@ -1738,7 +1745,7 @@ def resources(
     gives other ones. (Kubelets 1.35 to 1.37 crash at their start if such an ID is not listed:
     topology_hints.go.) Other IDs are withheld while a pod holds one of their chips.
     """
-    held: dict[str, dict[str, Device]] = {}
+    held = defaultdict[str, dict[str, Device]](dict)  # by resource and ID
     holders = defaultdict[str, list[Allocation]](list)  # by chip
     for allocation in allocations:
         resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
@@ -1747,25 +1754,36 @@ def resources(
         for identifier, addresses in chips_by_id(allocation, resource).items():
             device = resource.devices.get(identifier)
             if not device or device.addresses != addresses:
-                device = _retained_device(identifier, addresses, chips)
-            held.setdefault(allocation.resource, {})[identifier] = device
+                theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address))
+                name = identifier.partition("::")[0]
+                device = Device(name, theirs, len(theirs), is_retained=True)
+            held[allocation.resource][identifier] = device
     found = {}
     for name, resource in configured.items():
-        theirs = held.pop(name, {})
         devices: dict[str, Device] = {}
         for ids in resource.ids_of_devices:
-            device = resource.devices[ids[0]]
-            if holder := _other_holder(resource, device, holders):
-                ids_held = ", ".join(sorted(holder.ids))
-                held_as = f"held by {label(holder)} as {holder.resource} {ids_held}"
-                device = device._replace(holder=holder, withheld=f"{held_as}, until that pod ends")
-            devices.update({each: theirs.get(each, device) for each in ids})
-        found[name] = replace(resource, devices=devices | theirs)
-    return found | {name: Resource(name, theirs) for name, theirs in held.items()}
+            device = _withheld(resource.devices[ids[0]], resource, holders, label)
+            devices.update(dict.fromkeys(ids, device))
+        found[name] = replace(resource, devices=devices | held.pop(name, {}))
+    return found | {name: Resource(name, devices) for name, devices in held.items()}
+
+
+def _withheld(
+    device: Device, resource: Resource, holders: Mapping[str, list[Allocation]], label: Label
+) -> Device:
+    """Return a device, withheld if a pod holds one of its chips under another name or ID."""
+    replicas = replica_ids(device.identifier, resource.replicas)
+    for chip in device.chips:
+        for each in holders.get(chip.bdf, ()):
+            if each.resource != resource.name or each.ids.isdisjoint(replicas):
+                held_as = f"held by {label(each)} as {each.resource} {', '.join(sorted(each.ids))}"
+                reason = f"{held_as}, until that pod ends"
+                return device._replace(holder=label(each), withheld=reason)
+    return device
 
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
-    """Return the chips of each ID of an allocation; if unclear, all that are left."""
+    """Return the chips of each ID of an allocation: of unknown IDs, those of no other ID."""
     found: dict[str, frozenset[str]] = {}
     for identifier in allocation.ids:
         device = resource.devices.get(identifier)
@@ -1776,26 +1794,6 @@ def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozens
             found[identifier] = named
     rest = allocation.chips.difference(*found.values()) or allocation.chips
     return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
-
-
-def _retained_device(
-    identifier: str, addresses: Collection[str], chips: Mapping[str, Chip]
-) -> Device:
-    theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address))
-    return Device(identifier.partition("::")[0], theirs, len(theirs), is_retained=True)
-
-
-def _other_holder(
-    resource: Resource, device: Device, holders: Mapping[str, Sequence[Allocation]]
-) -> Allocation | None:
-    """Return the allocation that holds a device's chip under another name or ID."""
-    replicas = replica_ids(device.identifier, resource.replicas)
-    for chip in device.chips:
-        for allocation in holders.get(chip.bdf, ()):
-            shares_device = not allocation.ids.isdisjoint(replicas)
-            if allocation.resource != resource.name or not shares_device:
-                return allocation
-    return None
 
 
 def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
@@ -2237,8 +2235,8 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
     for bdf, chip in decision.chips.items():
         if not chip.seen:
             continue
-        add = functools.partial(samples.add, device=bdf)
         resource, _ = decision.owners.get(bdf, (None, None))
+        add = functools.partial(samples.add, device=bdf)
         facts = {"board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch}
         facts |= {"serial": chip.identity.serial, "firmware": chip.identity.firmware}
         name = resource.name if resource else None
@@ -2246,16 +2244,17 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
         add("healthy", chip.fault is None)
         if chip.fault:
             add("fault", 1, kind=chip.fault.value)
-        if chip.is_readable and (record := records.get(bdf)):
-            telemetry = record.telemetry or Telemetry()
+        if chip.is_readable:
+            telemetry = records[bdf].telemetry or Telemetry()
             add("temperature_celsius", telemetry.temperature)
             add("temperature_limit_celsius", telemetry.throttles_at)
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
-                add(sensor.metric, record.sensors.get(sensor.attribute), **sensor.labels)
-    for user in decision.users:
-        names = {"pod_namespace": user["namespace"], "pod_name": user["pod"]}
-        samples.add("allocated", 1, device=user["bdf"], **names, container_name=user["container"])
+                add(sensor.metric, records[bdf].sensors.get(sensor.attribute), **sensor.labels)
+    for bdf, users in sorted(decision.users.items()):
+        for user in users:
+            names = {"pod_namespace": user["namespace"], "pod_name": user["pod"]}
+            samples.add("allocated", 1, device=bdf, **names, container_name=user["container"])
     return samples.text()
 
 
@@ -2340,17 +2339,15 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
 
 
 def chip_row(
-    decision: Decision, chip: Chip, record: ChipRecord | None, *, knows_pods: bool
+    decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool
 ) -> dict[str, Any]:
     """Return a chip as `list --json` shows it."""
     function = chip.function
-    resource, owner = decision.owners.get(chip.bdf, (None, None))
-    users = (user for user in decision.users if user["bdf"] == chip.bdf)
-    pods = [{key: value for key, value in user.items() if key != "bdf"} for user in users]
-    processes = record.processes if record and chip.present else ()
-    record = record if chip.is_readable else None
+    resource, device = decision.owners.get(chip.bdf, (None, None))
+    pods = decision.users.get(chip.bdf, [])
+    telemetry = record.telemetry or Telemetry()
     return {
-        "id": owner.identifier if owner else None,
+        "id": device.identifier if device else None,
         "index": function.ordinal,
         "path": function.path if chip.present and not function.file_fault else None,
         "bdf": chip.bdf,
@@ -2361,19 +2358,22 @@ def chip_row(
         "asic_id": chip.identity.asic_id,
         "numa_node": function.numa_node,
         "firmware": chip.identity.firmware,
-        "temperature": record.telemetry.temperature if record and record.telemetry else None,
-        "power": record.sensors.get("power1_input") if record else None,
+        "temperature": telemetry.temperature if chip.is_readable else None,
+        "power": record.sensors.get("power1_input") if chip.is_readable else None,
         "healthy": chip.fault is None,
         "reason": chip.reason,
-        "withheld": decision.label(owner.holder) if owner and owner.holder else None,
+        "withheld": device.holder if device else None,
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods if pods or knows_pods else None,
-        "processes": processes,
+        "processes": record.processes if chip.present else (),
     }
 
 
 # ==== DECISION: the desired state of everything. Pure =============================================
+
+
+User = Mapping[str, str]  # namespace, pod (else its UID) and container
 
 
 class Observation(NamedTuple):
@@ -2395,14 +2395,13 @@ class Decision:
     chips: Mapping[str, Chip]  # with their reasons, and those that pods hold though they are gone
     resources: Mapping[str, Resource]  # as advertised, by name
     lists: Mapping[str, DeviceList]
-    users: Sequence[Mapping[str, str]]  # bdf, namespace, pod (else its UID) and container
+    users: Mapping[str, list[User]]  # by PCI address
     driver: str | None
     driver_problem: str | None
     unreadable: str | None
     unselected: Sequence[str]  # see unselected()
     cdi: str | None
     labels: str
-    label: Callable[[Allocation], str]  # the name of a pod
 
     @functools.cached_property
     def summaries(self) -> list[str]:
@@ -2420,19 +2419,20 @@ class Decision:
         return found
 
     @functools.cached_property
-    def withheld(self) -> dict[str, Device]:
-        """Return the devices that are withheld, by resource and ID."""
-        return {
-            f"{name} {device.identifier}": device
-            for name, resource in self.resources.items()
-            for device in resource.devices.values()
-            if device.holder
-        }
+    def withheld(self) -> dict[str, str]:
+        """Return the reasons of devices that are withheld, by resource and ID."""
+        found = {}
+        for name, resource in self.resources.items():
+            for device in resource.unique_devices:
+                if device.withheld:
+                    found[f"{name} {device.identifier}"] = device.withheld
+        return found
 
     @property
     def unlisted(self) -> list[PciFunction]:
-        unlisted = [chip.function for chip in self.chips.values() if not chip.listed]
-        return [function for function in unlisted if function.driver is not None]
+        """Return the functions on the bus that are no device."""
+        functions = [chip.function for chip in self.chips.values() if not chip.listed]
+        return [function for function in functions if function.driver is not None]
 
     def advertises(self, chip: Chip) -> bool:
         """Return whether a chip is a device, or will be once its board is known."""
@@ -2447,12 +2447,12 @@ def decide(seen: Observation) -> Decision:
     configured = configured_resources(listed, settings)
     advertised = resources(configured, chips, seen.allocations, label)
     usable = [each.function for each in listed if each.present and not each.function.file_fault]
-    users = []
+    users = defaultdict[str, list[User]](list)
     for allocation in seen.allocations:
         namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
-        names = {"namespace": namespace, "pod": pod, "container": allocation.container}
-        bdfs = sorted(allocation.chips) if pod else ()
-        users += [{"bdf": bdf, **names} for bdf in bdfs]
+        user = {"namespace": namespace, "pod": pod, "container": allocation.container}
+        for bdf in allocation.chips if pod else ():
+            users[bdf].append(user)
     return Decision(
         chips=chips,
         resources=advertised,
@@ -2464,11 +2464,10 @@ def decide(seen: Observation) -> Decision:
         unselected=[*unselected(listed, settings)],
         cdi=cdi_spec(usable, settings, seen.mounts),
         labels=feature_file(advertised.values(), listed, settings, seen.driver),
-        label=label,
     )
 
 
-def _explained_chips(seen: Observation, label: Callable[[Allocation], str]) -> dict[str, Chip]:
+def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
     """Return the chips with their reasons, and absent ones that only a pod knows."""
     chips = dict(seen.chips)
     pods = defaultdict[str, list[str]](list)
@@ -2480,12 +2479,13 @@ def _explained_chips(seen: Observation, label: Callable[[Allocation], str]) -> d
     for bdf, chip in chips.items():
         if chip.present and chip.device_chips == 2:
             boards[chip.board].append(bdf)
-    for bdf, chip in chips.items():
-        if chip.fault:
-            siblings = [each for each in boards.get(chip.board, ()) if each != bdf]
-            users = dict.fromkeys(chain(*(pods.get(each, ()) for each in (bdf, *siblings))))
-            chips[bdf] = chip._replace(reason=explain(chip, siblings, [*users], seen.driver))
-    return {bdf: chips[bdf] for bdf in sorted(chips, key=address)}
+    found = {}
+    for bdf in sorted(chips, key=address):
+        chip = chips[bdf]
+        siblings = [each for each in boards[chip.board] if each != bdf]
+        users = dict.fromkeys(chain(*(pods[each] for each in (bdf, *siblings))))
+        found[bdf] = chip._replace(reason=explain(chip, siblings, [*users], seen.driver))
+    return found
 
 
 def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
@@ -2494,9 +2494,9 @@ def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
         yield logging.WARNING, after.driver_problem
     for chip in after.chips.values():
         yield from _chip_changes(before, after, chip)
-    for name, device in after.withheld.items():
-        if name not in before.withheld or before.withheld[name].holder != device.holder:
-            yield logging.WARNING, f"{name}: withheld: {device.withheld}"
+    for name, reason in after.withheld.items():
+        if name not in before.withheld:
+            yield logging.WARNING, f"{name}: withheld: {reason}"
     for name in before.withheld.keys() - after.withheld.keys():
         yield logging.INFO, f"{name}: no longer held by a pod under another name"
     for message in after.unselected:
@@ -2619,18 +2619,17 @@ class TelemetryReaders:
             raise error
         return readings
 
+    @property
+    def is_reading(self) -> bool:
+        return bool(self._pending)
+
     def slow(self, now: float) -> dict[str, float]:
-        """Return for how long reads that take too long have been under way."""
+        """Return for how long reads that take too long have been under way, by address."""
         ages = {bdf: now - began for bdf, began in self._pending.items() if began is not None}
         return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
-    def is_timed(self, now: float) -> bool:
-        """Return whether a read may soon be slow or blocked."""
-        ages = (now - (began or now) for began in self._pending.values())
-        return any(age <= READ_TIMEOUT + SLOW_AFTER for age in ages)
-
     def is_settled(self, now: float) -> bool:
-        """Return whether no read is worth waiting for."""
+        """Return whether every read has ended or is slow."""
         return len(self._pending) == len(self.slow(now))
 
     def close_files(self, present: Collection[PciFunction]) -> None:
@@ -3033,15 +3032,21 @@ class Node:
         self.inventory = Inventory(self.state.chips)
         self.allocations = AllocationTracker(settings, self.state.allocations, monotonic())
         self.readers = TelemetryReaders(wake)
+        self.rejected = ""  # why the configuration on disk is not the one in force
+        self.scanned_at = -inf
+        self.polled_at = -inf
         self.kubelet: FileIdentity | None = None  # the kubelet's socket at the last observation
         self._decided: tuple[Observation, Decision] | None = None
 
-    def look(self, *, periodic: bool, details: bool = False) -> None:
+    def look(self, now: float, *, periodic: bool, details: bool = False) -> None:
         """Look for chips, and read each one, the only way to see one die.
 
         periodic: by a poll; details: sensors and processes, too.
         """
         self.inventory.observe(self.settings)
+        self.scanned_at = now
+        if periodic:
+            self.polled_at = now
         present = self.inventory.present
         self.readers.close_files(present)
         settings = self.settings if details else None
@@ -3073,16 +3078,19 @@ class Node:
             self.allocations.in_force(now),
             self.allocations.names,
             self.allocations.unreadable,
-            container_mounts(self.settings),
+            existing_mounts(self.settings),
         )
         if self._decided is None or observation != self._decided[0]:
             self._decided = (observation, decide(observation))
         return self._decided[1]
 
-    def view(self, decision: Decision, states: States, **more: str | None) -> dict[str, Any]:
-        """Return everything that `list` and `check` show. more: the daemon's status and so on."""
-        records = self.inventory.records
+    def view(self, decision: Decision, states: States, status: str | None) -> dict[str, Any]:
+        """Return everything that `list` and `check` show. status: the daemon's, if it runs."""
         knows_pods = self.allocations.has_read
+        chips = []
+        for bdf, chip in decision.chips.items():
+            record = self.inventory.records.get(bdf) or ChipRecord(chip, Vitals())
+            chips.append(chip_row(decision, chip, record, knows_pods=knows_pods))
         resources = []
         for name, resource in decision.resources.items():
             devices = [device for device in resource.unique_devices if device.defect]
@@ -3092,15 +3100,13 @@ class Node:
         return {
             "version": __version__,
             **{key: getattr(self.settings, key) for key in NEEDS_RESTART},
-            **more,
+            "status": status,
+            "rejected": self.rejected,
             "driver": decision.driver,
             "unreadable": decision.unreadable,
             "resources": resources,
             "faults": {bdf: each.fault.value for bdf, each in decision.chips.items() if each.fault},
-            "chips": [
-                chip_row(decision, chip, records.get(bdf), knows_pods=knows_pods)
-                for bdf, chip in decision.chips.items()
-            ],
+            "chips": chips,
         }
 
 
@@ -3157,7 +3163,7 @@ class Allocator:
                 links[chip.bdf] = link
             elif may_wait and expects_links(settings):
                 return None
-        mounts = [*container_mounts(settings)] if settings.device_list_strategy != "cdi" else []
+        mounts = [*existing_mounts(settings)] if settings.device_list_strategy != "cdi" else []
         if locks := lock_path(resource, chain(*containers), settings):
             mounts.append(Mount(locks, "/dev/shm"))
         for ids, theirs in zip(containers, chips, strict=True):
@@ -3661,21 +3667,17 @@ class MetricsServer:
     MAX_CONNECTIONS = 32
     HEAD_MAX = 8192  # bytes of a request
     TIMEOUT = 5.0  # seconds for all of it
-    RENDER_TIMEOUT = 4.0  # seconds after which a client gets the last rendering
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
         self._rendering: asyncio.Task[str] | None = None  # for all that ask meanwhile
-        self._last = ""
         self._open: dict[asyncio.Task[None], None] = {}  # connections, the oldest first
 
     async def text(self) -> str:
         """Return the metrics; simultaneous calls share one rendering."""
         if self._rendering is None or self._rendering.done():
             self._rendering = asyncio.create_task(self._render())
-        done, _ = await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
-        self._last = self._rendering.result() if done else self._last
-        return self._last
+        return await asyncio.shield(self._rendering)
 
     async def serve(self, listening: socket.socket) -> None:
         """Accept connections; the oldest makes room for the newest."""
@@ -3712,7 +3714,7 @@ class MetricsServer:
         text = "use GET /metrics\n"
         if re.match(rb"GET /metrics[ ?]", head):
             text = await self.text()
-            status = "200 OK" if text else "503 Service Unavailable"
+            status = "200 OK"
         lines = [
             f"HTTP/1.1 {status}",
             "Content-Type: text/plain; version=0.0.4; charset=utf-8",
@@ -3727,52 +3729,30 @@ class MetricsServer:
 TICK = 1.0  # seconds between two turns of the loop without an event
 START_TICK = 0.02  # likewise, before READY=1
 DEBOUNCE = 0.05  # seconds in which further kernel events are handled together
-RESCAN_INTERVAL = 0.5  # seconds between two looks before READY=1: events can be lost
 BIND_TIMEOUT = 10.0  # seconds that the driver has to bind to the cards
-METRICS_INTERVAL = 15.0  # seconds for which sensor values count as new
+METRICS_INTERVAL = 15.0  # seconds between two readings of sensors for metrics
+DETAILS_TIMEOUT = 4.0  # seconds that reports wait for sensors and processes
 SETTLE_INTERVAL = 0.01  # seconds between two looks at reads under way
 STATUS_SOCKET = "status.sock"  # in the runtime directory
-
-
-@dataclass(slots=True)
-class Agenda:
-    """Work for the next turns of the loop, recorded by events."""
-
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    exit_status: int | None = None
-    reload: bool = False
-    scanned_at: float = -inf
-    polled_at: float = -inf
-    metrics_at: float = -inf  # when the metrics file was last written
-
-
-@dataclass(slots=True)
-class Condition:
-    """The daemon's stage, and its troubles."""
-
-    stage: Literal["starting", "serving", "ready"] = "starting"
-    serving_since: float = 0.0
-    bound_since: float | None = None  # since when the driver has bound to all cards
-    rejected: str = ""  # why the configuration on disk is not the one in force
-    failure: str = ""  # why the last observation failed
 
 
 class Reporter:
     """Reports to those who ask: Prometheus, `list` and `check`."""
 
-    def __init__(self, node: Node, sessions: Sessions, condition: Condition) -> None:
+    def __init__(self, node: Node, sessions: Sessions) -> None:
         self.metrics = MetricsServer(self._render)
         self._node = node
         self._sessions = sessions
-        self._condition = condition
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were last read
-        self._tasks: list[asyncio.Task[None]] = []
+        self._written_at = -inf  # when the metrics file was
+        self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None  # on the status socket
 
     async def open(self, sockets: Iterable[socket.socket]) -> None:
         """Serve the metrics on these sockets, and the view on the status socket."""
-        self._tasks = [asyncio.create_task(self.metrics.serve(each)) for each in sockets]
+        for each in sockets:
+            self._start(self.metrics.serve(each))
         if directory := self._node.settings.runtime_dir:
             path = f"{directory}/{STATUS_SOCKET}"
             try:
@@ -3782,15 +3762,10 @@ class Reporter:
             except OSError as error:
                 log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
 
-    def write_metrics(self, files: OutputFiles) -> None:
-        """Have the metrics file written."""
-        running = [task for task in self._tasks if not task.done()]
-        self._tasks = [*running, asyncio.create_task(self._write(files))]
-
-    async def _write(self, files: OutputFiles) -> None:
-        text = await self.metrics.text()
-        if path := self._node.settings.metrics_file:
-            files.touch(path, text)
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         if self._server:
@@ -3802,16 +3777,19 @@ class Reporter:
     @property
     def status(self) -> str:
         status = status_line(self._node.decide(monotonic()), self._sessions.states)
-        rejected = self._condition.rejected
-        return f"{status}; {rejected}" if rejected else status
+        return "; ".join(filter(None, [status, self._node.rejected]))
 
-    async def _read_details(self, max_age: float) -> None:
-        if monotonic() - self._details_at >= max_age:
-            self._details_at = monotonic()
-            with suppress(OSError):  # which the loop logs
-                self._node.look(periodic=False, details=True)
-            while not self._node.readers.is_settled(monotonic()):
-                await asyncio.sleep(SETTLE_INTERVAL)
+    def write_metrics(self, files: OutputFiles, now: float) -> None:
+        """Write the metrics file, if its directory exists and it is old enough."""
+        path = self._node.settings.metrics_file
+        if now - self._written_at >= METRICS_INTERVAL and path and isdir(dirname(path)):
+            self._written_at = now
+            self._start(self._write(files))
+
+    async def _write(self, files: OutputFiles) -> None:
+        text = await self.metrics.text()
+        if path := self._node.settings.metrics_file:
+            files.touch(path, text)
 
     async def _render(self) -> str:
         await self._read_details(METRICS_INTERVAL)
@@ -3824,12 +3802,38 @@ class Reporter:
         """Send the view to a command, as JSON."""
         with suppress(OSError):
             await self._read_details(0.0)
-            more = {"status": self.status, "rejected": self._condition.rejected}
             decision = self._node.decide(monotonic())
-            view = self._node.view(decision, self._sessions.states, **more)
+            view = self._node.view(decision, self._sessions.states, self.status)
             writer.write(json.dumps(view).encode())
             await writer.drain()
         writer.close()
+
+    async def _read_details(self, max_age: float) -> None:
+        """Have sensors and processes read; the loop collects what was read."""
+        now = monotonic()
+        if now - self._details_at >= max_age:
+            self._details_at = now
+            with suppress(OSError):  # which the loop logs
+                self._node.look(now, periodic=False, details=True)
+        while monotonic() - now < DETAILS_TIMEOUT:
+            if self._node.readers.is_settled(monotonic()):
+                break
+            await asyncio.sleep(SETTLE_INTERVAL)
+
+
+@dataclass(slots=True)
+class Condition:
+    """The stage of the daemon's life, and what its events have recorded."""
+
+    stage: Literal["starting", "binding", "linking", "ready"] = "starting"
+    since: float = 0.0  # when this stage began
+    exit_status: int | None = None
+    wants_reload: bool = False
+    failure: str = ""  # why the last observation failed
+
+    def enter(self, stage: Literal["binding", "linking", "ready"], now: float) -> None:
+        self.stage = stage
+        self.since = now
 
 
 class Daemon:
@@ -3838,13 +3842,13 @@ class Daemon:
     def __init__(
         self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
     ) -> None:
-        self._agenda = Agenda()
+        self._wake = asyncio.Event()
+        wake = self._wake.set
         self._condition = Condition()
-        wake = self._agenda.wake.set
         self.node = Node(settings, wake)
         self._files = OutputFiles(self.node.state.files)
         self.sessions = Sessions(Allocator(self.node), settings.device_plugin_dir, wake)
-        self._reporter = Reporter(self.node, self.sessions, self._condition)
+        self._reporter = Reporter(self.node, self.sessions)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(wake)
         self._pod_resources = PodResources(self._apply_names)
@@ -3854,18 +3858,18 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
-        agenda = self._agenda
+        condition = self._condition
         try:
             await self._open()
             pause = 0.0
-            while agenda.exit_status is None:
-                await event_within(agenda.wake, pause)
-                agenda.wake.clear()
+            while condition.exit_status is None:
+                await event_within(self._wake, pause)
+                self._wake.clear()
                 pause = TICK
                 with log_and_continue("a turn of the loop"):
                     self._turn(monotonic())
                     pause = self._pause(monotonic())
-            return agenda.exit_status
+            return condition.exit_status
         finally:
             self._manager.notify("STOPPING=1")
             self._uevents.close()
@@ -3874,12 +3878,12 @@ class Daemon:
             self._directory.close()
 
     def end(self, status: int) -> None:
-        self._agenda.exit_status = status
-        self._agenda.wake.set()
+        self._condition.exit_status = status
+        self._wake.set()
 
     def reload(self) -> None:
-        self._agenda.reload = True
-        self._agenda.wake.set()
+        self._condition.wants_reload = True
+        self._wake.set()
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
@@ -3903,29 +3907,29 @@ class Daemon:
 
     def _pause(self, now: float) -> float:
         """Return seconds until the next turn, if no event comes."""
-        agenda = self._agenda
         if self._condition.failure:
             return TICK
-        interval = self.node.settings.health.interval
-        due = [now + TICK, agenda.polled_at + interval, self.sessions.retry_at]
+        node = self.node
+        due = [now + TICK, node.polled_at + node.settings.health.interval, self.sessions.retry_at]
         if self._condition.stage != "ready":
             due.append(now + START_TICK)
         if self._uevents.has_events:
-            due.append(agenda.scanned_at + DEBOUNCE)
-        if self.node.readers.is_timed(now):
+            due.append(node.scanned_at + DEBOUNCE)
+        if node.readers.is_reading:
             due.append(now + SLOW_AFTER)
         return max(0.0, min(due) - now)
 
     def _turn(self, now: float) -> None:
-        is_reload = self._agenda.reload and self._condition.stage == "ready"
-        if is_reload:
+        wants_reload = self._condition.wants_reload
+        is_reported = wants_reload and self._condition.stage == "ready"
+        if is_reported:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            if self._agenda.reload:
+            if wants_reload:
                 self._reload()
             self._reconcile(now)
         finally:
-            if is_reload:
+            if is_reported:
                 self._manager.notify("READY=1")
 
     def _reconcile(self, now: float) -> None:
@@ -3933,41 +3937,35 @@ class Daemon:
         try:
             self._directory.check()
             is_poll = self._observe(now)
+            disturbed = self._directory.has_changed()
         except DirectoryError as error:
             self._exit(*error.args)
         except OSError as error:
             if not condition.failure:
-                log.warning("cannot observe the node, nothing changes until then: %s", error)
+                log.warning("cannot observe the node, so nothing changes for now: %s", error)
             condition.failure = str(error)
         else:
             if condition.failure:
                 log.info("the node can be observed again")
             condition.failure = ""
             if condition.stage != "starting":
-                self._apply(now, is_poll=is_poll)
+                self._apply(now, is_poll=is_poll, disturbed=disturbed)
             self._manager.feed_watchdog()
 
     def _observe(self, now: float) -> bool:
         """Look at everything that may have changed; return whether it was a poll."""
-        agenda = self._agenda
-        condition = self._condition
         node = self.node
-        is_poll = now - agenda.polled_at >= node.settings.health.interval
-        pause = DEBOUNCE if self._uevents.has_events else RESCAN_INTERVAL
-        is_due = self._uevents.has_events or condition.stage != "ready"
-        if is_poll or (is_due and now - agenda.scanned_at >= pause):
-            node.look(periodic=is_poll)
+        is_poll = now - node.polled_at >= node.settings.health.interval
+        if is_poll or (self._uevents.has_events and now - node.scanned_at >= DEBOUNCE):
+            node.look(now, periodic=is_poll)
             self._uevents.has_events = False
-            agenda.scanned_at = now
-            agenda.polled_at = now if is_poll else agenda.polled_at
         node.collect(now)
         node.observe_allocations(now)
-        if condition.stage == "starting" and node.readers.is_settled(now):
-            condition.stage = "serving"
-            condition.serving_since = now
+        if self._condition.stage == "starting" and node.readers.is_settled(now):
+            self._condition.enter("binding", now)
         return is_poll
 
-    def _apply(self, now: float, *, is_poll: bool) -> None:
+    def _apply(self, now: float, *, is_poll: bool, disturbed: bool) -> None:
         """Bring files, sessions, status and state in line with the decision."""
         node = self.node
         decision = node.decide(now)
@@ -3978,19 +3976,14 @@ class Daemon:
                 log.log(level, "%s", line)
         if decision is not before or is_poll:
             self._write_files(decision)
-        disturbed = self._directory.has_changed()
         registered = node.allocations.checkpoint.registered
         self.sessions.reconcile(decision.lists, node.kubelet, registered, disturbed=disturbed)
         if is_poll:
-            in_force = {each.pod for each in node.allocations.in_force(now)}
-            if decision.withheld or in_force - node.allocations.names.keys() - {""}:
+            pods = {each.pod for each in node.allocations.in_force(now)} - {""}
+            if decision.withheld or pods - node.allocations.names.keys():
                 self._pod_resources.ask(node.settings.pod_resources_socket)
-        path = node.settings.metrics_file
-        is_due = is_poll and now - self._agenda.metrics_at >= METRICS_INTERVAL
-        if is_due and path and isdir(dirname(path)):
-            self._agenda.metrics_at = now
-            self._reporter.write_metrics(self._files)
-        waiting = self._check_ready(decision, now) if self._condition.stage != "ready" else None
+            self._reporter.write_metrics(self._files, now)
+        waiting = None if self._condition.stage == "ready" else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status)
 
     def _write_files(self, decision: Decision) -> None:
@@ -4011,47 +4004,47 @@ class Daemon:
         self.node.allocations.apply_names(names)
         if self._applied.withheld:
             self.sessions.resend_one()
-        self._agenda.wake.set()
+        self._wake.set()
 
-    def _check_ready(self, decision: Decision, now: float) -> str | None:
-        """Notify readiness once everything is served; return the reason to wait for the driver."""
+    def _get_ready(self, decision: Decision, now: float) -> str | None:
+        """Pass the stages up to READY=1; return a status while the driver is waited for."""
         condition = self._condition
         settings = self.node.settings
-        unlisted = [] if decision.driver is None else decision.unlisted
-        missing = [each.bdf for each in unlisted if can_be_bound(each)]
-        if missing and now - condition.serving_since < BIND_TIMEOUT:
-            return f"waiting for the driver to create a device file for {missing[0]}"
         present = self.node.inventory.present
         driver = f"driver {decision.driver or 'is not loaded'}"
-        if condition.bound_since is None:
-            condition.bound_since = now
+        if condition.stage == "binding":
+            unlisted = decision.unlisted if decision.driver else []
+            missing = [each.bdf for each in unlisted if can_be_bound(each)]
+            if missing and now - condition.since < BIND_TIMEOUT:
+                return f"waiting for the driver to create a device file for {missing[0]}"
             if missing:
                 late = f"no device file after {BIND_TIMEOUT:g} s; starting without it"
                 log.warning("%s: %s", missing[0], late)
             if settings.fail_on_init_error and (decision.driver is None or not present):
                 self._exit(1, f"{driver}, {pluralize(len(present), 'device')}")
                 return None
-        may_wait = now - condition.bound_since < LINK_TIMEOUT and expects_links(settings)
+            condition.enter("linking", now)
+        may_wait = expects_links(settings) and now - condition.since < LINK_TIMEOUT
         if may_wait and not all(link_path(settings, function) for function in present):
             return None
         if all(session.is_serving for session in self.sessions.by_name.values()):
+            condition.enter("ready", now)
             count = pluralize(len(present), "device")
             log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
-            condition.stage = "ready"
             self._manager.show(self._reporter.status)
             self._manager.notify("READY=1")
         return None
 
     def _reload(self) -> None:
         """Apply a new configuration as far as a running daemon can; nothing of an invalid one."""
-        self._agenda.reload = False
+        self._condition.wants_reload = False
         try:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
-            self._condition.rejected = f"the configuration on disk is rejected: {error}"
+            self.node.rejected = f"the configuration on disk is rejected: {error}"
             return
-        self._condition.rejected = ""
+        self.node.rejected = ""
         self.node.settings = changed_settings(self.node.settings, loaded)
         log.setLevel(loaded.log_level.upper())
         log.info("configuration reloaded")
@@ -4237,9 +4230,9 @@ async def sample(settings: Settings) -> View:
     node = Node(rules, arrived.set)
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
-        node.look(periodic=True, details=True)
-        node.collect(monotonic())
-        while node.readers.is_timed(monotonic()):
+        node.look(monotonic(), periodic=True, details=True)
+        deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
+        while node.readers.is_reading and monotonic() < deadline:
             arrived.clear()
             await event_within(arrived, SLOW_AFTER)
             node.collect(monotonic())
@@ -4249,7 +4242,7 @@ async def sample(settings: Settings) -> View:
             node.decide(monotonic())
     with suppress(grpc.aio.AioRpcError, DecodeError):
         node.allocations.apply_names(await list_pods(settings.pod_resources_socket))
-    return node.view(node.decide(monotonic()), {}, status=None, rejected=None)
+    return node.view(node.decide(monotonic()), {}, None)
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
