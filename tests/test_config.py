@@ -1,4 +1,4 @@
-"""Configuration: where a setting comes from, and what is said of one that cannot be used."""
+"""Configuration: where a setting comes from, and the one line about one that is not valid."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ttdp import OPTIONS, ConfigError, HealthSettings, Mount, Settings, Sharing,
 
 Shared = ttdp.SharedResource
 
-# What the design says: keys and defaults. Then values for file, variable and flag, each another
-# than the next, and than the default if it can.
+# The design's keys and defaults. Then values for file, variable and flag, each different from the
+# next one, and from the default if possible.
 SAMPLES: dict[str, tuple[Any, str, str, str]] = {
     "device_plugin_dir": ("/var/lib/kubelet/device-plugins", "/file/d", "/variable/d", "/flag/d"),
     "sysfs_root": ("/sys", "/file/sys", "/variable/sys", "/flag/sys"),
@@ -29,7 +29,6 @@ SAMPLES: dict[str, tuple[Any, str, str, str]] = {
     "proc_root": ("/proc", "/file/proc", "/variable/proc", "/flag/proc"),
     "resource_domain": ("tenstorrent.com", "file.example", "variable.example", "flag.example"),
     "resource_naming": ("board", "card", "arch", "card"),
-    "device_id_strategy": ("bdf", "asic", "index", "asic"),
     "visible_devices": ("bdf", "index", "none", "index"),
     "unit": ("chip", "board", "chip", "board"),
     "device_list_strategy": ("device-specs", "cdi", "device-specs", "cdi"),
@@ -43,26 +42,23 @@ SAMPLES: dict[str, tuple[Any, str, str, str]] = {
     "fail_on_init_error": (False, "true", "false", "true"),
     "log_level": ("info", "error", "warning", "debug"),
 }  # fmt: skip
-DEFAULTS = {key: values[0] for key, values in SAMPLES.items()}
 
-# Texts that are no value, and the words by which the message says what would be one.
+# Texts that are not valid, and the valid values as the message has them.
 LONG = "/" + "x" * 4096
 DOMAINS = ["", "Tenstorrent.com", "tenstorrent_com", "a..b", "-a.b", "a/b", "kubernetes.io", "a\nb"]
 DOMAINS += ["x.kubernetes.io", "requests.example", "a" * 245, "tenstorrent.com\n"]
-BOOLEANS = ["true", "yes", "on", "1", "false", "no", "off", "0"]
-WRONG: dict[str, tuple[list[str], list[str]]] = {
-    **dict.fromkeys(("sysfs_root", "dev_root", "proc_root"), ([""], ["path"])),
-    **dict.fromkeys(("cdi_dir", "labels_dir", "metrics_file"), ([LONG], ["path"])),
-    "device_plugin_dir": (["", "/" + "x" * 100], ["path"]),
-    "resource_domain": (DOMAINS, ["DNS"]),
-    "resource_naming": (["", "cards", "BOARD", " board"], ["board", "card", "arch"]),
-    "device_id_strategy": (["", "uuid", "bdf "], ["bdf", "asic", "index"]),
-    "visible_devices": (["", "all", "0"], ["bdf", "index", "none"]),
-    "device_list_strategy": (["", "CDI", "envvar"], ["device-specs", "cdi"]),
-    "unit": (["", "tray", "chips"], ["chip", "board"]),
-    "pod_resources_socket": (["", "/" + "x" * 107], ["path"]),
-    "fail_on_init_error": (["", "maybe", "2", "tru"], BOOLEANS),
-    "log_level": (["", "verbose", "INFO", "10"], ["debug", "info", "warning", "error"]),
+WRONG: dict[str, tuple[list[str], str]] = {
+    **dict.fromkeys(("sysfs_root", "dev_root", "proc_root"), ([""], "the path of a directory")),
+    **dict.fromkeys(("cdi_dir", "labels_dir", "metrics_file"), ([LONG], "a path, or empty")),
+    "device_plugin_dir": (["", "/" + "x" * 100], "a path of at most 64 bytes"),
+    "resource_domain": (DOMAINS, "a lower-case DNS name outside kubernetes.io, such as tenstorre"),
+    "resource_naming": (["", "cards", "BOARD", " board"], "board, card or arch"),
+    "visible_devices": (["", "all", "0"], "bdf, index or none"),
+    "device_list_strategy": (["", "CDI", "envvar"], "device-specs or cdi"),
+    "unit": (["", "tray", "chips"], "chip or board"),
+    "pod_resources_socket": (["", "/" + "x" * 107], "a unix socket's path of at most 107 bytes"),
+    "fail_on_init_error": (["", "maybe", "2", "tru"], "true, yes, on, 1, false, no, off or 0"),
+    "log_level": (["", "verbose", "INFO", "10"], "debug, info, warning or error"),
 }
 WRONG_TEXTS = [(option, text) for option in OPTIONS for text in WRONG[option.key][0]]
 
@@ -71,7 +67,7 @@ def toml(value: object) -> str:
     """A string, boolean, number or list of them as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, str):
         plain = [c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value]
@@ -80,31 +76,25 @@ def toml(value: object) -> str:
 
 
 def from_file(
-    content: str | bytes, flags: Mapping[str, str | None] | None = None, **environ: str
+    content: str | bytes,
+    flags: Mapping[str, str | None] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Settings:
-    """The settings from a file with this content; of an error, what comes behind its name."""
+    """The settings from a file with this content, which an error calls "FILE"."""
     with tempfile.NamedTemporaryFile(suffix=".toml") as file:
         file.write(content if isinstance(content, bytes) else content.encode())
         file.flush()
         try:
-            return load_settings({**(flags or {}), "config_file": file.name}, environ)
+            return load_settings({**(flags or {}), "config_file": file.name}, environ or {})
         except ConfigError as error:
-            raise ConfigError(str(error).removeprefix(f"{file.name}: ")) from None
+            raise ConfigError(str(error).replace(file.name, "FILE")) from None
 
 
-def refusal(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> str:
-    """The one line with which these are refused."""
-    with pytest.raises(ConfigError) as refused:
-        load_settings(flags, environ)
-    (line,) = str(refused.value).splitlines()
-    return line
-
-
-def refusal_of_file(content: str | bytes) -> str:
-    """The one line with which a file of this content is refused, behind the file's name."""
-    with pytest.raises(ConfigError) as refused:
-        from_file(content)
-    (line,) = str(refused.value).splitlines()
+def rejection(content: str | bytes = "", **sources: Any) -> str:
+    """The one line with which these are rejected."""
+    with pytest.raises(ConfigError) as rejected:
+        from_file(content, **sources)
+    (line,) = str(rejected.value).splitlines()
     return line
 
 
@@ -112,199 +102,242 @@ def refusal_of_file(content: str | bytes) -> str:
 
 
 def test_the_options_are_those_of_the_design() -> None:
-    """Every option has its flag, variable and key, and its default; there is none besides."""
+    """Every option has its flag, variable, key and default."""
     defaults = Settings()
     shown = {each.key: (each.flag, each.variable, getattr(defaults, each.key)) for each in OPTIONS}
     assert shown == {
         key: ("--" + key.replace("_", "-"), "TTDP_" + key.upper(), default)
-        for key, default in DEFAULTS.items()
+        for key, (default, *_) in SAMPLES.items()
     }
     assert defaults.health == HealthSettings(5.0, None, 2, 300.0)
     assert defaults.sharing == Sharing(False, True, "/run/ttdp/shm", ())
-    assert defaults.mounts is None
+    assert defaults.mounts == ()
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(option: ttdp.Option) -> None:
-    """Of every combination of the three sources the strongest counts; of none, the default."""
+def test_a_flag_precedes_a_variable_the_file_and_the_default(option: ttdp.Option) -> None:
+    """In every combination of the three sources."""
     default, in_file, in_variable, in_flag = SAMPLES[option.key]
     line = f"{option.key} = {in_file if option.is_switch else toml(in_file)}"
     for has_file, has_variable, has_flag in itertools.product((False, True), repeat=3):
         given = [in_file] * has_file + [in_variable] * has_variable + [in_flag] * has_flag
-        strongest: Any = (
-            given[-1] == "true" if given and option.is_switch else [default, *given][-1]
-        )
+        wanted: Any = [default, *given][-1]
+        if given and option.is_switch:
+            wanted = given[-1] == "true"
         environ = {option.variable: in_variable} if has_variable else {}
         flags = {option.key: in_flag if has_flag else None}
-        settings = from_file(line if has_file else "", flags, **environ)
-        assert getattr(settings, option.key) == strongest, given
+        settings = from_file(line if has_file else "", flags, environ)
+        assert getattr(settings, option.key) == wanted, given
 
 
-def test_the_default_file_may_be_absent_and_counts_if_it_is_not(
+def test_the_file_is_the_flags_else_the_variables_else_the_default_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any word of a file, the one in /etc is read if it is there."""
+    """The default one may be absent; `ignore_file` ignores any, as commands do after an error."""
     assert ttdp.DEFAULT_CONFIG_FILE == "/etc/tt-device-plugin/config.toml"
-    file = tmp_path / "config.toml"
-    monkeypatch.setattr(ttdp, "DEFAULT_CONFIG_FILE", str(file))
+    default, one, other = (tmp_path / name for name in ("default", "one", "other"))
+    monkeypatch.setattr(ttdp, "DEFAULT_CONFIG_FILE", str(default))
     assert load_settings({}, {}) == Settings()
-    file.write_text('log_level = "debug"')
-    assert load_settings({}, {}) == Settings(log_level="debug")
-
-
-def test_the_file_is_the_one_that_the_flag_names_else_the_variable(tmp_path: Path) -> None:
-    """--config-file wins over TTDP_CONFIG_FILE, which need not even exist then."""
-    one = tmp_path / "one.toml"
-    other = tmp_path / "other.toml"
-    one.write_text('resource_domain = "one.example"')
-    other.write_text('resource_domain = "other.example"')
+    for file in (default, one, other):
+        file.write_text(f'resource_domain = "{file.name}.example"')
     variable = {"TTDP_CONFIG_FILE": str(one)}
+    flag = {"config_file": str(other)}
+    assert load_settings({}, {}).resource_domain == "default.example"
     assert load_settings({"config_file": None}, variable).resource_domain == "one.example"
     one.unlink()
-    assert load_settings({"config_file": str(other)}, variable).resource_domain == "other.example"
+    assert load_settings(flag, variable).resource_domain == "other.example"
+    assert load_settings(flag, variable, ignore_file=True) == Settings()
 
 
-def test_an_empty_variable_counts_as_not_set() -> None:
-    """Environment files often say VARIABLE= for what is left out."""
+def test_an_empty_variable_counts_as_not_set_and_an_empty_flag_as_a_value() -> None:
+    """Environment files often have VARIABLE= for a default."""
     environ = {option.variable: "" for option in OPTIONS} | {"TTDP_CONFIG_FILE": ""}
     assert load_settings({}, environ) == Settings()
+    with pytest.raises(ConfigError, match=r"^--config-file: '' is not valid; must be the path of"):
+        load_settings({"config_file": ""}, environ)
 
 
 def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A relative path counts from where the program was started, and has no detours."""
+    """A relative path starts at the working directory."""
     monkeypatch.chdir(tmp_path)
     settings = load_settings({"sysfs_root": "node/../sys/", "dev_root": "."}, {})
     assert (settings.sysfs_root, settings.dev_root) == (f"{tmp_path}/sys", str(tmp_path))
 
 
-def test_booleans_in_every_spelling() -> None:
-    """In variables and flags all usual spellings of a boolean are one."""
-    spellings = {True: "true yes on 1 True YES On", False: "false no off 0 False NO Off"}
-    for value, texts in spellings.items():
-        for text in texts.split():
-            assert load_settings({}, {"TTDP_FAIL_ON_INIT_ERROR": text}).fail_on_init_error is value
+def test_a_boolean_has_several_spellings_in_flags_and_variables() -> None:
+    """In upper and lower case."""
+    texts = {True: "true yes on 1 True YES On", False: "false no off 0 False NO Off"}
+    for value, spellings in texts.items():
+        for text in spellings.split():
             assert load_settings({"fail_on_init_error": text}, {}).fail_on_init_error is value
+            settings = load_settings({}, {"TTDP_FAIL_ON_INIT_ERROR": text})
+            assert settings.fail_on_init_error is value
 
 
-def test_the_state_directory_is_systemds_first() -> None:
-    """STATE_DIRECTORY may hold several; without one nothing outlives the daemon."""
+@pytest.mark.parametrize("kind", ["state", "runtime"])
+def test_state_and_runtime_directory_are_the_first_ones_of_systemd(kind: str) -> None:
+    """Without a service manager there is none."""
     for text, directory in {"": None, "/one": "/one", "/one:/two": "/one"}.items():
-        assert load_settings({}, {"STATE_DIRECTORY": text}).state_dir == directory
-    assert load_settings({}, {}).state_dir is None
+        settings = load_settings({}, {f"{kind.upper()}_DIRECTORY": text})
+        assert getattr(settings, f"{kind}_dir") == directory
+    assert getattr(load_settings({}, {}), f"{kind}_dir") is None
 
 
-# -- what cannot be used ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--fail-on-init-error", "run"], "true"),
+        (["run", "--fail-on-init-error=no", "--log-level=info"], "no"),
+        (["run"], None),
+    ],
+)
+def test_the_switch_works_with_and_without_a_value(words: list[str], value: str | None) -> None:
+    """Without one it means true; the word after it is not its value."""
+    options = ttdp._parsed_options(words)
+    assert (options.command, options.fail_on_init_error) == ("run", value)
+
+
+# -- values that are not valid ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("option", "text"), WRONG_TEXTS, ids=lambda part: getattr(part, "key", None)
 )
-def test_a_wrong_value_is_named_with_its_source_and_what_is_valid(
+def test_a_wrong_value_is_reported_with_its_source_and_the_valid_values(
     option: ttdp.Option, text: str
 ) -> None:
-    """From flag, variable and file alike: one line with source, value and every valid choice."""
-    lines = {option.flag: refusal({option.key: text}, {})}
+    """From flag, variable and file alike, in one line."""
+    lines = {option.flag: rejection(flags={option.key: text})}
     if text:
-        lines[option.variable] = refusal({}, {option.variable: text})
+        lines[option.variable] = rejection(environ={option.variable: text})
     if not option.is_switch:
-        lines[option.key] = refusal_of_file(f"{option.key} = {toml(text)}")
+        lines[f"FILE: {option.key}"] = rejection(f"{option.key} = {toml(text)}")
     for source, line in lines.items():
-        named, _, valid = line.partition("must be")
-        assert named.startswith(source) and repr(text)[:60] in named
-        assert all(word in valid for word in WRONG[option.key][1])
+        shown = repr(text) if len(repr(text)) <= 80 else f"{text!r:.80}…"
+        valid = WRONG[option.key][1]
+        assert line.startswith(f"{source}: {shown} is not valid; must be {valid}")
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-@pytest.mark.parametrize("value", ["1", "1.5", "[]", "{}", "2024-01-01", "text or boolean"])
-def test_a_value_of_the_wrong_type_is_named(option: ttdp.Option, value: str) -> None:
-    """A key takes strings, the switch takes a boolean, and neither takes anything else."""
-    if value == "text or boolean":
-        value = '"true"' if option.is_switch else "true"
-    named, _, valid = refusal_of_file(f"{option.key} = {value}").partition("must be")
-    words = ["true or false"] if option.is_switch else WRONG[option.key][1]
-    assert named.startswith(option.key) and all(word in valid for word in words)
+def test_a_value_of_the_wrong_type_is_reported(option: ttdp.Option) -> None:
+    """A key takes strings, the switch a boolean, and neither anything else."""
+    valid = "true or false" if option.is_switch else WRONG[option.key][1]
+    for value in ("1", "1.5", "[]", "{}", "2024-01-01", '"true"' if option.is_switch else "true"):
+        line = rejection(f"{option.key} = {value}")
+        assert line.startswith(f"FILE: {option.key}: ") and f"; must be {valid}" in line
 
 
 @pytest.mark.parametrize(
-    ("text", "named", "valid", "nearest"),
+    ("given", "source"),
     [
-        ("log-level = 'info'", "log-level", "resource_domain", "log_level"),
-        ("[health]\nintervall = 1", "intervall", "temperature_limit", "interval"),
-        ("[[mounts]]\nhost = '/x'\nreadonly = true", "readonly", "host, container", "read_only"),
-        ("[option]\nx = 1", "option", "health, sharing, mounts", ""),
-        ("[sharing]\nlock_directory = ''", "lock_directory", "resources", "lock_dir"),
-        ("[[sharing.resources]]\nname = 'a'\nreplicas = 2\nfoo = 'x'", "foo", "devices", ""),
-        ('[health]\n"two\\nlines" = 1', "two", "interval", ""),
+        ({"content": "device_list_strategy = 'cdi'\ncdi_dir = ''"}, "FILE: device_list_strategy"),
+        ({"environ": {"TTDP_DEVICE_LIST_STRATEGY": "cdi"}, "content": "cdi_dir = ''"},
+         "TTDP_DEVICE_LIST_STRATEGY"),
+        ({"flags": {"device_list_strategy": "cdi", "cdi_dir": ""}}, "--device-list-strategy"),
     ],
-)
-def test_an_unknown_key_is_named_and_so_is_the_nearest_known_one(
-    text: str, named: str, valid: str, nearest: str
+)  # fmt: skip
+def test_the_strategy_cdi_without_a_directory_is_reported_with_its_source(
+    given: dict[str, Any], source: str
 ) -> None:
-    """A key that nobody reads would be a setting that somebody believes in."""
-    before, _, after = refusal_of_file(text).partition("valid are")
-    known, _, advice = after.partition("; did you mean ")
-    assert named in before and valid in known
-    assert advice == (f"{nearest}?" if nearest else "")
+    """Containers would not start with CDI devices that no file describes."""
+    valid = "device-specs if cdi_dir is empty"
+    assert rejection(**given) == f"{source}: 'cdi' is not valid; must be {valid}"
 
 
-HUGE = "1" + "0" * 400  # Python cannot even make a float of it
-WRONG_RULES = {
-    "interval": ["0", "-1", "0.09", "1e-09", "3601", "'5'", "true", "nan", "inf", "[]", HUGE],
-    "temperature_limit": ["0", "0.9", "-5", "201", "'90'", "'Card'", "false", "nan", HUGE],
-    "heartbeat_misses": ["0", "-1", "1.5", "2.0", "'2'", "true", "{}"],
-    "trip_holdoff": ["-1", "-0.1", "'x'", "true", "inf", "nan", HUGE],
+HEALTH_KEYS = "interval, temperature_limit, heartbeat_misses, trip_holdoff"
+TOP_KEYS = ", ".join([*SAMPLES, "health", "sharing", "mounts"])
+MOUNT_KEYS = "host, container, read_only"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("unt = 'board'", f"'unt' is not a known key; did you mean unit?; valid keys: {TOP_KEYS}"),
+        ("device_id_strategy = 'index'",
+         f"'device_id_strategy' is not a known key; did you mean device_list_strategy?; "
+         f"valid keys: {TOP_KEYS}"),
+        ("[option]\nx = 1", f"'option' is not a known key; valid keys: {TOP_KEYS}"),
+        ("[health]\nintervall = 1",
+         f"[health] 'intervall' is not a known key; did you mean interval?; "
+         f"valid keys: {HEALTH_KEYS}"),
+        ("[health]\n\"two\\nlines\" = 1",
+         f"[health] 'two\\nlines' is not a known key; valid keys: {HEALTH_KEYS}"),
+        ("[[mounts]]\nhost = '/x'\nreadonly = true",
+         f"[[mounts]] 'readonly' is not a known key; did you mean read_only?; "
+         f"valid keys: {MOUNT_KEYS}"),
+        ("[[sharing.resources]]\nname = 'a'\nreplicas = 2\nreplica = 3",
+         "[[sharing.resources]] 'replica' is not a known key; did you mean replicas?; "
+         "valid keys: name, replicas, rename, devices"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_reported_with_the_nearest_one_and_the_valid_keys(
+    content: str, line: str
+) -> None:
+    """Otherwise somebody would believe in a setting that is not read."""
+    assert rejection(content) == f"FILE: {line}"
+
+
+HUGE = "1" + "0" * 400  # too large for a float
+WRONG_NUMBERS = {
+    "[health] interval": ["0", "-1", "0.09", "3601", "'5'", "true", "nan", "inf", "[]", HUGE],
+    "[health] temperature_limit": ["0", "0.9", "-5", "201", "'90'", "'Card'", "false", "nan", HUGE],
+    "[health] heartbeat_misses": ["0", "-1", "1.5", "2.0", "'2'", "true", "{}"],
+    "[health] trip_holdoff": ["-1", "-0.1", "'x'", "true", "inf", "nan", HUGE],
+    "[[sharing.resources]] replicas": ["1", "101", "2.0", "true", "'2'"],
 }
 
 
-@pytest.mark.parametrize("key", WRONG_RULES)
-def test_a_wrong_rule_of_health_is_named_with_its_value(key: str) -> None:
-    """Wrong types, signs, booleans (which Python takes for numbers), and numbers that are none."""
-    for value in WRONG_RULES[key]:
-        named, _, valid = refusal_of_file(f"[health]\n{key} = {value}").partition("must be a ")
-        assert all(word in named for word in ("[health]", key, value[:50])), value
+@pytest.mark.parametrize("place", WRONG_NUMBERS)
+def test_a_number_that_is_not_valid_is_reported(place: str) -> None:
+    """Wrong types, signs and limits, booleans (integers for Python), infinity and NaN."""
+    for value in WRONG_NUMBERS[place]:
+        line = rejection(f"{place.replace(' ', chr(10))} = {value}\nname = 'n300'")
+        source, _, valid = line.partition(" is not valid; must be a ")
+        assert source.startswith(f"FILE: {place}: {value[:50]}"), value
         assert valid.startswith(("number", "whole number"))
 
 
-def test_the_limits_of_the_rules_of_health_are_valid() -> None:
-    """Integers are seconds and degrees, too, and the bounds belong to what is valid."""
-    text = "[health]\ninterval = 3600\ntemperature_limit = 200\nheartbeat_misses = 1\n"
-    assert from_file(f"{text}trip_holdoff = 0").health == HealthSettings(3600, 200, 1, 0)
-    text = "[health]\ninterval = 0.1\ntemperature_limit = 1"
-    assert from_file(text).health == HealthSettings(0.1, 1)
-    assert from_file("[health]\ntemperature_limit = 'card'").health.temperature_limit == "card"
-
-
-def test_cdi_needs_a_directory_for_its_file() -> None:
-    """Containers whose CDI devices nobody describes would not start."""
-    text = "device_list_strategy = 'cdi'\ncdi_dir = ''"
-    assert "cdi_dir is empty" in refusal_of_file(text)
-    assert "cdi_dir is empty" in refusal({"device_list_strategy": "cdi", "cdi_dir": ""}, {})
-    assert from_file("cdi_dir = ''").cdi_dir == ""
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("health = 5", "health: 5 is not valid; it must be a table: [health]"),
-        ("[[health]]\ninterval = 5", "health: [{'interval': 5}] is"),
-        ("[mounts]\nhost = '/x'", "mounts: {'host': '/x'} is not valid; it must be tables: [[m"),
-        ("mounts = '/x'", "mounts: '/x' is"),
-        ("mounts = ['/x']", "mounts: ['/x'] is"),
-        ("[health]\ninterval = 0x" + "f" * 5000, "[health] interval: this int is"),
-        ("log_level = [0x" + "f" * 5000 + "]", "log_level: this list is"),
-    ],
-    ids=lambda text: text[:20],
-)
-def test_a_section_that_is_none_is_named(text: str, named: str) -> None:
-    """A section is a table, mounts are several, and a value that Python cannot print is one."""
-    assert refusal_of_file(text).startswith(named)
+    "content",
+    [b"log_level = ", b"unit = board", b"= 1", b"[health", b"a = 1\na = 2", b"log_level = 'info'\r",
+     b"log_level = 'caf\xe9'", b"\xff\xfe\x00", b"x = 2024-13-01", b"health = " + b"[" * 10_000],
+)  # fmt: skip
+def test_a_file_that_is_not_toml_is_reported_with_an_example(content: bytes) -> None:
+    """A syntax error, another encoding, a nesting that is too deep."""
+    line = rejection(content)
+    assert line.startswith("FILE: invalid TOML: ")
+    assert line.endswith('; must be lines in UTF-8 such as: unit = "board"')
 
 
-# -- mounts ----------------------------------------------------------------------------------------
+def test_a_byte_order_mark_is_ignored() -> None:
+    """Some editors write it and none shows it."""
+    assert from_file(b'\xef\xbb\xbfunit = "board"').unit == "board"
 
 
-def test_a_mount_needs_a_host_path_only() -> None:
-    """`container` is the same path unless told, and a mount is writable unless told."""
+@pytest.mark.parametrize("name", ["missing", "file/below", "", "x" * 300, "two\nlines"])
+def test_a_file_named_explicitly_must_be_a_readable_file(name: str, tmp_path: Path) -> None:
+    """The line has its path and, if it does not exist, the flag or variable that names it."""
+    (tmp_path / "file").touch()
+    path = str(tmp_path / name)
+    shown = path if path.isprintable() else repr(path)
+    flag: dict[str, str | None] = {"config_file": path}
+    for source, flags in (("--config-file", flag), ("TTDP_CONFIG_FILE", {})):
+        with pytest.raises(ConfigError) as rejected:
+            load_settings(flags, {"TTDP_CONFIG_FILE": path})
+        reason = f"{source}: {shown} does not exist; must be a TOML file"
+        if name not in ("missing", "two\nlines"):
+            reason = f"{shown}: cannot be read: "
+        assert str(rejected.value).startswith(reason)
+
+
+# -- mounts and sharing ----------------------------------------------------------------------------
+
+
+def test_a_mount_needs_only_a_host_path() -> None:
+    """`container` defaults to `host`, `read_only` to false; nobody asks whether `host` exists."""
     text = """
         [[mounts]]
         host = "/srv/models/"
@@ -325,45 +358,40 @@ def mount(host: str, container: str | None = None) -> str:
     return f"[[mounts]]\nhost = {toml(host)}\n{where}"
 
 
+RESERVED = ["/", "/dev", "/proc", "/sys", "/dev/tenstorrent"]
+OTHER = f"an absolute path other than {', '.join(RESERVED)}"
+
+
 @pytest.mark.parametrize("path", ["", "x", "./x", "/x\ny", "/x\0", "/\x1b[2J"])
-def test_a_mount_has_absolute_paths_in_one_line(path: str) -> None:
-    """On both sides: what a runtime or a terminal would take for something else is no path."""
-    for text, key in ((mount(path), "host"), (mount("/x", path), "container")):
-        named, _, valid = refusal_of_file(text).partition("must be")
-        assert named.startswith(f"[[mounts]] {key}: {path!r}") and "absolute path" in valid
+def test_a_mount_has_printable_absolute_paths(path: str) -> None:
+    """On both sides."""
+    host = f"FILE: [[mounts]] host: {path!r} is not valid; must be an absolute path"
+    assert rejection(mount(path)) == host
+    container = f"FILE: [[mounts]] container: {path!r} is not valid; must be {OTHER}"
+    assert rejection(mount("/x", path)) == container
 
 
-TARGETS = ["/", "//", "/dev", "/proc", "/sys", "/dev/tenstorrent", "/dev/tenstorrent/", "/x/../dev"]
-
-
-@pytest.mark.parametrize("target", [*TARGETS, *(f"/{each}" for each in TARGETS[2:6])])
-def test_a_mount_does_not_hide_what_the_runtime_or_we_put_there(target: str) -> None:
-    """Neither as `container` nor, where that is left out, as `host`."""
+@pytest.mark.parametrize("target", [*RESERVED, "//", "//dev", "/dev/tenstorrent/", "/x/../dev"])
+def test_a_mount_does_not_hide_directories_of_the_runtime(target: str) -> None:
+    """Neither as `container` nor, if that is left out, as `host`."""
     for text in (mount("/x", target), mount(target)):
-        assert refusal_of_file(text).startswith("[[mounts]] container: '/")
+        assert rejection(text).startswith("FILE: [[mounts]] container: '/")
+        assert rejection(text).endswith(f" is not valid; must be {OTHER}")
 
 
-@pytest.mark.parametrize("same", ["/a", "/a/", "/b/../a", "/a/.", "//a"])
-def test_no_two_mounts_have_one_place(same: str) -> None:
-    """However its path is written."""
-    assert "'/a' is not valid" in refusal_of_file(mount("/x", "/a") + mount("/y", same))
+def test_a_mount_on_dev_shm_conflicts_with_locks_only() -> None:
+    """Containers on shared devices have their locks there, unless there is no lock directory."""
+    line = rejection(mount("/x", "/dev/shm") + SHARED)
+    assert line.endswith("must be another path: shared devices have their locks there")
+    assert from_file(mount("/x", "/dev/shm")).mounts == (Mount("/x", "/dev/shm"),)
+    assert from_file(f"{mount('/x', '/dev/shm')}[sharing]\nlock_dir = ''\n{SHARED}").mounts
 
-
-def test_the_shared_memory_of_shared_devices_is_where_their_locks_are() -> None:
-    """A mount there would be one of two; without shares or common locks it is a place like any."""
-    there = mount("/x", "/dev/shm")
-    assert "have their locks there" in refusal_of_file(there + SHARED)
-    assert from_file(there).mounts == (Mount("/x", "/dev/shm"),)
-    assert from_file(f"{there}[sharing]\nlock_dir = ''\n{SHARED}").mounts
-
-
-# -- sharing ---------------------------------------------------------------------------------------
 
 SHARED = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
 
 
-def test_what_is_shared_has_a_name_and_replicas_and_the_rest_has_its_default() -> None:
-    """Names may have the domain; devices are all, a number, or named by address, ID or ordinal."""
+def test_an_entry_of_sharing_needs_a_name_and_replicas() -> None:
+    """Names may have the domain; devices are all, a count, or addresses, board IDs and numbers."""
     text = f"""
         {SHARED}
         [[sharing.resources]]
@@ -382,136 +410,73 @@ def test_what_is_shared_has_a_name_and_replicas_and_the_rest_has_its_default() -
         Shared("p300", 2, "p300-half", ("0000:03:00.0", "3")),
         Shared("p150", 100, "p150.many", 2),
     )
-    text = "[sharing]\nlock_dir = ''\nrename_by_default = true"
-    assert from_file(text).sharing == Sharing(rename_by_default=True, lock_dir="")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (SHARED.replace("4", "1"), ["replicas: 1", "from 2 to 100"]),
-        (SHARED.replace("4", "101"), ["replicas: 101", "from 2 to 100"]),
-        (SHARED.replace("4", "2.0"), ["replicas: 2.0", "whole number"]),
-        (SHARED.replace("4", "true"), ["replicas: true"]),
-        ("[[sharing.resources]]\nname = 'n300'", ["replicas is missing"]),
-        ("[[sharing.resources]]\nreplicas = 2", ["name is missing"]),
-        (SHARED.replace("n300", "a/b/c"), ["name: 'a/b/c'", "name of a resource"]),
-        (SHARED.replace("n300", "-x"), ["name: '-x'", "name of a resource"]),
-        (SHARED.replace("'n300'", "5"), ["name: 5"]),
-        (SHARED.replace("n300", "other.org/n300"), ["other.org/n300", "is not tenstorrent.com"]),
-        (SHARED + "rename = 'other.org/x'", ["other.org/x", "domain is not tenstorrent.com"]),
-        (SHARED + "rename = 'n150'", ["n150 can be another resource's name"]),
-        (SHARED + "rename = 'p300-board'", ["p300-board can be another resource's name"]),
-        (SHARED + "rename = 'wormhole'", ["wormhole can be another resource's name"]),
-        (SHARED + f"rename = '{'x' * 64}'", ["rename", "name of a resource"]),
-        ("[sharing]\nrename_by_default = true\n" + SHARED.replace("n300", "x" * 60),
-         ["63 characters"]),
-        (SHARED + SHARED, ["n300 is the name of two entries"]),
-        (SHARED + "rename = 'a'\n" + SHARED + "rename = 'a'", ["a is the name of two entries"]),
-        (SHARED + "rename = 'a'\n" + SHARED + "rename = 'b'", ["every device is selected twice"]),
-        (SHARED + "rename = 'a'\ndevices = 2\n" + SHARED + "rename = 'b'", ["selected twice"]),
-        (SHARED + "rename = 'a'\ndevices = [1, 2]\n" + SHARED + "rename = 'b'\ndevices = ['2']",
-         ["2", " is selected twice"]),
-        (SHARED + "devices = 2", ["n300: a selection of its devices needs a name of its own"]),
-        (SHARED + "devices = ['0000:01:00.0']", ["a selection of its devices needs a name"]),
-        (SHARED + "devices = 0", ["devices: 0", '"all", a number']),
-        (SHARED + "devices = []", ["devices: []"]),
-        (SHARED + "devices = 'some'", ["devices: 'some'"]),
-        (SHARED + "devices = [1.5]", ["devices: [1.5]"]),
-        (SHARED + "memory_gb = 4", ["memory_gb", "left out", "turns"]),
-        (SHARED + "mps = true", ["mps", "left out", "turns"]),
-        ("[sharing]\nlock_dir = 5", ["lock_dir: 5", "a path, or empty"]),
-        ("sharing = true", ["sharing: true", "a table: [sharing]"]),
-        ("[sharing]\nresources = 'n300'", ["sharing.resources: 'n300'", "tables: [[sharing.res"]),
-    ],
-)  # fmt: skip
-def test_sharing_that_cannot_be_has_a_sentence_of_its_own(text: str, words: list[str]) -> None:
-    """What is missing, what contradicts what, and what exists for other hardware only."""
-    line = refusal_of_file(text)
-    assert all(word in line for word in words)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.toml", SHARED.replace("'n300'", '"two\\nlines/n300"')),
-        ("a.toml", "".join(f'{SHARED}rename = "{n}"\ndevices = ["x\\ny"]\n' for n in "ab")),
-        ("two\nlines.toml", SHARED + SHARED),
-    ],
-)
-def test_a_refusal_is_one_line_whatever_names_hold(name: str, text: str, tmp_path: Path) -> None:
-    """A name with a newline in it does not write a second line of the log."""
-    (tmp_path / name).write_text(text)
-    assert refusal({"config_file": str(tmp_path / name)}, {})
-
-
-def test_a_name_of_another_domain_is_right_where_that_is_the_domain() -> None:
-    """Also where the domain is not the file's word."""
     text = SHARED.replace("n300", "example.org/n300")
     found = from_file(text, {"resource_domain": "example.org"})
     assert found.sharing.resources == (Shared("n300", 4),)
 
 
-# -- files -----------------------------------------------------------------------------------------
+ENTRY = "[[sharing.resources]] "
+REMOVED = "is not valid; must be removed: a chip cannot be partitioned, only time-shared"
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"log_level = ", b"unit = board", b"= 1", b"[health", b"a = 1\na = 2", b"log_level = 'info'\r",
-     b"log_level = 'caf\xe9'", b"\xff\xfe\x00", b"x = 2024-13-01", b"health = " + b"[" * 10_000],
-)  # fmt: skip
-def test_a_file_that_is_no_toml_says_what_to_do(content: bytes) -> None:
-    """A syntax error, no UTF-8, a nesting that no parser follows: with a line as it has to be."""
-    line = refusal_of_file(content)
-    assert line.startswith("is not valid TOML: ") and 'such as: unit = "board"' in line
-
-
-def test_a_byte_order_mark_is_called_by_its_name() -> None:
-    """An editor has put it there, and no editor shows it."""
-    line = refusal_of_file(b'\xef\xbb\xbfunit = "board"')
-    assert line == "begins with a byte order mark; save it as UTF-8 without one"
-
-
-@pytest.mark.parametrize("name", ["missing", "file/below", "", "x" * 300])
-def test_a_file_that_was_named_has_to_be_a_readable_file(name: str, tmp_path: Path) -> None:
-    """Missing, below what is no directory, or a directory: the line names it, and who named it."""
-    assert refusal({"config_file": ""}, {}).startswith("--config-file: '' is not valid")
-    (tmp_path / "file").touch()
-    path = str(tmp_path / name)
-    for line, source in (
-        (refusal({"config_file": path}, {}), "--config-file"),
-        (refusal({}, {"TTDP_CONFIG_FILE": path}), "TTDP_CONFIG_FILE"),
-    ):
-        assert line.startswith(f"{path}: ")
-        assert (f"{source} names it" in line) is ("no such file" in line) is (name == "missing")
-
-
-# -- the command line ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
+    ("content", "line"),
     [
-        (["--fail-on-init-error", "run"], "true"),
-        (["run", "--fail-on-init-error"], "true"),
-        (["run", "--fail-on-init-error=no", "--log-level=info"], "no"),
-        (["run"], None),
+        ("health = 5", "health: 5 is not valid; must be a table: [health]"),
+        ("[[health]]\ninterval = 5", "health: [{'interval': 5}] is not valid; must be a table"),
+        ("[health]\ninterval = 0x" + "f" * 5000, "[health] interval: this int is not valid"),
+        ("log_level = [0x" + "f" * 5000 + "]", "log_level: this list is not valid; must be debug"),
+        ("[mounts]\nhost = '/x'", "mounts: {'host': '/x'} is not valid; must be tables: [[mounts]"),
+        ("mounts = ['/x']", "mounts: '/x' is not valid; must be a table: [mounts]"),
+        (mount("/x", "/a") + mount("/y", "/b/../a"),
+         "[[mounts]] container: '/a' is not valid; must be a different path in each table"),
+        ("[[sharing.resources]]\nname = 'n300'", f"{ENTRY}replicas is missing"),
+        ("[[sharing.resources]]\nreplicas = 2", f"{ENTRY}name is missing"),
+        (SHARED.replace("n300", "a/b/c"), f"{ENTRY}name: 'a/b/c' is not valid; must be the name"),
+        (SHARED.replace("'n300'", "5"), f"{ENTRY}name: 5 is not valid; must be the name of a reso"),
+        (SHARED.replace("'n300'", '"two\\nlines/n300"'), f"{ENTRY}name: 'two\\nlines/n300' is not"),
+        (SHARED.replace("n300", "other.org/n300"),
+         f"{ENTRY}other.org/n300: its domain is not tenstorrent.com"),
+        (SHARED + "rename = 'other.org/x'", f"{ENTRY}other.org/x: its domain is not tenstorrent.c"),
+        (SHARED + "rename = 'n150'", f"{ENTRY}n300: n150 can be another resource's name; choose"),
+        (SHARED + "rename = 'p300-board'", f"{ENTRY}n300: p300-board can be another resource's"),
+        (SHARED + f"rename = '{'x' * 64}'", f"{ENTRY}rename: 'xxx"),
+        ("[sharing]\nrename_by_default = true\n" + SHARED.replace("n300", "x" * 60),
+         f"{ENTRY}{'x' * 60}: {'x' * 60}.shared is longer than the 63 characters"),
+        (SHARED + SHARED, f"{ENTRY}n300: n300 is the name of two entries; choose another one for"),
+        (SHARED + "rename = 'a'\n" + SHARED + "rename = 'a'",
+         f"{ENTRY}n300: a is the name of two entries"),
+        (SHARED + "rename = 'a'\n" + SHARED + "rename = 'b'",
+         f"{ENTRY}n300: every device is selected twice"),
+        (SHARED + "rename = 'a'\ndevices = 2\n" + SHARED + "rename = 'b'",
+         f"{ENTRY}n300: every device is selected twice"),
+        (SHARED + "rename = 'a'\ndevices = [1, 2]\n" + SHARED + "rename = 'b'\ndevices = ['2']",
+         f"{ENTRY}n300: '2' is selected twice"),
+        ("".join(f'{SHARED}rename = "{n}"\ndevices = ["x\\ny"]\n' for n in "ab"),
+         f"{ENTRY}n300: 'x\\ny' is selected twice"),
+        (SHARED + "devices = 2", f"{ENTRY}n300: set rename: a subset of devices needs another"),
+        (SHARED + "devices = 0", f'{ENTRY}devices: 0 is not valid; must be "all", a count, or a'),
+        (SHARED + "devices = []", f"{ENTRY}devices: [] is not valid"),
+        (SHARED + "devices = 'some'", f"{ENTRY}devices: 'some' is not valid"),
+        (SHARED + "devices = [1.5]", f"{ENTRY}devices: [1.5] is not valid"),
+        (SHARED + "memory_gb = 4", f"{ENTRY}memory_gb: 4 {REMOVED}"),
+        ("[sharing]\nlock_dir = 5", "[sharing] lock_dir: 5 is not valid; must be a path, or empty"),
+        ("sharing = true", "sharing: true is not valid; must be a table: [sharing]"),
+        ("[sharing]\nresources = 'n300'",
+         "sharing.resources: 'n300' is not valid; must be tables: [[sharing.resources]]"),
     ],
-)
-def test_the_switch_works_bare_with_a_value_and_before_a_command(
-    words: list[str], value: str | None
-) -> None:
-    """Bare it means true, and swallows no word that follows."""
-    options = ttdp._parsed_options(words)
-    assert (options.command, options.fail_on_init_error) == ("run", value)
+)  # fmt: skip
+def test_a_configuration_that_contradicts_itself_is_reported(content: str, line: str) -> None:
+    """One line with the place in the file, the value, and what is wrong with it."""
+    assert rejection(content).startswith(f"FILE: {line}")
 
 
-# -- whatever there may be -------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 values = st.sampled_from(["bdf", "card", "/x", "info", True, 0, -1, 1e999, "two\nlines"])
 scalars = st.text(max_size=8) | st.booleans() | st.integers() | st.floats() | values
-known_keys = [*DEFAULTS, "health", "mounts", "sharing", *(f.name for f in fields(HealthSettings))]
-keys = st.sampled_from([*known_keys, "host", "name", "x", "a b"]) | st.text("a\n\x1b ", max_size=3)
+known_keys = [*SAMPLES, "health", "mounts", "sharing", *HEALTH_KEYS.split(", "), "host", "name"]
+keys = st.sampled_from([*known_keys, "x", "a b"]) | st.text("a\n\x1b ", max_size=3)
 sections = ["[health]", "[[mounts]]", "[[health]]", "[mounts]", "[sharing]", "host = '/x'"]
 lines = st.one_of(
     st.builds(lambda key, value: f"{toml(key)} = {toml(value)}", keys, scalars),
@@ -524,7 +489,7 @@ texts = st.lists(lines, max_size=6).map(lambda them: "\n".join(them).encode("utf
 @hypothesis_settings(deadline=None, max_examples=60)
 @given(texts | st.binary(max_size=60))
 def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
-    """Whatever a file holds, it is a valid configuration, or a line says what is wrong."""
+    """A valid configuration, which can be written and read again, or an error."""
     try:
         settings = from_file(content)
     except ConfigError as error:
@@ -534,20 +499,18 @@ def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
 
 
 def as_toml(settings: Settings) -> str:
-    """A file that says all of this."""
+    """A file with all of this."""
 
     def table(heading: str, value: Any) -> list[str]:
-        shown = {f.name: getattr(value, f.name) for f in fields(value) if f.metadata}
-        shown = {key: list(v) if isinstance(v, tuple) else v for key, v in shown.items()}
+        shown = {f.name: getattr(value, f.name) for f in fields(value) if "rule" in f.metadata}
         return [heading, *(f"{key} = {toml(v)}" for key, v in shown.items() if v is not None)]
 
-    text = ["mounts = []"] if settings.mounts == () else []
-    text += table("", settings)
+    text = table("", settings)
     text += table("[health]", settings.health)
     text += table("[sharing]", settings.sharing)
     for entry in settings.sharing.resources:
         text += table("[[sharing.resources]]", entry)
-    for each in settings.mounts or ():
+    for each in settings.mounts:
         text += table("[[mounts]]", each)
     return "\n".join(text)
 
@@ -556,44 +519,39 @@ characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 paths = st.text(characters, min_size=1, max_size=12).map(
     lambda text: os.path.abspath("/" + text.lstrip("/"))
 )
-targets = paths.filter(lambda path: path.isprintable() and path not in TARGETS)
+targets = paths.filter(lambda path: path.isprintable() and path not in RESERVED)
 domains = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,9}[a-z0-9])?(\.[a-z0-9]{1,9}){0,3}", fullmatch=True)
 mounts = st.builds(Mount, targets, targets, st.booleans())
 selected = st.sets(st.sampled_from(["0000:01:00.0", "0", "7"]), min_size=1).map(tuple)
-shares = st.tuples(
+entries = st.tuples(
     st.builds(Shared, st.just("n150"), st.integers(2, 100)),
     st.builds(Shared, st.just("n300"), st.integers(2, 100), st.just("one"), selected),
     st.builds(Shared, st.just("n300"), st.just(2), st.just("two"), st.integers(1, 9)),
 )
-rules = st.builds(
+health = st.builds(
     HealthSettings,
     st.floats(0.1, 3600) | st.integers(1, 3600),
     st.none() | st.just("card") | st.floats(1, 200),
     st.integers(1, 99),
     st.floats(0, 1e9),
 )
+choices = {each.key: st.sampled_from(each.rule.choices) for each in OPTIONS if each.rule.choices}
 whole = st.builds(
     Settings,
-    **{each.name: paths for each in fields(Settings)[:4]},
+    **dict.fromkeys((*ttdp.NEEDS_RESTART, "cdi_dir", "pod_resources_socket"), paths),
+    **choices,
     resource_domain=domains,
-    **{
-        option.key: st.sampled_from(option.rule.choices)
-        for option in OPTIONS
-        if option.rule.choices
-    },
-    cdi_dir=paths,
     labels_dir=st.just("") | paths,
     metrics_file=st.just("") | paths,
-    pod_resources_socket=paths,
     fail_on_init_error=st.booleans(),
-    health=rules,
-    mounts=st.none() | st.lists(mounts, max_size=3, unique_by=lambda m: m.container).map(tuple),
-    sharing=st.builds(Sharing, st.booleans(), st.booleans(), st.just("") | paths, shares),
+    health=health,
+    mounts=st.lists(mounts, max_size=3, unique_by=lambda m: m.container).map(tuple),
+    sharing=st.builds(Sharing, st.booleans(), st.booleans(), st.just("") | paths, entries),
 )
 
 
 @hypothesis_settings(deadline=None, max_examples=60)
 @given(whole)
 def test_valid_settings_survive_being_written_and_read(settings: Settings) -> None:
-    """A file that says all of a configuration gives exactly that one."""
+    """A file with all of a configuration gives exactly that one."""
     assert from_file(as_toml(settings)) == settings

@@ -1,4 +1,4 @@
-"""The feature file: which labels a node has, and that the API server takes them."""
+"""The feature file: which labels a node has, and that the API server accepts them."""
 
 from __future__ import annotations
 
@@ -10,42 +10,39 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from ttdp import Chip, Identity, PciFunction, Settings, SharedResource, Sharing
+from tests.chips import allocation, bdf, chip, decide
+from ttdp import Allocation, Chip, Fault, Settings, SharedResource, Sharing
 
-
-def chip(bdf: str, card: str, *, numa_node: int | None = None, **identity: str) -> Chip:
-    """A chip that is listed, of a card as PCI tells it."""
-    arch: Any = "wormhole" if card.startswith("n") or card.endswith("wormhole") else "blackhole"
-    function = PciFunction(bdf, arch, card, numa_node, 0, f"/dev/tenstorrent/{bdf}", "/sys/x")
-    return Chip(function, identity=Identity(**identity), listed=True)
-
-
-N150 = chip("0000:01:00.0", "n150", numa_node=0, firmware="19.4.0.0")
-P150 = chip("0000:02:00.0", "p150a")
+N150 = chip(1, numa_node=0, firmware="19.4.0.0")
+P150 = chip(2, "p150a")
 PAIR = [
-    chip(f"0000:0{bus}:00.0", "p300c", numa_node=1, serial="1" * 16, firmware="19.5.2.0")
+    chip(bus, "p300c", numa_node=1, serial="1" * 16, firmware="19.5.2.0", ordinal=bus)
     for bus in (5, 6)
 ]
-HALF = chip("0000:07:00.0", "p300c", numa_node=0, serial="2" * 16, firmware="19.5.2.0")
+HALF = chip(7, "p300c", numa_node=0, serial="2" * 16, firmware="19.5.2.0")
 
 
-def labels(*chips: Chip, driver: str | None = "2.10.1", **settings: Any) -> dict[str, str]:
+def labels(
+    *chips: Chip,
+    driver: str | None = "2.10.1",
+    allocations: tuple[Allocation, ...] = (),
+    **settings: Any,
+) -> dict[str, str]:
     """The labels of a node with these chips, without the domain."""
-    chosen = Settings(**settings)
-    found = ttdp.configured_resources(chips, chosen).values()
-    lines = ttdp.feature_file(found, chips, chosen, driver).splitlines()
-    return dict(line.removeprefix("tenstorrent.com/").split("=", 1) for line in lines)
+    text = decide(chips, Settings(**settings), allocations, driver=driver).labels
+    prefix = f"{settings.get('resource_domain', 'tenstorrent.com')}/"
+    return dict(line.removeprefix(prefix).split("=", 1) for line in text.splitlines())
 
 
-def labels_of(name: str, *chips: Chip, **settings: Any) -> dict[str, str]:
-    """Those of one resource."""
-    found = labels(*chips, **settings)
+def labels_of(name: str, *chips: Chip, **more: Any) -> dict[str, str]:
+    """The labels of one resource."""
     prefix = f"{name}."
-    return {key[len(prefix) :]: value for key, value in found.items() if key.startswith(prefix)}
+    found = labels(*chips, **more).items()
+    return {key[len(prefix) :]: value for key, value in found if key.startswith(prefix)}
 
 
-def test_a_node_is_labelled_with_what_it_has() -> None:
-    """Architectures, each resource, and versions; what is unknown has no label."""
+def test_a_node_has_labels_for_architectures_resources_and_versions() -> None:
+    """A label without a known value is left out."""
     assert labels(N150, P150) == {
         "arch.blackhole": "true",
         "arch.wormhole": "true",
@@ -71,55 +68,62 @@ def test_a_node_is_labelled_with_what_it_has() -> None:
         "p150.memory": "32768",
         "p150.boards": "1",
     }
-
-
-def test_without_a_driver_there_is_no_version_of_it() -> None:
-    """A label that says nothing is left out."""
     assert {"driver.version", "driver.major"}.isdisjoint(labels(N150, driver=None))
 
 
-def test_a_board_is_counted_when_all_of_it_is_there() -> None:
+def test_a_board_counts_when_all_its_chips_are_present() -> None:
     """Three chips of p300 boards are one whole board, on two NUMA nodes."""
     found = labels_of("p300", *PAIR, HALF)
     assert (found["count"], found["boards"], found["numa-nodes"]) == ("3", "1", "2")
-    assert (found["memory"], found["firmware.major"], found["firmware.minor"]) == (
-        "32768",
-        "19",
-        "5",
-    )
-
-
-def test_a_device_that_is_a_board_has_the_memory_of_its_chips() -> None:
-    """With unit = "board" each label is about boards."""
+    assert (found["memory"], found["firmware.minor"]) == ("32768", "5")
     found = labels_of("p300-board", *PAIR, unit="board")
     assert (found["count"], found["boards"], found["memory"]) == ("1", "1", "65536")
-
-
-def test_a_tray_of_a_galaxy_is_a_board() -> None:
-    """Eight chips on one bus' high nibble."""
-    tray = [chip(f"0000:c{n}:00.0", "galaxy-wormhole", serial="3" * 16) for n in range(1, 9)]
+    tray = [chip(0xC0 + n, "galaxy-wormhole", serial="3" * 16) for n in range(1, 9)]
     assert labels_of("galaxy-wormhole", *tray)["boards"] == "1"
     assert labels_of("galaxy-wormhole", *tray[1:])["boards"] == "0"
 
 
-def test_devices_count_healthy_or_not_and_not_when_they_are_gone() -> None:
+def test_a_galaxy_with_seven_of_eight_memory_tiles_has_less_memory() -> None:
+    """PCI subsystem 0x202; in trays like the others."""
+    buses = range(0xC1, 0xC9)
+    tray = [chip(bus, "galaxy-blackhole", serial="4" * 16) for bus in buses]
+    less = [each._replace(function=each.function._replace(subsystem=0x202)) for each in tray]
+    for chips, memory in ((tray, "32768"), (less, "28672"), ([tray[0], *less[1:]], None)):
+        found = labels_of("galaxy-blackhole", *chips)
+        assert (found.get("memory"), found["boards"]) == (memory, "1")
+    assert labels_of("galaxy-blackhole-board", *less, unit="board")["memory"] == str(8 * 28672)
+
+
+def test_devices_count_whether_they_are_healthy_or_not_if_they_exist() -> None:
     """Labels are for the choice of a node, not for its health."""
-    ill = P150._replace(health=ttdp.unhealthy(ttdp.Health(), ttdp.Fault.HOT, "too hot"))
-    found = labels(ill, N150._replace(present=False))
+    found = labels(chip(2, "p150a", fault=Fault.HOT), chip(1, present=False))
     assert (found["p150.count"], found["n150.count"]) == ("1", "0")
+    assert "arch.wormhole" not in found
 
 
-def test_chips_that_differ_are_mixed() -> None:
-    """In their firmware, and in what they are; their memory is then no one number."""
-    other = chip("0000:09:00.0", "n300", firmware="19.5.0.0")
-    found = labels(N150, other, resource_naming="arch")
+def test_an_id_that_a_pod_holds_adds_no_device() -> None:
+    """Neither one of the same chip, nor a resource of another domain; a missing chip is none."""
+    old = allocation("n150", f"{bdf(1)}::1", buses=[1])
+    foreign = allocation("example.org/n150", bdf(1), buses=[1])
+    missing = allocation("n300", bdf(9), buses=[9])
+    found = labels(N150, allocations=(old, foreign, missing))
+    assert found["n150.count"] == "1" and found["n300.count"] == "0"
+    found = labels(N150, allocations=(foreign,), resource_domain="a.b")
+    assert {key.partition(".")[0] for key in found} == {
+        "arch", "driver", "firmware", "plugin", "n150"
+    }  # fmt: skip
+
+
+def test_values_that_differ_are_mixed() -> None:
+    """A memory that differs has no label."""
+    found = labels(N150, chip(9, "n300", firmware="19.5.0.0"), resource_naming="arch")
     assert found["firmware.version"] == found["wormhole.product"] == "mixed"
     assert found["wormhole.firmware.version"] == "mixed"
     assert {"wormhole.memory", "wormhole.firmware.major"}.isdisjoint(found)
 
 
-def test_sharing_shows() -> None:
-    """How many containers a device is for; the product says it where the name does not."""
+def test_sharing_has_labels() -> None:
+    """The product ends in -SHARED if the resource's name does not show it."""
     same = labels_of("n150", N150, sharing=Sharing(resources=(SharedResource("n150", 4),)))
     renamed = SharedResource("n150", 4, "quarter")
     other = labels_of("quarter", N150, sharing=Sharing(resources=(renamed,)))
@@ -129,11 +133,10 @@ def test_sharing_shows() -> None:
 
 @hypothesis_settings(deadline=None)
 @given(st.text(max_size=90), st.text(max_size=90))
-def test_labels_are_valid_whatever_is_said(firmware: str, driver: str) -> None:
-    """Names and values are as the API server takes them."""
+def test_labels_are_valid_whatever_versions_are_reported(firmware: str, driver: str) -> None:
+    """The API server accepts each name and value."""
     part = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-    sharing = Sharing(resources=(SharedResource("n150", 2, "x" * 63),))
-    found = ttdp.configured_resources([N150], Settings(sharing=sharing)).values()
-    chips = [N150._replace(identity=Identity(firmware=firmware))]
-    for line in ttdp.feature_file(found, chips, Settings(), driver).splitlines():
+    settings = Settings(sharing=Sharing(resources=(SharedResource("n150", 2, "x" * 63),)))
+    text = decide([chip(1, firmware=firmware)], settings, driver=driver).labels
+    for line in text.splitlines():
         assert re.fullmatch(rf"tenstorrent\.com/{part}={part}", line), line

@@ -1,0 +1,92 @@
+"""Chips, allocations and decisions without a file: for tests of what is pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import ttdp
+from ttdp import Allocation, Chip, Fault, Identity, PciFunction, Settings, Verdict
+
+SUBSYSTEMS = {card: number for number, card in reversed(ttdp.CARDS.items())}
+NAMES = {"u1": "default/train", "u2": "default/serve"}  # of pods, by UID
+
+
+def bdf(bus: int) -> str:
+    """The PCI address on this bus; a domain is 256 buses."""
+    return f"{bus >> 8:04x}:{bus & 255:02x}:00.0"
+
+
+def chip(
+    bus: int,
+    card: str | None = "n150",
+    /,
+    *,
+    ordinal: int = 0,
+    arch: Literal["wormhole", "blackhole"] | None = None,
+    numa_node: int | None = None,
+    present: bool = True,
+    fault: Fault | None = None,
+    **identity: str | None,
+) -> Chip:
+    """A listed chip.
+
+    card: by its PCI subsystem; present: it has a device file; identity: as its firmware reports it.
+    """
+    wormhole = card is None or card[0] == "n" or card.endswith("wormhole")
+    function = PciFunction(
+        bdf(bus),
+        arch or ("wormhole" if wormhole else "blackhole"),
+        SUBSYSTEMS.get(card or "", 0),
+        numa_node,
+        f"/sys/devices/{bus}",
+        "tenstorrent",
+        ordinal,
+        f"/dev/tenstorrent/{ordinal}",
+    )
+    if not present:
+        function = function.without_device(None)
+    verdict = Verdict(fault, "it is ill" if fault else None)
+    return Chip(function, Identity(**identity), verdict, seen=True, listed=True)
+
+
+def allocation(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Allocation:
+    """What a pod was given: IDs of a resource, and the chips on these buses."""
+    name = resource if "/" in resource else f"tenstorrent.com/{resource}"
+    return Allocation(name, frozenset(ids), frozenset(map(bdf, buses)), pod, "main")
+
+
+def decide(
+    chips: Sequence[Chip],
+    settings: Settings | None = None,
+    allocations: Sequence[Allocation] = (),
+    **more: Any,
+) -> ttdp.Decision:
+    """Decide about a node with these chips and allocations, the newest last."""
+    seen = ttdp.Observation(
+        settings=settings or Settings(),
+        chips={each.bdf: each for each in chips},
+        driver="2.10.1",
+        allocations=tuple(allocations),
+        names=NAMES,
+        unreadable=None,
+        mounts=(),
+    )
+    return ttdp.decide(seen._replace(**more))
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Return how many functions are called: a measure of cost that depends on no machine."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
