@@ -2688,7 +2688,7 @@ class OutputFile:
         self.path = path
         self._mode = mode
         self._kept: tuple[str | None, FileIdentity | None] | None = None  # text and file, if right
-        self._failure = ""  # that was logged
+        self._failures: set[str] = set()  # that were logged
 
     @property
     def is_removed(self) -> bool:
@@ -2712,7 +2712,7 @@ class OutputFile:
                 os.fchmod(file.fileno(), self._mode)
             os.replace(new, self.path)
             self._kept = (text, file_identity(self.path))
-            self._failure = ""
+            self._failures.clear()
         except FileNotFoundError:
             pass  # without its directory nothing reads it
         except OSError as error:
@@ -2730,9 +2730,9 @@ class OutputFile:
             self._log_failure(f"is out of date and cannot be removed: {error.strerror}")
 
     def _log_failure(self, reason: str) -> None:
-        if reason != self._failure:
+        if reason not in self._failures:
             log.warning("%s %s", self.path, reason)
-        self._failure = reason
+        self._failures.add(reason)
 
 
 class StateFile:

@@ -1,35 +1,42 @@
-"""Files for others and for ourselves: what they hold, that they follow, that none is false."""
+"""Files for others and the state file: what they hold, that they follow, that none is stale."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import stat
-import subprocess
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ttdp
+from tests.chips import allocation, bdf, chip
 from tests.conftest import StartDaemon
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
-from ttdp import Mount, PciFunction, Settings
+from ttdp import (
+    AllocationTracker,
+    Fault,
+    HealthSettings,
+    Inventory,
+    Mount,
+    OutputFile,
+    Reading,
+    Settings,
+    Telemetry,
+)
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
-N150 = "tenstorrent.com/n150"
-ONE = PciFunction("0000:01:00.0", "wormhole", "n150", 0, 3, "/dev/tenstorrent/3", "/sys/x")
-TWO = PciFunction("0000:02:00.0", "blackhole", "p150a", None, 0, "/dev/tenstorrent/0", "/sys/y")
+ONE = chip(1, ordinal=3).function
+TWO = chip(2, "p150a", ordinal=0).function
 
 
 @pytest.fixture
 def places(directory: Path) -> dict[str, Path]:
-    """The files for others, by the key of their setting; their directories are there."""
+    """The files for others, by the key of their setting; their directories exist."""
     found = {key: Path(path) for key, path in outlets(directory.parent).items()}
     del found["pod_resources_socket"]
     found["cdi_dir"] /= ttdp.CDI_FILE
@@ -40,32 +47,35 @@ def places(directory: Path) -> dict[str, Path]:
 
 
 def described(file: Path) -> dict[str, str]:
-    """The host's nodes by the device's name in a CDI file; nothing where there is no file."""
-    try:
-        return ttdp.cdi_nodes(file.read_text())
-    except FileNotFoundError:
-        return {}
+    """The device files by device in a CDI file; none without a file."""
+    return ttdp.cdi_nodes(file.read_text()) if file.is_file() else {}
 
 
-def nodes_of(node: SimulatedNode) -> dict[str, str]:
-    """What a CDI file has to say now."""
+def device_files(node: SimulatedNode) -> dict[str, str]:
+    """What a CDI file must contain now."""
     return {chip.bdf: str(chip.device_node) for chip in node.chips if chip.ordinal is not None}
 
 
-# -- CDI -------------------------------------------------------------------------------------------
+@contextmanager
+def no_room(file: Path) -> Iterator[None]:
+    """A new version of a file cannot be written: its name is a directory's, for root, too."""
+    obstacle = file.with_name(f".{file.name}.new")
+    obstacle.mkdir()
+    yield
+    obstacle.rmdir()
 
 
-def spec(*functions: PciFunction, mounts: tuple[Mount, ...] = (), **settings: Any) -> Any:
-    return json.loads(ttdp.cdi_spec(functions, Settings(**settings), mounts) or "{}")
+# -- what they hold --------------------------------------------------------------------------------
 
 
-def test_a_chip_is_a_device_by_its_address_and_so_are_all_of_them() -> None:
-    """The node under the host's number, to read and write; the vendor is the resource domain."""
-    found = spec(ONE, TWO, resource_domain="example.org")
+def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
+    """The device file under the host's number, `rw`; for every device the mounts."""
+    mounts = (Mount("/srv/m", "/m", True), Mount("/dev/hugepages", "/dev/hugepages"))
+    settings = Settings(resource_domain="example.org")
     first, second = (
         {"path": path, "hostPath": path, "permissions": "rw"} for path in (ONE.path, TWO.path)
     )
-    assert found == {
+    without_mounts = {
         "cdiVersion": "0.5.0",
         "kind": "example.org/device",
         "devices": [
@@ -74,35 +84,28 @@ def test_a_chip_is_a_device_by_its_address_and_so_are_all_of_them() -> None:
             {"name": "all", "containerEdits": {"deviceNodes": [first, second]}},
         ],
     }
+    binds = [
+        {"hostPath": "/srv/m", "containerPath": "/m", "options": ["rbind", "ro"]},
+        {"hostPath": "/dev/hugepages", "containerPath": "/dev/hugepages",
+         "options": ["rbind", "rw"]},
+    ]  # fmt: skip
+    assert json.loads(ttdp.cdi_spec([ONE, TWO], settings, ()) or "") == without_mounts
+    wanted = without_mounts | {"containerEdits": {"mounts": binds}}
+    assert json.loads(ttdp.cdi_spec([ONE, TWO], settings, mounts) or "") == wanted
+    assert ttdp.cdi_spec([], settings, mounts) is None, "CDI has no file without devices"
 
 
-def test_mounts_are_for_every_device() -> None:
-    """Bound as they are configured."""
-    mounts = (Mount("/srv/m", "/m", True), Mount("/dev/hugepages", "/dev/hugepages"))
-    binds = spec(ONE, mounts=mounts)["containerEdits"]["mounts"]
-    shown = [(bind["hostPath"], bind["containerPath"], bind["options"]) for bind in binds]
-    assert shown == [
-        ("/srv/m", "/m", ["rbind", "ro"]),
-        ("/dev/hugepages", "/dev/hugepages", ["rbind", "rw"]),
-    ]
+# -- that they follow ------------------------------------------------------------------------------
 
 
-def test_without_a_chip_there_is_no_cdi_file() -> None:
-    """CDI knows no specification without devices."""
-    assert ttdp.cdi_spec([], Settings(), ()) is None
-
-
-# -- files that follow -----------------------------------------------------------------------------
-
-
-async def test_the_files_follow_what_is_there(
+async def test_the_files_follow_the_chips_and_outlive_the_daemon(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
 ) -> None:
-    """A chip that is unhealthy stays in the CDI file, one without a node does not."""
+    """The CDI file has the chips with a device file, healthy or not; everybody can read it."""
     first, second = node.add("n150") + node.add("n150")
     daemon = await start(interval=0.05)
     cdi, features = places["cdi_dir"], places["labels_dir"]
-    await until(lambda: described(cdi) == nodes_of(node))
+    await until(lambda: described(cdi) == device_files(node))
     second.vanish()
     await until(lambda: [*described(cdi)] == [first.bdf])
     await until(lambda: "n150.count=1\n" in features.read_text())
@@ -110,277 +113,265 @@ async def test_the_files_follow_what_is_there(
     await until(lambda: not cdi.exists() and "n150.count=0\n" in features.read_text())
     first.come_back()
     second.come_back()
-    await until(lambda: described(cdi) == nodes_of(node))
+    await until(lambda: described(cdi) == device_files(node))
     first.die()
-    await until(lambda: daemon.chip(first.bdf).health.fault)
-    assert described(cdi) == nodes_of(node)
+    await until(lambda: daemon.chip(first.bdf).fault)
+    await until(places["metrics_file"].exists)
+    await daemon.stop()
+    assert described(cdi) == device_files(node)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in places.values()} == {0o644}
 
 
-async def test_the_files_follow_by_events_alone(
+async def test_the_cdi_file_is_right_before_the_kubelet_starts_and_follows_events(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
 ) -> None:
-    """With polls an hour apart: between two polls a CDI file would give each chip for the other."""
+    """With polls an hour apart: a stale one would give a container another pod's chip."""
     first, second = node.add("n150") + node.add("n150")
-    daemon = await start(interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
-    node.swap_ordinals(first.bdf, second.bdf)
-    await until(lambda: daemon.chip(first.bdf).function.ordinal == first.ordinal)
-    await until(lambda: described(places["cdi_dir"]) == nodes_of(node))
-
-
-async def test_the_cdi_file_is_right_before_the_kubelet_starts(
-    node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
-) -> None:
-    """The kubelet is ordered behind READY, and its first containers look their devices up there."""
-    node.add("n150")
     places["cdi_dir"].write_text(ttdp.cdi_spec([ONE], Settings(), ()) or "")
     daemon = await start(interval=3600)
     await until(lambda: daemon.notified("READY=1"))
-    assert described(places["cdi_dir"]) == nodes_of(node)
+    assert described(places["cdi_dir"]) == device_files(node)
+    node.swap_ordinals(first.bdf, second.bdf)
+    await until(lambda: described(places["cdi_dir"]) == device_files(node))
 
 
-async def test_the_files_are_for_everybody_and_outlive_the_daemon(
-    node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
+async def test_a_directory_that_does_not_exist_is_used_once_it_does(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A container can be started while the daemon is not there."""
+    """Without a line in the log; a file that others remove or replace is written again."""
     node.add("n150")
-    daemon = await start(interval=0.05)
-    await until(lambda: all(file.exists() for file in places.values()))
-    await daemon.stop()
-    assert {stat.S_IMODE(file.stat().st_mode) for file in places.values()} == {0o644}
+    daemon = await start(interval=0.05, health={"heartbeat_misses": 1_000_000})
+    await until(lambda: daemon.notified("READY=1"))
+    file = Path(daemon.settings.cdi_dir) / ttdp.CDI_FILE
+    for number in range(2):  # its reader is removed and installed again
+        assert not file.parent.exists()
+        file.parent.mkdir()
+        await until(lambda: described(file) == device_files(node))
+        file.unlink()
+        await until(lambda: described(file) == device_files(node))
+        file.write_text("{}")
+        await until(lambda: file.read_text() != "{}")
+        file.parent.rename(short_tmp / f"gone{number}")
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+# -- that none is stale ----------------------------------------------------------------------------
 
 
 async def test_a_reload_moves_a_file_or_removes_it(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path], short_tmp: Path
 ) -> None:
-    """What the configuration no longer wants is gone."""
+    """One that cannot be removed is tried again at each poll."""
     node.add("n150")
     other = short_tmp / "other"
     other.mkdir()
     daemon = await start(interval=0.05)
-    await until(lambda: all(file.exists() for file in places.values()))
+    await until(lambda: all(file.is_file() for file in places.values()))
+    features = places["labels_dir"]
+    features.unlink()
+    features.mkdir()  # which unlink() does not remove
     daemon.reload(cdi_dir=str(other), labels_dir="", metrics_file="")
-    await until(lambda: described(other / ttdp.CDI_FILE) == nodes_of(node))
-    assert not any(file.exists() for file in places.values())
+    await until(lambda: described(other / ttdp.CDI_FILE) == device_files(node))
+    await until(lambda: not places["cdi_dir"].exists() and not places["metrics_file"].exists())
+    features.rmdir()
+    features.write_text("stale")
+    await until(lambda: not features.exists())
 
 
-@pytest.mark.parametrize("boot", ["the same", "another"])
-async def test_what_a_former_configuration_wanted_is_removed_at_the_next_start(
-    start: StartDaemon, places: dict[str, Path], short_tmp: Path, node: SimulatedNode, boot: str
-) -> None:
-    """Nobody would keep it true. Also after a reboot, which labels and metrics outlive."""
-    node.add("n150")
-    others = {key: str(path.parent) for key, path in places.items()}
-    others["metrics_file"] = str(places["metrics_file"])
-    daemon = await start(interval=0.1, state_dir=str(short_tmp), **others)
-    await until(lambda: all(path.exists() for path in places.values()))
-    await daemon.stop()
-    if boot == "another":
-        state = short_tmp / "state.json"
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"boot": "another"}))
-    await start(interval=0.1, state_dir=str(short_tmp), **dict.fromkeys(places, ""))
-    await until(lambda: not any(path.exists() for path in places.values()))
-
-
-async def test_a_directory_that_is_not_there_is_worth_no_word_and_one_that_comes_is_used(
-    node: SimulatedNode, start: StartDaemon, short_tmp: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Who has no such reader hears nothing of it; a reader that is installed later has its file."""
-    node.add("n150")
-    daemon = await start(interval=0.05, health={"heartbeat_misses": 1_000_000})
-    await until(lambda: daemon.notified("READY=1"))
-    cdi = Path(daemon.settings.cdi_dir)
-    for _ in range(2):  # as when what made the directory is removed and installed again
-        assert not cdi.exists()
-        cdi.mkdir()
-        await until(lambda: described(cdi / ttdp.CDI_FILE) == nodes_of(node))
-        (cdi / ttdp.CDI_FILE).unlink()
-        await until(lambda: described(cdi / ttdp.CDI_FILE) == nodes_of(node))
-        (cdi / ttdp.CDI_FILE).rename(short_tmp / "moved away")
-        await until(lambda: described(cdi / ttdp.CDI_FILE) == nodes_of(node))
-        cdi.rename(short_tmp / f"gone{_}")
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
-
-
-# -- a disk that is full ---------------------------------------------------------------------------
-
-
-class Disk:
-    """A small file system that can be full: a real one for root, else one that fails like it."""
-
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path = path
-        self._monkeypatch = monkeypatch
-        self._filler = path / ".filler"
-
-    def fill(self) -> None:
-        """Leave no byte; what is there can be read and removed."""
-        if os.path.ismount(self.path):
-            full = pytest.raises(OSError, match="No space left")
-            with open(self._filler, "wb", 0) as filler, full:
-                while True:
-                    filler.write(bytes(4096))
-            return
-        genuine = os.fchmod  # which follows the writing
-
-        def fail(descriptor: int, mode: int) -> None:
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{self.path}/"):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            genuine(descriptor, mode)
-
-        self._monkeypatch.setattr("os.fchmod", fail)
-
-    def free(self) -> None:
-        """There is room again."""
-        self._filler.unlink(missing_ok=True)
-        self._monkeypatch.undo()
-
-
-@pytest.fixture
-def disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """In the place of the CDI directory."""
-    path = Path(outlets(directory.parent)["cdi_dir"])
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(path)]
-    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-    yield Disk(path, monkeypatch)
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def test_what_cannot_be_written_is_removed_said_once_and_tried_again(
-    disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nobody sees half of a file or a false one, and nothing is left beside it."""
-    file = ttdp.OutputFile(str(disk.path / "file"))
-    file.want("old\n")
-    file.keep()
-    disk.fill()
-    file.want("new\n" * 2000)
-    for _ in range(3):
-        file.keep()
-        assert {name for name in os.listdir(disk.path) if name != ".filler"} == set()
-    assert [record.message for record in caplog.records] == [
-        f"{disk.path}/file cannot be written: No space left on device"
-    ]
-    disk.free()
-    file.keep()
-    assert (disk.path / "file").read_text() == "new\n" * 2000
-
-
-def test_a_full_disk_does_not_touch_what_is_true(disk: Disk) -> None:
-    """A file that is as it is wanted is left alone."""
-    file = ttdp.OutputFile(str(disk.path / "file"))
-    file.want("text\n")
-    file.keep()
-    before = (disk.path / "file").stat()
-    disk.fill()
-    file.want("text\n")
-    file.keep()
-    assert (disk.path / "file").stat().st_ino == before.st_ino
-
-
-def test_our_own_state_is_better_old_than_not_there(disk: Disk) -> None:
-    """What only we read is checked when it is read; it stays where a new one finds no room."""
-    file = ttdp.OutputFile(str(disk.path / "state.json"), is_state=True)
-    file.want("old")
-    file.keep()
-    disk.fill()
-    file.want("new" * 3000)
-    file.keep()
-    assert (disk.path / "state.json").read_text() == "old"
-    disk.free()
-    file.keep()
-    assert (disk.path / "state.json").read_text() == "new" * 3000
-    assert stat.S_IMODE((disk.path / "state.json").stat().st_mode) == 0o600
-
-
-async def test_swapped_chips_and_a_full_disk_leave_no_file_that_is_false(
-    node: SimulatedNode, start: StartDaemon, disk: Disk
-) -> None:
-    """Once the daemon has looked, a container gets the right chip or none, and then the right."""
-    first, second = node.add("n150") + node.add("n150")
-    await start(interval=0.05)
-    file = disk.path / ttdp.CDI_FILE
-    await until(lambda: described(file) == nodes_of(node))
-    disk.fill()
-    node.swap_ordinals(first.bdf, second.bdf)
-    await until(lambda: described(file) in ({}, nodes_of(node)))
-    disk.free()
-    await until(lambda: described(file) == nodes_of(node))
-
-
-async def test_a_mount_that_does_not_answer_leaves_no_file_that_is_false(
+@pytest.mark.parametrize("boots", [1, 2])
+async def test_the_next_daemon_removes_what_a_former_configuration_wanted(
     node: SimulatedNode,
     start: StartDaemon,
     places: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    short_tmp: Path,
+    caplog: pytest.LogCaptureFixture,
+    boots: int,
 ) -> None:
-    """A dead network file system, and chips that are renumbered meanwhile."""
-    dead, answers = threading.Event(), threading.Event()
-    genuine = os.path.exists
+    """Also what the last daemon could not remove, and after a reboot; failures are logged once."""
+    node.add("n150")
+    boot_id = node.root / "proc/sys/kernel/random/boot_id"
+    boot_id.parent.mkdir(parents=True)
+    boot_id.write_text("boot 0\n")
+    none = dict.fromkeys(places, "")
+    daemon = await start(interval=0.05, state_dir=str(short_tmp))
+    await until(lambda: all(path.is_file() for path in places.values()))
+    await until(lambda: str(places["metrics_file"]) in (short_tmp / "state.json").read_text())
+    await daemon.stop()
+    for path in places.values():
+        path.unlink()
+        path.mkdir()
+    for number in range(2):  # the last daemon and its successor
+        boot_id.write_text(f"boot {number % boots}\n")
+        caplog.clear()
+        daemon = await start(interval=0.05, state_dir=str(short_tmp), **none)
+        await until(lambda: sum("cannot be removed" in line for line in caplog.messages) == 3)
+        await daemon.stop()
+    for path in places.values():
+        path.rmdir()
+        path.write_text("stale")
+    await start(interval=0.05, state_dir=str(short_tmp), **none)
+    await until(lambda: not any(path.exists() for path in places.values()))
+    await until(lambda: '"files": []' in (short_tmp / "state.json").read_text())
 
-    def exists(path: Any) -> bool:
-        return answers.wait(60) if path == "/data" and dead.is_set() else genuine(path)
 
-    monkeypatch.setattr("os.path.exists", exists)
-    monkeypatch.setattr("ttdp.MOUNT_PATIENCE", 0.1)
+async def test_swapped_chips_leave_no_stale_file_even_if_none_can_be_written(
+    node: SimulatedNode, start: StartDaemon, places: dict[str, Path]
+) -> None:
+    """A container gets the right chip or none, and the right one once there is room."""
     first, second = node.add("n150") + node.add("n150")
-    daemon = await start(interval=0.05, mounts=(Mount("/data", "/data"),))
-    await until(lambda: described(places["cdi_dir"]) == nodes_of(node))
-    dead.set()
-    node.swap_ordinals(first.bdf, second.bdf)
-    await until(lambda: daemon.chip(first.bdf).function.ordinal == first.ordinal)
-    try:
-        false = {first.bdf: str(second.device_node), second.bdf: str(first.device_node)}
-        await until(lambda: described(places["cdi_dir"]) != false)
-    finally:
-        answers.set()
+    file = places["cdi_dir"]
+    await start(interval=0.05)
+    await until(lambda: described(file) == device_files(node))
+    with no_room(file):
+        node.swap_ordinals(first.bdf, second.bdf)
+        await until(lambda: not file.exists())
+    await until(lambda: described(file) == device_files(node))
 
 
-@pytest.mark.parametrize("is_state", [False, True])
-def test_a_link_that_was_planted_is_not_followed(tmp_path: Path, is_state: bool) -> None:
-    """Who may write in a directory of ours cannot have root write elsewhere."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / ".x.prom.new").symlink_to(victim)
-    file = ttdp.OutputFile(str(tmp_path / "x.prom"), is_state=is_state)
-    file.want("text")
-    file.keep()
-    assert victim.read_text() == "precious" and not (tmp_path / "x.prom").is_symlink()
-    assert (tmp_path / "x.prom").read_text() == "text"
-
-
-def test_a_file_that_became_a_link_is_a_file_again(tmp_path: Path) -> None:
-    """What stands under its name is replaced, not written through."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / "x").symlink_to(victim)
-    file = ttdp.OutputFile(str(tmp_path / "x"))
-    file.want("text")
-    file.keep()
-    assert victim.read_text() == "precious" and not (tmp_path / "x").is_symlink()
-
-
-def test_a_file_that_cannot_be_removed_is_said_to_be_false(
+def test_a_file_that_cannot_be_written_is_removed_if_stale_and_written_when_it_can_be(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A directory in its place, say: nobody should believe it."""
-    (tmp_path / "x").mkdir()
-    file = ttdp.OutputFile(str(tmp_path / "x"))
-    file.want(None)
-    file.keep()
-    (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path}/x is false and cannot be removed: ")
+    """With one line in the log; a file that is right is not touched."""
+    path = tmp_path / "file"
+    file = OutputFile(str(path))
+    file.keep("old\n")
+    with no_room(path):
+        file.keep("old\n")
+        assert path.read_text() == "old\n"
+        for _ in range(3):
+            file.keep("new\n")
+            assert not path.exists()
+    assert caplog.messages == [f"{path} cannot be written: Is a directory"]
+    file.keep("new\n")
+    assert path.read_text() == "new\n"
 
 
-def test_two_failures_at_each_poll_are_two_lines_in_all(
+def test_failures_at_each_poll_are_one_line_for_each_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is in the way can neither be replaced nor removed, as where all is read-only."""
-    (tmp_path / "x").mkdir()
-    file = ttdp.OutputFile(str(tmp_path / "x"))
-    file.want("text")
+    """A directory in the way can neither be replaced nor removed."""
+    path = tmp_path / "x"
+    path.mkdir()
+    file = OutputFile(str(path))
     for _ in range(3):
-        file.keep()
-    assert len(caplog.messages) == len({*caplog.messages}) == 2
+        file.keep(None)
+    assert caplog.messages == [f"{path} is out of date and cannot be removed: Is a directory"]
+    for _ in range(3):
+        file.keep("text")
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+@pytest.mark.parametrize("name", [".x.prom.new", "x.prom"])
+def test_a_planted_link_is_not_followed(tmp_path: Path, mode: int, name: str) -> None:
+    """Whoever can write in a directory cannot have root write elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / name).symlink_to(victim)
+    path = tmp_path / "x.prom"
+    OutputFile(str(path), mode).keep("text")
+    assert victim.read_text() == "precious" and not path.is_symlink()
+    assert path.read_text() == "text" and stat.S_IMODE(path.stat().st_mode) == mode
+
+
+# -- the state file --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Settings of a daemon whose state is saved."""
+    boot_id = tmp_path / "proc/sys/kernel/random/boot_id"
+    boot_id.parent.mkdir(parents=True)
+    boot_id.write_text("this boot\n")
+    return Settings(
+        state_dir=str(tmp_path), proc_root=f"{tmp_path}/proc", device_plugin_dir=str(tmp_path)
+    )
+
+
+def state_of(settings: Settings) -> tuple[Any, Any, Any]:
+    """What a daemon that starts now knows."""
+    state = ttdp.StateFile(settings)
+    return state.files, state.chips, state.allocations
+
+
+def test_chips_and_allocations_survive_a_restart_of_the_daemon(settings: Settings) -> None:
+    """With their lasting faults; a chip is absent until it is seen again."""
+    faults = [Fault.STALLED, Fault.TRIPPED]
+    lasting = ttdp.Vitals(7, 2, False, 3, 4.5, None), ttdp.Vitals(6, 0, False, 3, 4.5, None)
+    before = [chip(bus, fault=fault, serial="A" * 16) for bus, fault in enumerate(faults)]
+    chips = {
+        each.bdf: ttdp.ChipRecord(each, vitals, was_seen=True).to_state()
+        for each, vitals in zip(before, lasting, strict=True)
+    }
+    held = allocation("n150", bdf(1), buses=[1])
+    pending = held._replace(pod="", container="")
+    rows = [(each.resource, [bdf(1)], [bdf(1)], each.pod, each.container, at)
+            for each, at in ((held, None), (pending, 12.5))]  # fmt: skip
+    ttdp.StateFile(settings).save(files=["/x"], chips=chips, allocations=rows)
+    files, chips, allocations = state_of(settings)
+    inventory = Inventory(chips)
+    assert files == ["/x"]
+    assert [each.fault for each in inventory.chips.values()] == [Fault.GONE] * 2
+    for each, fault in zip(before, faults, strict=True):
+        record = inventory.records[each.bdf]
+        assert record.chip.identity == each.identity
+        record.appear(each.function)
+        record.apply(Reading(each.function, Telemetry(heartbeat=7, trips=3), 5.0), HealthSettings())
+        assert record.chip.fault == fault
+    tracker = AllocationTracker(settings, allocations, 20.0)
+    assert {*tracker.in_force(20.0)} == {held, pending} and tracker.to_state() == rows
+
+
+def test_only_files_are_kept_from_another_boot(settings: Settings, tmp_path: Path) -> None:
+    """Pods and faults are new ones; files can outlive a reboot."""
+    ttdp.StateFile(settings).save(files=["/x"], chips={"a": 1}, allocations=[1])
+    assert state_of(settings) == (["/x"], {"a": 1}, [1])
+    (tmp_path / "proc/sys/kernel/random/boot_id").write_text("next boot\n")
+    assert state_of(settings) == (["/x"], {}, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"precious", b"precioux"),
+        (b'"version": 1', b'"version": 2'),
+        (b"}", b""),
+        (b"\n", b" "),
+        (b"p", b"\xff"),
+        (b"", b"garbage"),
+    ],
+    ids=["a flipped byte", "edited by hand", "torn", "no checksum", "no text", "longer"],
+)
+def test_a_state_file_that_was_changed_is_discarded_as_a_whole(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, old: bytes, new: bytes
+) -> None:
+    """With one line in the log."""
+    ttdp.StateFile(settings).save(files=["precious"], chips={"a": 1}, allocations=[1])
+    path = tmp_path / "state.json"
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    assert state_of(settings) == ([], {}, [])
+    (line,) = caplog.messages
+    assert line.startswith(f"{path} is discarded: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"version": 0, "allocations": []}'])
+def test_a_file_that_is_no_state_is_discarded(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    """Even with a valid checksum; also the file of an older version."""
+    text = content.decode()
+    (tmp_path / "state.json").write_text(f"{ttdp._checksum(text)}\n{text}")
+    assert state_of(settings) == ([], {}, []) and len(caplog.messages) == 1
+
+
+def test_the_state_stays_if_a_new_one_cannot_be_written(settings: Settings, tmp_path: Path) -> None:
+    """It is checked when it is read, so an old one is better than none; only root can read it."""
+    path = tmp_path / "state.json"
+    state = ttdp.StateFile(settings)
+    state.save(files=["/old"])
+    text = path.read_text()
+    with no_room(path):
+        state.save(files=["/new"])
+        assert path.read_text() == text
+    state.save(files=["/new"])
+    assert "/new" in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
