@@ -3667,17 +3667,24 @@ class MetricsServer:
     MAX_CONNECTIONS = 32
     HEAD_MAX = 8192  # bytes of a request
     TIMEOUT = 5.0  # seconds for all of it
+    RENDER_TIMEOUT = 4.0  # seconds after which a client gets the last rendering
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
-        self._rendering: asyncio.Task[str] | None = None  # for all that ask meanwhile
-        self._open: dict[asyncio.Task[None], None] = {}  # connections, the oldest first
+        self._rendering: asyncio.Task[None] | None = None  # for all that ask meanwhile
+        self._last = ""
+        self._open: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
 
     async def text(self) -> str:
         """Return the metrics; simultaneous calls share one rendering."""
         if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(self._render())
-        return await asyncio.shield(self._rendering)
+            self._rendering = asyncio.create_task(self._refresh())
+        await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
+        return self._last
+
+    async def _refresh(self) -> None:
+        with log_and_continue("rendering metrics"):
+            self._last = await self._render()
 
     async def serve(self, listening: socket.socket) -> None:
         """Accept connections; the oldest makes room for the newest."""
@@ -3695,11 +3702,11 @@ class MetricsServer:
                 await asyncio.sleep(self.TIMEOUT)
                 continue
             task = asyncio.create_task(self._serve(connection))
-            self._open[task] = None
-            task.add_done_callback(self._open.pop)
+            self._open[task] = connection
+            task.add_done_callback(lambda task: self._open.pop(task).close())
 
     async def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(asyncio.TimeoutError, OSError):
+        with suppress(asyncio.TimeoutError, OSError):
             await asyncio.wait_for(self._answer(connection), self.TIMEOUT)
 
     async def _answer(self, connection: socket.socket) -> None:
@@ -3714,7 +3721,7 @@ class MetricsServer:
         text = "use GET /metrics\n"
         if re.match(rb"GET /metrics[ ?]", head):
             text = await self.text()
-            status = "200 OK"
+            status = "200 OK" if text else "503 Service Unavailable"
         lines = [
             f"HTTP/1.1 {status}",
             "Content-Type: text/plain; version=0.0.4; charset=utf-8",
@@ -3788,7 +3795,8 @@ class Reporter:
 
     async def _write(self, files: OutputFiles) -> None:
         text = await self.metrics.text()
-        if path := self._node.settings.metrics_file:
+        path = self._node.settings.metrics_file
+        if path and text:
             files.touch(path, text)
 
     async def _render(self) -> str:

@@ -1,15 +1,17 @@
-"""Metrics: which there are, what they count, when they are read, and that none stands twice."""
+"""Metrics: which exist, what they count, when sensors are read, and how they are served."""
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import contextlib
+import os
 import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any
 
 import pytest
@@ -18,103 +20,115 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
+from tests.chips import allocation, bdf, chip, decide
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
-from tests.world.simulation import RunningDaemon, kernel_errors, settings_of
+from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.tree import put
-from ttdp import Family, SharedResource, Sharing
-
-pytestmark = pytest.mark.usefixtures("ticking")
+from ttdp import ChipRecord, Fault, Samples, Settings, SharedResource, Sharing, Telemetry, Vitals
 
 N150 = "tenstorrent.com/n150"
-P150 = "tenstorrent.com/p150"
+READ_NOW = ("ttdp.METRICS_INTERVAL", 0.0)  # sensors are read again for each rendering
 
 
 def samples(text: str) -> dict[str, float]:
-    """The value of each series; a series that stands twice is an error."""
+    """The value of each series; a series that appears twice is an error."""
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     assert len(lines) == len({series for series, _ in lines})
     return {series: float(value) for series, value in lines}
 
 
-def of(bdf: str, found: dict[str, float]) -> dict[str, float]:
-    """The series of a chip by name and further labels, without `tt_device_`."""
+class CountingSocket(socket.socket):
+    """A listening socket that counts the connections that its server has open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bind(("127.0.0.1", 0))
+        self.listen(4096)
+        self.tries = 0
+        self.accepted = 0
+        self.most = 0  # open at a time
+        self._connections: list[socket.socket] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.tries += 1
+        connection, address = super().accept()
+        self._connections = [*self.open, connection]
+        self.accepted += 1
+        self.most = max(self.most, len(self._connections))
+        return connection, address
+
+    @property
+    def open(self) -> list[socket.socket]:
+        return [each for each in self._connections if each.fileno() >= 0]
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> CountingSocket:
+    """The socket that systemd passes to daemons."""
+    found = CountingSocket()
+    passed = {"metrics": [found]}
+    monkeypatch.setattr(ttdp.ServiceManager, "sockets", lambda _, name: passed.get(name, []))
+    return found
+
+
+GET = b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n"
+OK = "HTTP/1.1 200 OK"
+
+
+async def answer(listening: CountingSocket, request: bytes = GET) -> tuple[str, str]:
+    """Return the status line and the body."""
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    writer.write(request)
+    text = (await asyncio.wait_for(reader.read(), PATIENCE)).decode()
+    writer.close()
+    head, _, body = text.partition("\r\n\r\n")
+    return head.split("\r\n")[0], body
+
+
+async def scrape(listening: CountingSocket) -> dict[str, float]:
+    return samples((await answer(listening))[1])
+
+
+def of(address: str, found: dict[str, float]) -> dict[str, float]:
+    """The series of a chip, without `tt_device_` and its address."""
     mine = {}
     for series, value in found.items():
-        if f'device="{bdf}"' in series and "_info{" not in series:
-            rest = series.replace(f'device="{bdf}"', "").replace("{,", "{").replace("{}", "")
+        if f'device="{address}"' in series and "_info{" not in series:
+            rest = series.replace(f'device="{address}"', "").replace("{,", "{").replace("{}", "")
             mine[rest.removeprefix("tt_device_")] = value
     return mine
 
 
-class Scraper:
-    """What takes the metrics from the socket that systemd has handed in."""
-
-    def __init__(self) -> None:
-        self._port = 0
-
-    def hand_in(self, name: str) -> list[socket.socket]:
-        """Make a socket for the daemon that starts now."""
-        if name != "metrics":
-            return []
-        listening = socket.create_server(("127.0.0.1", 0))
-        self._port = listening.getsockname()[1]
-        return [listening]
-
-    async def text(self) -> str:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), PATIENCE)
-        writer.close()
-        return answer.decode().partition("\r\n\r\n")[2]
-
-    async def samples(self) -> dict[str, float]:
-        return samples(await self.text())
+def rendered(decision: ttdp.Decision, *records: ChipRecord) -> str:
+    """All metrics of a node and its daemon."""
+    by_bdf = {record.chip.bdf: record for record in records}
+    return ttdp.chip_metrics(decision, by_bdf) + ttdp.plugin_metrics(decision, {}, Counter(), 1.5e9)
 
 
-@pytest.fixture
-def scraper(monkeypatch: pytest.MonkeyPatch) -> Scraper:
-    found = Scraper()
-    monkeypatch.setattr(ttdp.ServiceManager, "sockets", lambda _, name: found.hand_in(name))
-    return found
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures and names are read anew for each scrape."""
-    monkeypatch.setattr("ttdp.METRICS_PAUSE", 0.0)
-
+# -- chips -----------------------------------------------------------------------------------------
 
 AER = """RxErr 0
-BadTLP {bad}
+BadTLP {total}
 TOTAL_ERR_{kind} {total}"""
 
 
-def count_errors(card: Card, correctable: int, nonfatal: int = 0, fatal: int = 0) -> None:
-    """Let the card have had so many errors on its link, in the form of the kernel's AER files."""
-    pci = card.attribute("max_link_width").parent
-    for kind, total in (("COR", correctable), ("NONFATAL", nonfatal), ("FATAL", fatal)):
-        name = {"COR": "correctable"}.get(kind, kind.lower())
-        put(pci / f"aer_dev_{name}", AER.format(bad=total, kind=kind, total=total))
-
-
-# -- what a chip shows -----------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fresh")
-async def test_a_card_shows_what_the_driver_does_in_base_units(
-    tmp_path: Path, directory: Path, scraper: Scraper
+@pytest.mark.usefixtures("ticking")
+async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
+    tmp_path: Path, directory: Path, listening: CountingSocket
 ) -> None:
-    """Of a p150a as it was captured on the real driver: watts, amperes, volts, hertz, transfers."""
+    """A p150a as captured on the real driver: watts, amperes, volts, hertz, transfers."""
     node = SimulatedNode.from_capture(tmp_path / "captured", "p150ax2")
     card = node.chips[0]
-    count_errors(card, 7, 1)
-    async with RunningDaemon(node, settings_of(node, directory)) as daemon:
+    for name, kind, total in (("correctable", "COR", 7), ("nonfatal", "NONFATAL", 1)):
+        text = AER.format(kind=kind, total=total)
+        put(card.attribute("max_link_width").with_name(f"aer_dev_{name}"), text)
+    async with RunningDaemon(node, settings_of(node, directory, interval=3600)) as daemon:
         await until(lambda: daemon.notified("READY=1"))
-        found = of(card.bdf, await scraper.samples())
+        found = of(card.bdf, await scrape(listening))
     assert found == {
         "healthy": 1,
         "temperature_celsius": 41.5,
@@ -141,304 +155,454 @@ async def test_a_card_shows_what_the_driver_does_in_base_units(
 
 
 def fail(card: Card) -> None:
-    card.freeze()  # so that more than the heartbeat is read
     card.fail("tt_serial")
 
 
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("ail", [Card.die, Card.reset, Card.vanish, Card.block, fail])
-async def test_a_dead_or_blocked_chip_has_no_figures(
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize("harm", [Card.die, Card.reset, Card.vanish, Card.block, fail])
+async def test_a_dead_or_blocked_chip_has_no_values(
     node: SimulatedNode,
     start: StartDaemon,
     monkeypatch: pytest.MonkeyPatch,
-    ail: Callable[[Card], None],
-    scraper: Scraper,
+    listening: CountingSocket,
+    harm: Callable[[Card], None],
 ) -> None:
-    """Neither all ones nor what it showed last; its health and its fault stay."""
-    monkeypatch.setattr("ttdp.READ_DEADLINE", 0.3)
+    """Neither all ones nor its last ones; its health and its fault stay."""
+    monkeypatch.setattr("ttdp.READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(*READ_NOW)
     card, other = node.add("p150a") + node.add("p150a")
     daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
-    assert "power_watts" in of(card.bdf, await scraper.samples())
-    ail(card)
-    fault = await until(lambda: daemon.chip(card.bdf).health.fault)
-    found = await scraper.samples()
-    assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{fault.name.lower()}"}}': 1}
+    assert "power_watts" in of(card.bdf, await scrape(listening))
+    harm(card)
+    fault = await until(lambda: daemon.chip(card.bdf).fault)
+    found = await scrape(listening)
+    assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{fault.value}"}}': 1}
     assert of(other.bdf, found)["power_watts"] == 24
-    if ail is Card.block:
-        card.unblock()
+    if harm is Card.block:
+        card.restore()
 
 
-@pytest.mark.usefixtures("fresh")
-async def test_a_chip_is_introduced_by_what_it_is(
-    node: SimulatedNode, start: StartDaemon, scraper: Scraper
-) -> None:
-    """Identity stays known while a chip is away; what nobody knows is empty."""
-    (card,) = node.add("n300", numa_node=1)
-    node.add("p150a", firmware=False)
-    daemon = await start(interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
-    card.vanish()
-    await until(lambda: not daemon.chip(card.bdf).present)
-    serial = card.facts.telemetry["tt_serial"]
-    found = await scraper.samples()
+@pytest.mark.parametrize("fault", Fault)
+def test_a_fault_is_a_series_of_its_kind_while_it_lasts(fault: Fault) -> None:
+    """The kinds are the design's, and a healthy chip has none."""
+    kinds = ["gone", "node", "resetting", "no_response", "blocked", "read_error", "stalled", "hot"]
+    kinds += ["tripped", "silent"]
+    ill = chip(1, fault=fault, present=fault is not Fault.GONE)
+    if fault is Fault.NODE:
+        ill = ill._replace(function=ill.function._replace(file_fault="is missing"))
+    found = samples(rendered(decide([ill, chip(2)])))
+    assert {series for series in found if "_fault{" in series} == {
+        f'tt_device_fault{{device="{bdf(1)}",kind="{fault.value}"}}'
+    }
+    assert fault.value in kinds and len(Fault) == len(kinds)
+    assert found[f'tt_device_healthy{{device="{bdf(2)}"}}'] == 1
+
+
+def test_a_chip_has_its_identity_as_labels() -> None:
+    """It stays known while the chip is gone; a label without a known value is empty."""
+    gone = chip(1, "n300", numa_node=1, present=False, serial="A" * 16, firmware="19.4.0.0")
+    found = samples(rendered(decide([gone, chip(2, "p150a")])))
     assert {series for series in found if series.startswith("tt_device_info")} == {
-        f'tt_device_info{{device="{card.bdf}",board="n300",card="n300",arch="wormhole",'
-        f'serial="{serial}",firmware="19.4.0.0",numa_node="1",resource="tenstorrent.com/n300"}}',
+        'tt_device_info{device="0000:01:00.0",board="n300",card="n300",arch="wormhole",'
+        'serial="AAAAAAAAAAAAAAAA",firmware="19.4.0.0",numa_node="1",'
+        'resource="tenstorrent.com/n300"}',
         'tt_device_info{device="0000:02:00.0",board="p150",card="p150a",arch="blackhole",'
         'serial="",firmware="",numa_node="",resource="tenstorrent.com/p150"}',
     }
 
 
-# -- when figures are read -------------------------------------------------------------------------
+def test_an_allocated_chip_has_its_containers() -> None:
+    """Once each, however many replicas; a pod without a name by its UID; a pending one not yet."""
+    entry = SharedResource("n150", 4)
+    pods = [
+        allocation("n150", f"{bdf(1)}::0", f"{bdf(1)}::1", buses=[1]),
+        allocation("n150", f"{bdf(1)}::2", buses=[1], pod="1f-2a"),
+        allocation("n150", f"{bdf(1)}::3", buses=[1], pod="")._replace(container=""),
+    ]
+    decision = decide([chip(1)], Settings(sharing=Sharing(resources=(entry,))), pods)
+    found = samples(rendered(decision))
+    labels = [
+        'pod_namespace="default",pod_name="train",container_name="main"',
+        'pod_namespace="",pod_name="1f-2a",container_name="main"',
+    ]
+    assert {series for series in found if "_allocated{" in series} == {
+        f'tt_device_allocated{{device="{bdf(1)}",{each}}}' for each in labels
+    }
+    assert found[f'tt_resource_devices{{resource="{N150}",health="healthy"}}'] == 4
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the reads of sensors ("figures") and of telemetry."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, what: str) -> None:
-        genuine = getattr(ttdp, name)
-
-        def read(*arguments: Any) -> Any:
-            counts[what] += 1
-            return genuine(*arguments)
-
-        monkeypatch.setattr(ttdp, name, read)
-
-    counting("read_sensors", "figures")
-    counting("_read_changes", "telemetry")
-    return counts
+# -- node and daemon -------------------------------------------------------------------------------
 
 
-async def test_nobody_takes_the_metrics_and_nothing_is_read_for_them(
-    node: SimulatedNode, start: StartDaemon, reads: Counter[str]
+@pytest.mark.parametrize(
+    ("driver", "bound", "functions"),
+    [("2.10.1", ["tenstorrent", "tenstorrent", "vfio-pci", "", None],
+      {"tenstorrent": 2, "vfio-pci": 1, "": 1}),
+     (None, ["", ""], {"": 2}),
+     ("unknown", [], {})],
+)  # fmt: skip
+def test_functions_are_counted_by_driver_and_the_driver_is_shown_while_it_is_loaded(
+    driver: str | None, bound: Sequence[str | None], functions: dict[str, int]
 ) -> None:
-    """Many polls on, no sensor was looked at."""
-    node.add("p150a")
-    await start(interval=0.02)
-    await until(lambda: reads["telemetry"] > 20)
-    assert reads["figures"] == 0
+    """An empty label is a function without a driver; one that left the bus does not count."""
+    chips = []
+    for bus, name in enumerate(bound):
+        each = chip(bus, present=name == "tenstorrent")
+        chips.append(each._replace(function=each.function._replace(driver=name)))
+    found = samples(rendered(decide(chips, driver=driver)))
+    series = {name: value for name, value in found.items() if name.startswith(("tt_pci", "tt_dr"))}
+    wanted = {f'tt_pci_functions{{driver="{name}"}}': count for name, count in functions.items()}
+    wanted |= {f'tt_driver_info{{version="{driver}"}}': 1} if driver else {}
+    assert series == wanted
 
 
-async def test_figures_are_read_for_the_file_every_15_seconds_at_most(
-    node: SimulatedNode, start: StartDaemon, directory: Path, reads: Counter[str], scraper: Scraper
+@pytest.mark.usefixtures("ticking")
+async def test_what_the_daemon_does_is_counted_from_zero(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, listening: CountingSocket
 ) -> None:
-    """Polls that come more often do without; a scrape in between takes what is there."""
-    file = Path(outlets(directory.parent)["metrics_file"])
-    file.parent.mkdir()
-    node.add("p150a")
-    await start(interval=0.02)
-    await until(file.exists)
-    await until(lambda: reads["telemetry"] > 20)
-    for _ in range(3):
-        await scraper.samples()
-    assert reads["figures"] == 1
-    assert "tt_device_power_watts" in file.read_text()
-
-
-async def test_a_poll_of_many_chips_needs_one_thread(
-    node: SimulatedNode, start: StartDaemon, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are read one after another: a thread for each would cost more than the reading."""
-    node.add("galaxy-blackhole")
-    await start(interval=0.2)
-    await until(lambda: reads["telemetry"] >= 2 * 32)
-    genuine = _thread.start_new_thread
-    threads = 0
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal threads
-        threads += 1
-        return genuine(*arguments)
-
-    monkeypatch.setattr(_thread, "start_new_thread", counted)
-    before = reads["telemetry"]
-    await until(lambda: reads["telemetry"] >= before + 10 * 32)
-    assert threads < 32
-
-
-async def test_the_file_is_written_again_though_nothing_changes(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its age tells others whether a daemon is at work."""
-    monkeypatch.setattr("ttdp.METRICS_PAUSE", 0.1)
-    file = Path(outlets(directory.parent)["metrics_file"])
-    file.parent.mkdir()
-    await start(interval=0.02)
-    await until(file.exists)
-    text, first = file.read_text(), file.stat().st_mtime_ns
-    await until(lambda: file.stat().st_mtime_ns > first)
-    assert file.read_text() == text
-
-
-async def test_a_scrape_has_figures_though_polls_are_rare(
-    node: SimulatedNode, start: StartDaemon, reads: Counter[str], scraper: Scraper
-) -> None:
-    """They are read for it, on the threads where telemetry is."""
-    (card,) = node.add("p150a")
-    daemon = await start(interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
-    assert of(card.bdf, await scraper.samples())["power_watts"] == 24
-    assert reads["figures"] == 1
-
-
-# -- what the daemon counts ------------------------------------------------------------------------
-
-
-async def test_counters_begin_at_zero(
-    node: SimulatedNode, start: StartDaemon, scraper: Scraper
-) -> None:
-    """A rate of what has not happened yet is 0, not unknown."""
-    node.add("n150")
-    daemon = await start(interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
-    found = await scraper.samples()
-    for result in ("granted", "refused"):
-        assert found[f'tt_allocations_total{{resource="{N150}",result="{result}"}}'] == 0
-    assert found[f'tt_kubelet_registrations_total{{resource="{N150}"}}'] == 0
-    assert found[f'tt_kubelet_registered{{resource="{N150}"}}'] == 0
-
-
-async def test_metrics_count_what_happens(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, scraper: Scraper
-) -> None:
-    """Registrations, allocations and refusals, and who has what by the kubelet's own account."""
+    """Registrations, and allocations by result."""
     first, second = node.add("n150") + node.add("n150")
+    await kubelet.stop()
     daemon = await start(interval=0.1)
+    await until(lambda: daemon.notified("READY=1"))
+    counters = [
+        f'tt_kubelet_registered{{resource="{N150}"}}',
+        f'tt_kubelet_registrations_total{{resource="{N150}"}}',
+        f'tt_allocations_total{{resource="{N150}",result="granted"}}',
+        f'tt_allocations_total{{resource="{N150}",result="refused"}}',
+    ]
+    found = await scrape(listening)
+    assert [found[counter] for counter in counters] == [0, 0, 0, 0]
+    await kubelet.start()
     await kubelet.registered(N150)
     await kubelet.admit("team-a/train", "main", {N150: 1})
     node.on_uevent = None
     second.device_node.unlink()
     with pytest.raises(AdmissionError):
         await kubelet.admit("other", "main", {N150: 1})
-    await until(lambda: daemon.chip(second.bdf).health.fault)
-    holder = f'device="{first.bdf}",namespace="team-a",pod="train",container="main"'
-    found = await scraper.samples()
-    assert (
-        found.items()
-        >= {
-            f'tt_resource_devices{{resource="{N150}",health="healthy"}}': 1,
-            f'tt_resource_devices{{resource="{N150}",health="unhealthy"}}': 1,
-            f'tt_kubelet_registered{{resource="{N150}"}}': 1,
-            f'tt_kubelet_registrations_total{{resource="{N150}"}}': 1,
-            f'tt_allocations_total{{resource="{N150}",result="granted"}}': 1,
-            f'tt_allocations_total{{resource="{N150}",result="refused"}}': 1,
-            f"tt_device_allocated{{{holder}}}": 1,
-            f'tt_plugin_info{{version="{ttdp.__version__}"}}': 1,
-        }.items()
-    )
+    await until(lambda: daemon.chip(second.bdf).fault)
+    found = await scrape(listening)
+    assert [found[counter] for counter in counters] == [1, 1, 1, 1]
+    for health in ("healthy", "unhealthy"):
+        assert found[f'tt_resource_devices{{resource="{N150}",health="{health}"}}'] == 1
+    assert found[f'tt_plugin_info{{version="{ttdp.__version__}"}}'] == 1
     assert abs(found["tt_plugin_start_time_seconds"] - time.time()) < 60
+    holder = 'pod_namespace="team-a",pod_name="train",container_name="main"'
+    await until(lambda: daemon.daemon.node.allocations.names)
+    assert (await scrape(listening))[f'tt_device_allocated{{device="{first.bdf}",{holder}}}'] == 1
 
 
-async def test_two_shares_of_a_container_are_one_series(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path, scraper: Scraper
-) -> None:
-    """node_exporter takes no series twice. Resources count IDs, as the kubelet has them."""
-    (card,) = node.add("n150")
-    sharing = Sharing(
-        fail_requests_greater_than_one=False,
-        lock_dir=str(short_tmp / "locks"),
-        resources=(SharedResource("n150", 4),),
-    )
-    await start(interval=0.1, sharing=sharing)
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 2})
-    await kubelet.admit("train", "helper", {N150: 1})
-    found = await scraper.samples()
-    holders = [series for series in found if series.startswith("tt_device_allocated")]
-    labels = f'device="{card.bdf}",namespace="default",pod="train"'
-    assert sorted(holders) == [
-        f'tt_device_allocated{{{labels},container="helper"}}',
-        f'tt_device_allocated{{{labels},container="main"}}',
-    ]
-    assert found[f'tt_resource_devices{{resource="{N150}",health="healthy"}}'] == 4
+# -- when sensors are read -------------------------------------------------------------------------
 
 
-def allocated(text: str) -> list[str]:
-    return re.findall(r'tt_device_allocated\{.*pod="(.*?)"', text)
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the reads of sensors and of telemetry."""
+    counts: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        genuine = getattr(ttdp, name)
+
+        def read(*arguments: Any) -> Any:
+            counts[name] += 1
+            return genuine(*arguments)
+
+        monkeypatch.setattr(ttdp, name, read)
+
+    count("read_sensors")
+    count("_read_attributes")
+    return counts
 
 
-@pytest.mark.parametrize("way_out", ["file", "socket"])
-async def test_names_come_back_after_an_outage_of_the_api_server(
+@pytest.mark.usefixtures("ticking")
+async def test_sensors_are_read_every_15_seconds_at_most_and_only_for_metrics(
     node: SimulatedNode,
-    kubelet: Kubelet,
+    start: StartDaemon,
     directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    way_out: str,
-    scraper: Scraper,
+    reads: Counter[str],
+    listening: CountingSocket,
 ) -> None:
-    """Meanwhile a pod goes by its UID; both ways out have its name once the kubelet tells it."""
-    for name in ("METRICS_PAUSE", "NAMES_PAUSE"):
-        monkeypatch.setattr(f"ttdp.{name}", 1.0)
+    """Not for polls; the file and requests share what was read."""
     file = Path(outlets(directory.parent)["metrics_file"])
-    if way_out == "file":
-        file.parent.mkdir()
-    node.add("n150")
+    node.add("p150a")
+    await start(interval=0.02)
+    await until(lambda: reads["_read_attributes"] > 20)
+    assert reads["read_sensors"] == 0
+    file.parent.mkdir()
+    await until(file.exists)
+    for _ in range(3):
+        assert of(bdf(1), await scrape(listening))["power_watts"] == 24
+    await until(lambda: reads["_read_attributes"] > 50)
+    assert reads["read_sensors"] == 1
+    assert "tt_device_power_watts" in file.read_text()
 
-    async def pods(daemon: RunningDaemon) -> list[str]:
-        if way_out == "file":
-            return allocated(file.read_text()) if file.exists() else []
-        return allocated(await scraper.text())
 
-    async def eventually(daemon: RunningDaemon, name: str) -> None:
-        async def named() -> None:
-            while await pods(daemon) != [name]:
-                await asyncio.sleep(0.02)
-
-        await asyncio.wait_for(named(), PATIENCE)
-
-    async with RunningDaemon(node, settings_of(node, directory)):
-        await kubelet.registered(N150)
-        await kubelet.admit("train", "main", {N150: 1})
-    kubelet.api_server_away()
-    await kubelet.restart()
-    async with RunningDaemon(node, settings_of(node, directory, interval=0.05)) as daemon:
-        await kubelet.registered(N150)
-        await eventually(daemon, kubelet.uid("train"))
-        await kubelet.api_server_back()
-        await eventually(daemon, "train")
+@pytest.mark.usefixtures("ticking")
+async def test_the_file_is_written_again_though_nothing_changes_and_is_never_empty(
+    start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age shows whether a daemon is running; a late rendering is written the next time."""
+    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.1)
+    monkeypatch.setattr("ttdp.MetricsServer.RENDER_TIMEOUT", 0)
+    file = Path(outlets(directory.parent)["metrics_file"])
+    file.parent.mkdir()
+    await start(interval=0.02)
+    await until(file.exists)
+    text, first = file.read_text(), file.stat().st_mtime_ns
+    await until(lambda: file.stat().st_mtime_ns > first)
+    assert file.read_text() == text != ""
 
 
 # -- the text --------------------------------------------------------------------------------------
 
+DEVICE_METRICS = [
+    "info", "healthy", "fault", "temperature_celsius", "temperature_limit_celsius",
+    "thermal_trips_total", "allocated", "power_watts", "power_limit_watts", "current_amperes",
+    "current_limit_amperes", "voltage_volts", "voltage_limit_volts", "fan_rpm", "clock_hertz",
+    "pcie_link_width", "pcie_link_width_max", "pcie_link_transfers_per_second",
+    "pcie_link_transfers_per_second_max", "pcie_errors_total",
+]  # fmt: skip
+OTHER_METRICS = [
+    "driver_info", "pci_functions", "resource_devices", "kubelet_registered",
+    "kubelet_registrations_total", "allocations_total", "plugin_info", "plugin_start_time_seconds",
+]  # fmt: skip
 
-def test_the_samples_of_the_largest_node_are_counted(tmp_path: Path) -> None:
-    """A Blackhole Galaxy has 22 series a chip, and one for each container that has one."""
-    node = SimulatedNode(tmp_path / "galaxy")
-    node.add("galaxy-blackhole")
-    for card in node.chips:
-        count_errors(card, 0)
-    settings = settings_of(node, tmp_path / "dp")
-    fleet = ttdp.Fleet({}, [])
-    with kernel_errors():
-        for function in fleet.observe(settings):
-            telemetry, figures = ttdp.read_telemetry(function), ttdp.read_sensors(function)
-            fleet.learn([ttdp.Reading(function, telemetry, True, figures)], settings.health, 0.0)
-    chips = list(fleet.chips.values())
-    users = [ttdp.ChipUser(chip.bdf, "team-a", "train", "main") for chip in chips]
-    found = samples(ttdp.exposition(ttdp.chip_metrics(chips, {}, users)))
-    assert len(chips) == 32 and len(found) == 32 * (22 + 1)
+
+def test_every_metric_of_the_design_has_a_help_text_and_a_type() -> None:
+    """Once, before its samples; a help text is a sentence, as Prometheus shows it alone."""
+    sensors = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
+    record = ChipRecord(chip(1), Vitals(), True, Telemetry(temperature=1, throttles_at=2, trips=3))
+    record.sensors = sensors
+    ill = chip(2, fault=Fault.HOT)
+    text = rendered(decide([record.chip, ill], None, [allocation("n150", "x", buses=[1])]), record)
+    comments = re.findall(r"^# HELP (\S+) (.*)\n# TYPE (\S+) (\S+)\n(\S+?)[{ ]", text, re.MULTILINE)
+    wanted = [f"tt_device_{name}" for name in DEVICE_METRICS]
+    wanted += [f"tt_{name}" for name in OTHER_METRICS]
+    assert sorted(each[0] for each in comments) == sorted(wanted)
+    for name, help, typed, kind, first in comments:
+        assert name == typed == first
+        assert kind == ("counter" if name.endswith("_total") else "gauge")
+        assert re.fullmatch(r"[A-Z].* .* .*\.", help), help
+    assert len(samples(text)) == len({*samples(text)})
 
 
 @hypothesis_settings(deadline=None)
 @given(st.text())
-def test_a_label_can_hold_anything(text: str) -> None:
-    """One line for each sample; backslashes, quotes and newlines as the format wants them."""
-    family = Family("x", "gauge", "X.", [({"label": text}, 1)])
-    line = ttdp.exposition([family]).split("\n", 2)[2].removesuffix("\n")
-    match = re.fullmatch(r'x\{label="((?:[^"\\\n]|\\[\\n"])*)"\} 1', line)
+def test_a_label_can_have_any_value(value: str) -> None:
+    """In one line; backslashes, quotes and newlines are escaped as the format requires."""
+    found = Samples("tt_", {"x": "X."})
+    found.add("x", 1, label=value)
+    line = found.text().split("\n", 2)[2].removesuffix("\n")
+    match = re.fullmatch(r'tt_x\{label="((?:[^"\\\n]|\\[\\n"])*)"\} 1', line)
     unescaped = {"n": "\n"}
-    assert match and re.sub(r"\\(.)", lambda m: unescaped.get(m[1], m[1]), match[1]) == text
+    assert match and re.sub(r"\\(.)", lambda m: unescaped.get(m[1], m[1]), match[1]) == value
 
 
-def test_no_series_stands_twice() -> None:
-    """Whatever a family has: the last value of a series counts."""
-    family = Family("x", "gauge", "X.", [({"a": 1}, 1), ({"a": 2}, 5), ({"a": 1}, 3)])
-    assert samples(ttdp.exposition([family])) == {'x{a="1"}': 3, 'x{a="2"}': 5}
+def test_no_series_appears_twice_and_no_metric_without_a_sample() -> None:
+    """The last value of a series counts; None is no sample."""
+    found = Samples("tt_", {"x": "X.", "y": "Y.", "z": "Z."})
+    for value, label in ((1, 1), (5, 2), (3, 1)):
+        found.add("x", value, a=label)
+    found.add("y", None)
+    assert samples(found.text()) == {'tt_x{a="1"}': 3, 'tt_x{a="2"}': 5}
+    assert "tt_y" not in found.text() and "tt_z" not in found.text()
 
 
-def test_a_family_without_a_sample_is_left_out() -> None:
-    """No help text for nothing."""
-    assert ttdp.exposition([Family("x", "gauge", "X.", [])]) == ""
+# -- the server ------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serving(render: Callable[[], Awaitable[str]]) -> AsyncIterator[CountingSocket]:
+    """Serve what `render` returns; the socket's address is the server's."""
+    listening = CountingSocket()
+    task = asyncio.create_task(ttdp.MetricsServer(render).serve(listening))  # type: ignore[arg-type]
+    yield listening
+    task.cancel()
+    listening.close()
+
+
+async def render_at_once() -> str:
+    return "x 1\n"
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.message for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "wanted"),
+    [
+        (b"GET /metrics HTTP/1.1\r\n\r\n", (OK, "x 1\n")),
+        (b"GET /metrics?x=1 HTTP/1.0\n\n", (OK, "x 1\n")),
+        (b"GET / HTTP/1.1\r\n\r\n", ("HTTP/1.1 404 Not Found", "use GET /metrics\n")),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", ("HTTP/1.1 404 Not Found", "use GET /metrics\n")),
+        (b"\xff\x00\r\n\r\n", ("HTTP/1.1 404 Not Found", "use GET /metrics\n")),
+        (b"GET /metrics HTTP/1.1\r\nX: ", ("", "")),
+        (b"x" * 100_000, ("", "")),
+        (b"", ("", "")),
+    ],
+    ids=range(8),
+)
+async def test_a_request_is_answered_or_costs_only_its_connection(
+    request_line: bytes,
+    wanted: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One without an end is closed after its time, a long one at once; nothing is logged."""
+    monkeypatch.setattr(ttdp.MetricsServer, "TIMEOUT", 0.5 if len(request_line) < 99 else 3600)
+    async with serving(render_at_once) as listening:
+        with contextlib.suppress(ConnectionResetError):
+            assert await answer(listening, request_line) == wanted
+        await until(lambda: not listening.open)
+    assert complaints(caplog) == []
+
+
+async def test_simultaneous_requests_share_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it takes too long they get the last one, even if that also came too late."""
+    may_end = asyncio.Event()
+    ended = 0
+
+    async def render() -> str:
+        nonlocal ended
+        await may_end.wait()
+        ended += 1
+        return f"x {ended}\n"
+
+    server = ttdp.MetricsServer(render)
+    requests = asyncio.gather(*(server.text() for _ in range(30)))
+    await asyncio.sleep(0)
+    may_end.set()
+    assert await requests == ["x 1\n"] * 30
+    monkeypatch.setattr(server, "RENDER_TIMEOUT", 0.05)
+    for number in (1, 2):
+        may_end.clear()
+        assert await server.text() == f"x {number}\n"
+        may_end.set()
+        await until(lambda: ended == number + 1)  # noqa: B023
+
+
+async def test_before_the_first_rendering_the_service_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An empty answer would end every series."""
+    monkeypatch.setattr(ttdp.MetricsServer, "RENDER_TIMEOUT", 0.05)
+    async with serving(asyncio.Event().wait) as listening:  # type: ignore[arg-type]
+        assert await answer(listening) == ("HTTP/1.1 503 Service Unavailable", "")
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Enough of them for thousands of clients in this process."""
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    setrlimit(RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.asynccontextmanager
+async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncIterator[None]:
+    """Have so many clients that connect at once, ask, and wait."""
+    loop = asyncio.get_running_loop()
+
+    async def connect(client: socket.socket) -> None:
+        client.setblocking(False)
+        with contextlib.suppress(OSError):  # it was closed already
+            await loop.sock_connect(client, listening.getsockname())
+            await loop.sock_sendall(client, request)
+
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(count)]
+        await asyncio.gather(*map(connect, clients))
+        await until(lambda: listening.accepted >= count)
+        yield
+
+
+@pytest.mark.usefixtures("many_descriptors")
+@pytest.mark.parametrize("request_line", [b"", GET], ids=["idle", "asking"])
+@pytest.mark.parametrize("count", [1500, 2000])
+async def test_at_most_32_connections_are_open_in_a_burst_and_while_a_rendering_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request_line: bytes,
+    count: int,
+) -> None:
+    """The oldest is closed for the newest, which is answered."""
+    monkeypatch.setattr(ttdp.MetricsServer, "TIMEOUT", 3600)
+    is_read = asyncio.Event()
+
+    async def render() -> str:
+        await is_read.wait()
+        return "x 1\n"
+
+    async with serving(render) as listening, burst(listening, count, request_line):
+        assert listening.most == 32 and len(listening.open) <= 32
+        is_read.set()
+        assert await answer(listening) == (OK, "x 1\n")
+        assert listening.most == 32
+    assert complaints(caplog) == []
+
+
+@pytest.mark.usefixtures("ticking", "many_descriptors")
+async def test_a_burst_holds_up_neither_the_kubelet_nor_a_scrape(
+    node: SimulatedNode,
+    start: StartDaemon,
+    kubelet: Kubelet,
+    listening: CountingSocket,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kubelet gets its devices, and the daemon logs nothing about it."""
+    node.add("n150")
+    daemon = await start(interval=3600)
+    await kubelet.registered(N150)
+    await until(lambda: daemon.notified("READY=1"))
+    caplog.clear()
+    async with burst(listening, 1500, b"GET"):
+        await kubelet.admit("pod", "main", {N150: 1})
+        assert (await scrape(listening))[f'tt_kubelet_registered{{resource="{N150}"}}'] == 1
+    assert listening.most <= 32 and complaints(caplog) == []
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process cannot open anything."""
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    setrlimit(RLIMIT_NOFILE, (lowest, hard))
+    yield
+    setrlimit(RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_without_descriptors_the_server_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line in the log and no traceback; then it answers the client that waits."""
+    monkeypatch.setattr(ttdp.MetricsServer, "TIMEOUT", 1.0)
+    async with serving(render_at_once) as listening:
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(GET)
+            with no_descriptors():
+                await until(lambda: complaints(caplog))
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert listening.tries < 100
+            received = await asyncio.to_thread(client.recv, 1000)
+            assert received.startswith(OK.encode())
+    assert {*complaints(caplog)} == {"metrics: cannot accept a connection: Too many open files"}
+    assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the same time as one that does not ask."""
+    monkeypatch.setattr(ttdp.MetricsServer, "TIMEOUT", 0.2)
+
+    async def render() -> str:
+        return "x" * 50_000_000
+
+    async with serving(render) as listening:
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(GET)
+            await until(lambda: listening.accepted)
+            await until(lambda: not listening.open)
