@@ -29,7 +29,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -154,11 +153,7 @@ class _Observed:
         self.find = log.find
         self.events = log.events
         self.violations = log.violations  # what no correct plugin causes
-
-    @property
-    def killed(self) -> list[str]:
-        """The running pods that a kubelet has killed because it did not admit them again."""
-        return [event.fields["pod"] for event in self.log.find("pod-killed")]
+        self.killed: list[str] = []  # running pods that a start did not admit again
 
     async def wait_for(self, predicate: Callable[[], T], timeout: float = PATIENCE) -> T:
         """Return the predicate's first true value; it is evaluated again after every event."""
@@ -181,10 +176,6 @@ class _Observed:
 
     def unhealthy(self, resource: str) -> frozenset[str]:
         return frozenset(self.manager.devices.unhealthy.get(resource, ()))
-
-    def devices(self, resource: str) -> dict[str, pb.Device]:
-        """Return the latest list, even after the end of the stream."""
-        return dict(self.manager.devices.listed.get(resource, {}))
 
     def allocated(self, resource: str) -> frozenset[str]:
         return frozenset(self.manager.pods.allocated.get(resource, ()))
@@ -343,11 +334,7 @@ class _Running(_Observed):
         self._delete(pod, self._leave_alone)
 
     def remove_pod(self, pod: str) -> None:
-        """Delete a pod in an orderly manner, let the device manager forget it and write that down.
-
-        A short form for tests of something else: the original forgets at the next List or
-        admission.
-        """
+        """Delete a pod, and let the device manager forget it and write that down at once."""
         with contextlib.suppress(LookupError):
             found = self._delete(pod, lambda found: self._terminate(found, forget=True))
             if self.alive and found.uid in self.manager.pods.held:
@@ -410,13 +397,10 @@ class Kubelet(_Running):
     the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
     any plugin can register, and those of the API server when all resources are listed again, or
     after `pods_come` seconds (the original: 0.8 s after `kubelet.sock` exists). Until then no pod
-    is forgotten, and List does not name them.
-
-    The pod resources API is served on the socket `pod_resources`, by default
-    `pod-resources/kubelet.sock` beside the directory, None for nowhere. `seed` drives what is in
-    random order in the original (Go's maps). `back_off`: seconds until a container that could not
-    be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). For `cgroups`, `layout`
-    and `host` see tests.world.pods.
+    is forgotten, and List does not name them. `pod_resources` is the socket of that API, by default
+    `pod-resources/kubelet.sock` beside the directory. `seed` drives what is in random order in the
+    original (Go's maps). `back_off`: seconds until a container that could not be started is tried
+    again (the original: 0.2 to 1 s, then 12 to 15 s). `cgroups`, `layout`, `host`: see Runtime.
     """
 
     def __init__(
@@ -451,12 +435,7 @@ class Kubelet(_Running):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     # Life
@@ -494,10 +473,7 @@ class Kubelet(_Running):
             await server.start()
 
     async def stop(self) -> None:
-        """Stop in an orderly manner: streams end, everything turns unhealthy, `kubelet.sock` goes.
-
-        No released kubelet does this when it is stopped; it exits as if killed.
-        """
+        """Stop in an orderly manner, as no released kubelet does; they exit as if killed."""
         await self.manager.plugins.disconnect_all()
         await self._end()
         self.socket.unlink(missing_ok=True)
@@ -678,6 +654,7 @@ class Kubelet(_Running):
         about = {"pod": pod.name, "reason": error.reason, "message": error.message}
         self.log.record("rejected", **about)
         if pod.has_containers:
+            self.killed.append(pod.name)
             self.log.record("pod-killed", **about)
         self._terminate(pod)
         pod.over = pod.rejected = True

@@ -63,7 +63,7 @@ BORROWED = {
     (1, 9): "/dev/urandom",
 }  # fmt: skip
 
-Condition = Literal["healthy", "dead", "off-bus", "resetting", "lost"]
+Condition = Literal["healthy", "dead", "off-bus", "resetting"]
 Nodes = Literal["auto", "mknod", "link"]
 T = TypeVar("T")
 
@@ -183,12 +183,12 @@ class Chip:
         if name in self.pci:
             return "Unknown" if is_off_bus and name == "current_link_speed" else self.pci[name]
         if name in self.counters:  # registers, which can be read between reset and POST_RESET
-            return self.counters[name] if self.condition in ("healthy", "lost") else ALL_ONES
+            return self.counters[name] if self.condition == "healthy" else ALL_ONES
         value = (self.sensors if SENSOR.fullmatch(name) else self.telemetry)[name]
         if self.condition == "healthy" or name == "name" or name.endswith("_label"):
             return value
         # A chip in reset was read before 2.9; its values then are not captured.
-        has_enodata = self.node.version >= ENODATA_SINCE and self.condition in ("resetting", "lost")
+        has_enodata = self.node.version >= ENODATA_SINCE and self.condition == "resetting"
         return None if has_enodata else dead_value(name)
 
     def show(self, *names: str) -> None:
@@ -290,15 +290,11 @@ class Chip:
         """Begin a reset: ENODATA from all tt_* and hwmon (since 2.9) until POST_RESET, no event."""
         self._become("resetting")
 
-    def post_reset(self, heartbeat: int = 20, late: bool = False) -> None:
-        """End a reset: values again, and the heartbeat restarts lower; no event.
-
-        `late`: the firmware was not ready. Blackhole then gives ENODATA until the driver is bound
-        again; Wormhole uses the old addresses, so its values return all the same.
-        """
+    def post_reset(self) -> None:
+        """End a reset: values again, and the heartbeat restarts lower; no event."""
         if "tt_heartbeat" in self.telemetry:
-            self.telemetry["tt_heartbeat"] = str(heartbeat)
-        self._become("lost" if late and self.arch == "blackhole" else "healthy")
+            self.telemetry["tt_heartbeat"] = "20"
+        self._become("healthy")
 
     def _become(self, condition: Condition) -> None:
         self.condition = condition
@@ -318,10 +314,7 @@ class Chip:
             self.rebind()
 
     def speak(self) -> None:
-        """Let the firmware become ready. Wormhole's driver polls: hwmon `add`, then `change`.
-
-        Blackhole's driver has looked once, at probe: it shows nothing until it is bound again.
-        """
+        """Let the firmware become ready; Blackhole's driver shows it when it is bound again."""
         self.firmware = True
         self._look_again()
 
@@ -565,11 +558,7 @@ class SimulatedNode:
         )
 
     def load_driver(self, probe: bool = True) -> None:
-        """Load the driver: chips are probed in the kernel's order, which may have changed.
-
-        `probe=False` stops before the first of them, while the module initialises; continue with
-        `probe`.
-        """
+        """Load the driver, and probe all chips, or (`probe=False`) let `probe` do that."""
         if self._driver_state:
             raise ValueError("the driver is loaded")
         self._driver_state = "coming"
@@ -745,7 +734,7 @@ class SimulatedNode:
         """
         if not self._driver_state or not self._can_bind(chip):
             return
-        if chip.condition in ("resetting", "lost"):  # a new probe looks at the chip again
+        if chip.condition == "resetting":  # a new probe looks at the chip again
             chip.condition = "healthy"
         chip.ordinal = self._free_ordinal(chip) if ordinal is None else ordinal
         if any(other.ordinal == chip.ordinal and other is not chip for other in self.chips):

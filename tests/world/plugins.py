@@ -219,7 +219,6 @@ class Plugins:
         devices: Devices,
         write: Callable[[], Awaitable[None]],
     ) -> None:
-        """Args: write: writes the checkpoint."""
         self.endpoints: dict[str, Endpoint] = {}
         self._config = config
         self._log = log

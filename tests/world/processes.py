@@ -36,8 +36,6 @@ class Broken(AssertionError):
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-
-
 async def until(
     condition: Callable[[], T | None], what: str = "the condition", seconds: float = PATIENCE
 ) -> T:
@@ -100,8 +98,6 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 # -- place and environment -------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
     """Give a temporary directory with a path that is short enough for a unix socket."""
@@ -139,8 +135,6 @@ def finished(
 
 
 # -- services --------------------------------------------------------------------------------------
-
-
 class Note(NamedTuple):
     """A notification of a service to its manager, one datagram; it can have several lines."""
 
@@ -319,8 +313,6 @@ class Service:
 
 
 # -- the daemon ------------------------------------------------------------------------------------
-
-
 def stand_in_for_netlink() -> None:
     """Let a program receive its kernel events from the unix socket $TT_UEVENTS.
 
@@ -442,8 +434,6 @@ class Kernel:
 
 
 # -- what a process costs --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The resources of a process at one moment. Sizes in kB, as the kernel counts them."""

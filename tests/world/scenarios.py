@@ -61,6 +61,11 @@ def one(name: str, count: int = 1, **others: Any) -> Wish:
     return Wish(name, [Part("main", {"x": count})], **others)
 
 
+def with_init(name: str, count: int = 1) -> Wish:
+    """Return a pod whose container main reuses the device of its init container."""
+    return Wish(name, [Part("setup", {"x": 1}, "init"), Part("main", {"x": count})])
+
+
 async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
     """Run a scenario; returns its record."""
     stage = Stage(world, prefix)
@@ -81,19 +86,15 @@ async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
 async def registering_again(stage: Stage) -> None:
     """A plugin that ends its stream and registers a socket of another name has its devices back."""
     first = await stage.plugin(A, B)
-    await stage.run(one("one"))
-    stage.note("one runs")
+    await stage.run(one("one"), "one runs")
     await stage.stop(first)
     stage.note("the plugin is gone")
     await stage.plugin(A, B)
     stage.note("another socket")
-    await stage.crash("one")
-    stage.note("one started again")
+    await stage.crash("one", note="one started again")
 
 
 # -- Admission
-
-
 @writes("""
      | one runs: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
      |   file one/main=x:a | x:a,b,c; cgroups one
@@ -107,13 +108,10 @@ async def registering_again(stage: Stage) -> None:
 async def admission(stage: Stage) -> None:
     """Preference, Allocate, PreStartContainer; a device on two NUMA nodes is in both lists."""
     await stage.plugin(A, device("b", nodes=[0, 1]), C)
-    await stage.run(one("one"))
-    stage.note("one runs")
-    await stage.run(one("two", 2))
-    stage.note("two runs")
+    await stage.run(one("one"), "one runs")
+    await stage.run(one("two", 2), "two runs")
     await stage.ask("asked")
-    await stage.run(one("three"))
-    stage.note("three is refused")
+    await stage.run(one("three"), "three is refused")
 
 
 @writes("""
@@ -129,10 +127,10 @@ async def admission(stage: Stage) -> None:
 async def init_containers(stage: Stage) -> None:
     """The next container gets the same devices, by another Allocate, unless it is restartable."""
     await stage.plugin(A, B, C, D)
-    await stage.run(Wish("one", [Part("setup", {"x": 1}, "init"), Part("main", {"x": 2})]))
-    stage.note("one runs")
-    await stage.run(Wish("two", [Part("setup", {"x": 1}, "restartable"), Part("main", {"x": 1})]))
-    stage.note("two runs")
+    await stage.run(with_init("one", 2), "one runs")
+    await stage.run(
+        Wish("two", [Part("setup", {"x": 1}, "restartable"), Part("main", {"x": 1})]), "two runs"
+    )
     await stage.ask("asked")
 
 
@@ -157,11 +155,9 @@ async def a_refused_second_resource(stage: Stage) -> None:
     await stage.run(Wish("one", [Part("main", {"x": 1, "y": 1})]))
     stage.record.call_by_order("first", "second")
     stage.note("one is refused")
-    await stage.send(plugins[0])
-    stage.note("a message")
+    await stage.send(plugins[0], "a message")
     await stage.ask("asked")
-    await stage.send(plugins[0])
-    stage.note("another message")
+    await stage.send(plugins[0], "another message")
 
 
 @writes("""
@@ -182,8 +178,6 @@ async def a_refused_start(stage: Stage) -> None:
 
 
 # -- The end of a pod
-
-
 @writes("""
      | one and two run: options x; prefer x a,b for 1; allocate x a; prestart x a;
      |   prefer x b for 1; allocate x b; prestart x b; file one/main=x:a two/main=x:b | x:a,b;
@@ -200,19 +194,15 @@ async def orderly_deletion(stage: Stage) -> None:
     """The pod is forgotten when List asks, and the file follows with the next message."""
     plugin = await stage.plugin(A, B)
     await stage.run(one("one"))
-    await stage.run(one("two"))
-    stage.note("one and two run")
+    await stage.run(one("two"), "one and two run")
     await stage.delete("one")
     stage.note("one has ended")
-    await stage.send(plugin)
-    stage.note("a message")
+    await stage.send(plugin, "a message")
     await stage.ask("asked")
     stage.note("asked")
-    await stage.send(plugin)
-    stage.note("another message")
+    await stage.send(plugin, "another message")
     await stage.delete("two")
-    await stage.run(one("three"))
-    stage.note("three runs, and List was not asked")
+    await stage.run(one("three"), "three runs, and List was not asked")
 
 
 @writes("""
@@ -231,8 +221,7 @@ async def deletion_during_a_start(stage: Stage) -> None:
     await stage.called("prestart", 1)
     await stage.world.delete(stage.full("one"))
     await stage.ask("asked")
-    await stage.send(plugin)
-    stage.note("one waits")
+    await stage.send(plugin, "one waits")
     plugin.grants.set()
     await stage.gone("one")
     plugin.grants.clear()
@@ -240,8 +229,7 @@ async def deletion_during_a_start(stage: Stage) -> None:
     await stage.called("prestart", 1)
     await stage.force_delete("two")
     await stage.ask("asked again")
-    await stage.send(plugin)
-    stage.note("two waits")
+    await stage.send(plugin, "two waits")
     plugin.grants.set()
     await stage.gone("two")
     stage.note("two is gone")
@@ -261,15 +249,12 @@ async def forced_deletion(stage: Stage) -> None:
     """Devices go to other pods while containers run on; so they do if a manifest is removed."""
     plugin = await stage.plugin(A, B)
     await stage.run(one("one", stubborn=True))
-    await stage.run(one("static", static=True, stubborn=True))
-    stage.note("both run")
+    await stage.run(one("static", static=True, stubborn=True), "both run")
     await stage.force_delete("one")
     await stage.force_delete("static")
     await stage.ask("asked")
-    await stage.send(plugin)
-    stage.note("a message")
-    await stage.run(one("two"))
-    stage.note("two runs")
+    await stage.send(plugin, "a message")
+    await stage.run(one("two"), "two runs")
     await stage.gone("one")
     await stage.gone("static")
     stage.note("both have ended")
@@ -291,15 +276,11 @@ async def a_completed_pod(stage: Stage) -> None:
     await stage.world.complete(stage.full("one"))
     stage.note("one is complete")
     await stage.ask("asked")
-    await stage.send(plugin)
-    stage.note("a message")
-    await stage.run(one("two"))
-    stage.note("two runs")
+    await stage.send(plugin, "a message")
+    await stage.run(one("two"), "two runs")
 
 
 # -- The kubelet restarts
-
-
 @writes("""
      | all run: options x; prefer x a,b,c for 1; allocate x a; prestart x a;
      |   prefer x b,c for 1; allocate x b; prestart x b; prefer x c for 1; allocate x c;
@@ -321,8 +302,7 @@ async def a_restart(stage: Stage) -> None:
     plugin = await stage.plugin(A, B, C)
     await stage.run(one("api"))
     await stage.run(one("static", static=True))
-    await stage.run(Wish("init", [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]))
-    stage.note("all run")
+    await stage.run(with_init("init"), "all run")
     await stage.world.stop()
     stage.note("it is down")
     await stage.start(plugin)
@@ -330,8 +310,7 @@ async def a_restart(stage: Stage) -> None:
     await stage.settled("init")
     stage.note("it is up")
     await stage.ask("asked")
-    await stage.crash("api")
-    stage.note("api started again")
+    await stage.crash("api", note="api started again")
 
 
 @writes("""
@@ -346,9 +325,7 @@ async def a_restart_without_the_plugin(stage: Stage) -> None:
     """A pod that runs is left alone; one whose init container has ended is not."""
     plugin = await stage.plugin(A, B)
     await stage.run(one("one"))
-    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
-    await stage.run(Wish("two", parts))
-    stage.note("both run")
+    await stage.run(with_init("two"), "both run")
     await stage.world.stop()
     await plugin.stop()
     await stage.start()
@@ -377,8 +354,7 @@ async def a_restart_without_the_api_server(stage: Stage) -> None:
     plugin = await stage.plugin(A, B, C)
     await stage.run(one("gone", stubborn=True))
     await stage.run(one("stays"))
-    await stage.run(one("static", static=True))
-    stage.note("all run")
+    await stage.run(one("static", static=True), "all run")
     await stage.world.stop()
     await stage.force_delete("gone")
     await stage.world.api_server_away()
@@ -386,8 +362,7 @@ async def a_restart_without_the_api_server(stage: Stage) -> None:
     await stage.world.uid(stage.full("static"))
     stage.note("it is up")
     await stage.ask("asked")
-    await stage.send(plugin)
-    stage.note("a message")
+    await stage.send(plugin, "a message")
     await stage.world.api_server_back()
     await stage.world.heard_of_all()
     await stage.ask("asked again")
@@ -414,12 +389,9 @@ async def a_deleted_file(stage: Stage) -> None:
     plugin = await stage.plugin(A, B, C)
     await stage.run(one("one"))
     await stage.run(one("two"))
-    await stage.restart(plugin, file=b"")
-    stage.note("it is up")
-    await stage.run(one("three"))
-    stage.note("three runs")
-    await stage.run(one("four"))
-    stage.note("four is refused")
+    await stage.restart(plugin, file=b"", note="it is up")
+    await stage.run(one("three"), "three runs")
+    await stage.run(one("four"), "four is refused")
     await stage.world.crash(stage.full("one"), "main")
     await stage.settled("one", but=("", "running"))
     stage.note("one has crashed")
@@ -468,11 +440,9 @@ async def an_intact_file_and_missing_devices(stage: Stage) -> None:
     plugin = await stage.plugin(A, B)
     await stage.run(one("one"))
     await stage.run(one("two"))
-    await stage.restart(plugin, device("a", "Unhealthy"))
-    stage.note("it is up")
+    await stage.restart(plugin, device("a", "Unhealthy"), note="it is up")
     await stage.crash("one")
-    await stage.crash("two")
-    stage.note("both started again")
+    await stage.crash("two", note="both started again")
 
 
 @writes("""
@@ -485,9 +455,7 @@ async def an_intact_file_and_missing_devices(stage: Stage) -> None:
 async def a_reboot(stage: Stage) -> None:
     """Pods have what they had, without Allocate; init containers run again."""
     plugin = await stage.plugin(A, B)
-    parts = [Part("setup", {"x": 1}, "init"), Part("main", {"x": 1})]
-    await stage.run(Wish("one", parts))
-    stage.note("one runs")
+    await stage.run(with_init("one"), "one runs")
     await stage.world.stop()
     await stage.world.cut_power()
     stage.note("the power is cut")
@@ -509,8 +477,7 @@ async def a_reboot(stage: Stage) -> None:
 async def a_reboot_with_a_late_plugin(stage: Stage) -> None:
     """Pods that come before the plugin has registered are refused, and their devices free."""
     plugin = await stage.plugin(A)
-    await stage.run(one("one"))
-    stage.note("one runs")
+    await stage.run(one("one"), "one runs")
     await stage.world.stop()
     await stage.world.cut_power()
     await plugin.stop()
@@ -520,13 +487,10 @@ async def a_reboot_with_a_late_plugin(stage: Stage) -> None:
     stage.note("one is refused")
     await stage.delete("one")
     await stage.register(plugin)
-    await stage.run(one("two"))
-    stage.note("two runs")
+    await stage.run(one("two"), "two runs")
 
 
 # -- Topology
-
-
 @writes("""
      | one runs: options x; prefer x a,b for 1; allocate x a; prestart x a;
      |   file one/main=x:a@0 | x:a,b; cgroups one
@@ -539,8 +503,7 @@ async def an_id_that_is_not_listed(stage: Stage) -> None:
     """A kubelet with a Topology Manager dies of it at its start; not if it is Unhealthy."""
     both = [device("a", nodes=[0]), device("b", nodes=[1])]
     plugin = await stage.plugin(*both)
-    await stage.run(one("one"))
-    stage.note("one runs")
+    await stage.run(one("one"), "one runs")
     await stage.world.stop()
     await stage.world.api_server_away()
     plugin.devices = [device("a", "Unhealthy", nodes=[0]), device("b", nodes=[1])]
@@ -564,8 +527,6 @@ async def an_id_that_is_not_listed(stage: Stage) -> None:
 
 
 # -- Others
-
-
 @writes("""
      | the second has registered: options x; options x of two; file - | x:c,d
      | the first sends its list: file - | x:a,b
@@ -582,10 +543,7 @@ async def a_second_plugin(stage: Stage) -> None:
     first = await stage.plugin(A, B)
     second = await stage.plugin(C, D, alias="two")
     stage.note("the second has registered")
-    await stage.send(first)
-    stage.note("the first sends its list")
-    await stage.run(one("one"))
-    stage.note("one runs")
+    await stage.send(first, "the first sends its list")
+    await stage.run(one("one"), "one runs")
     await stage.stop(second)
-    await stage.run(one("two"))
-    stage.note("the second is gone")
+    await stage.run(one("two"), "the second is gone")

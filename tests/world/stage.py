@@ -336,10 +336,11 @@ class Stage:
         async with self._written():
             await plugin.register()
 
-    async def send(self, plugin: Plugin, *devices: pb.Device) -> None:
-        """Let a plugin send a list, by default the same once more, and wait for the write."""
+    async def send(self, plugin: Plugin, note: str = "") -> None:
+        """Let a plugin send its list once more, and note the state after the write."""
         async with self._written():
-            plugin.send(*(devices or plugin.devices))
+            plugin.send(*plugin.devices)
+        self.note(note)
 
     async def start(self, *plugins: Plugin, policy: Policy | None = None) -> None:
         """Start the kubelet, and wait until it has written the plugins' lists down."""
@@ -349,7 +350,9 @@ class Stage:
         else:
             await self.world.start((), policy)
 
-    async def restart(self, plugin: Plugin, *devices: pb.Device, file: bytes | None = None) -> None:
+    async def restart(
+        self, plugin: Plugin, *devices: pb.Device, file: bytes | None = None, note: str = ""
+    ) -> None:
         """Restart the kubelet and all plugins, with other devices or checkpoint (b"": none)."""
         await self.world.stop()
         path = self.world.directory / CHECKPOINT
@@ -360,6 +363,7 @@ class Stage:
         plugin.devices = list(devices) or plugin.devices
         await self.start(*self._plugins)
         await self.world.heard_of_all()
+        self.note(note)
 
     @contextlib.asynccontextmanager
     async def _written(self) -> AsyncIterator[None]:
@@ -396,12 +400,13 @@ class Stage:
         self._left.append(full.name)
         self.record.pods[await self.world.uid(full.name)] = wish.name
 
-    async def run(self, wish: Wish) -> None:
+    async def run(self, wish: Wish, note: str = "") -> None:
         """Create a pod, and wait until it runs, or until the reason why not is known."""
         await self.create(wish)
         for part in wish.parts:
             if not await self.settled(wish.name, part.name):
                 break
+        self.note(note)
 
     async def settled(self, name: str, container: str = "main", but: Sequence[str] = ("",)) -> bool:
         """Return whether a container runs, or has run; the reason why not goes into the record.
@@ -445,18 +450,20 @@ class Stage:
         await self.world.gone(self.full(name))
         self._left.remove(self.full(name))
 
-    async def crash(self, name: str, container: str = "main") -> None:
+    async def crash(self, name: str, note: str = "") -> None:
         """Let a container end with failure, and wait until it has been started again."""
         self.record.calls.clear()
-        await self.world.crash(self.full(name), container)
+        await self.world.crash(self.full(name), "main")
         await self.called("", 1)
-        await self.until_state(name, lambda state: state == "running", container)
+        await self.until_state(name, lambda state: state == "running")
+        self.note(note)
 
     # The record
 
     def note(self, what: str) -> None:
-        """Write down the state after a step."""
-        self.record.note(what)
+        """Write down the state after a step, if the step has a name."""
+        if what:
+            self.record.note(what)
 
     async def ask(self, what: str) -> None:
         """Call List, which lets the kubelet forget, and write down its answer."""

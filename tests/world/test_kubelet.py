@@ -117,8 +117,6 @@ async def test_since_1_37_a_connected_socket_cannot_be_registered_again(bench: B
 
 
 # -- what no correct plugin does -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("devices", "what"),
     [
@@ -196,8 +194,6 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
 
 
 # -- pods ------------------------------------------------------------------------------------------
-
-
 async def test_the_answers_of_two_resources_are_merged(bench: Bench) -> None:
     """If variables contradict each other one wins."""
     kubelet = await bench.kubelet()

@@ -66,8 +66,6 @@ def taken(events: list[bytes]) -> list[bytes]:
 
 
 # -- trees -----------------------------------------------------------------------------------------
-
-
 def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, str]:
     """Return a node's tree in the form of captured_tree(), without what no capture has."""
     tree = {}
@@ -172,8 +170,6 @@ def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None
 
 
 # -- uevents ---------------------------------------------------------------------------------------
-
-
 def test_life_of_a_blackhole_pair_replays(build: Build, events: list[bytes]) -> None:
     """Message by message, from the load of the driver to the removal of a dead function."""
     node = build("p150a", "p150a")

@@ -1,13 +1,9 @@
-"""A directory tree that stands in for sysfs, /dev and /proc.
+"""A directory tree that stands in for sysfs, /dev and /proc: attributes change, fail and block.
 
-Its attributes change in one step, fail, or block.
-
-* **A read that fails.** A file cannot return ENODATA, so an attribute that shall fail with an errno
-  is a dangling symlink to `errno:NAME` (`errno:ENODATA`, `errno:EIO`, any name of the errno
-  module). `errno_of(path)` recognises it; whoever launches the program under test wraps `os.open`
-  with it and raises OSError there (the driver: at read()).
-* **A read that blocks.** A FIFO stands in the attribute's place: open() for reading waits until
-  something else does.
+* **A read that fails.** A file cannot return ENODATA, so an attribute that is to fail with an errno
+  is a dangling symlink to `errno:NAME` (any name of the errno module). `errno_of(path)` recognises
+  it; tests.world.simulation wraps `os.open` with it and raises OSError there.
+* **A read that blocks.** The attribute is a FIFO: open() for reading waits.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ WRITABLE = {"uevent", "numa_node", "config", "driver_override"}
 
 
 def errno_of(path: str | os.PathLike[str]) -> int | None:
-    """The errno with which a read of this attribute shall fail; None for any other file."""
+    """Return the errno with which a read of this attribute is to fail; None for other files."""
     try:
         target = os.readlink(path)
     except (OSError, ValueError):
@@ -36,32 +32,25 @@ def errno_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> None:
-    """Put what `make` makes in the place of `path` in one step.
-
-    Readers that a FIFO there held get `answer`.
-    """
+    """Replace `path` by what `make` makes, in one step; readers that a FIFO held get `answer`."""
     new = path.with_name(f".{path.name}.new")  # nothing in sysfs begins with a dot
     try:
         is_fifo = stat.S_ISFIFO(path.lstat().st_mode)
         blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if is_fifo else None
     except FileNotFoundError:
         blocked = None
-    try:
-        make(new)
-    except FileExistsError:  # left by a process that was killed
-        new.unlink()
-        make(new)
+    make(new)
     os.replace(new, path)
-    # Its opening let the readers in; they get one answer, and whoever reads on gets the end.
+    # Its opening let the readers in; they get one answer, and then the end of the file.
     if blocked is not None:
         os.write(blocked, answer.encode())
         os.close(blocked)
 
 
 def put(path: Path, content: str | bytes) -> None:
-    """Write an attribute; a str gets the newline that the driver ends every one with.
+    """Write an attribute; a str gets the newline that ends every attribute of the driver.
 
-    One that is there and small is written in place: who has it open reads the new value.
+    A small one that exists is written in place: an open descriptor reads the new value.
     """
     data = content if isinstance(content, bytes) else f"{content}\n".encode() if content else b""
     if data and _overwrite(path, data):
@@ -77,10 +66,7 @@ def put(path: Path, content: str | bytes) -> None:
 
 
 def _overwrite(path: Path, data: bytes) -> bool:
-    """Whether there was a small regular file, which holds this now.
-
-    A reader sees one or the other.
-    """
+    """Write into a small regular file in one step; return whether there was one."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or max(status.st_size, len(data)) > 4096:
@@ -88,7 +74,7 @@ def _overwrite(path: Path, data: bytes) -> bool:
         reading = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
-    os.fchmod(reading, 0o644)  # for who is not root
+    os.fchmod(reading, 0o644)  # for other users than root
     writing = os.open(f"/proc/self/fd/{reading}", os.O_WRONLY)
     os.pwrite(writing, data.ljust(status.st_size, b"\n"), 0)
     os.ftruncate(writing, len(data))
@@ -103,13 +89,13 @@ def put_errno(path: Path, name: str) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """A relative symlink at `path`, as sysfs makes them."""
+    """Make a relative symlink, as sysfs does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(os.path.join(os.path.relpath(target.parent, path.parent), target.name))
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or directory, and let go whoever waits in a FIFO there or below it."""
+    """Remove a file, link or directory, and release readers that wait in a FIFO there."""
     is_directory = path.is_dir() and not path.is_symlink()
     for each in [path, *path.rglob("*")] if is_directory else [path]:
         if each.is_fifo():
@@ -126,7 +112,7 @@ def remove_empty(path: Path) -> None:
 
 
 def open_below(root: Path) -> int:
-    """How many files below a directory this process has open."""
+    """Return how many files below a directory this process has open."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one of this listing
