@@ -78,9 +78,5 @@ def captured_tree(name: str) -> dict[str, str]:
 
 
 def captured_uevents(name: str, step: str) -> list[tuple[str, str, dict[str, str]]]:
-    """Return the kernel's events of one recorded step, as (action, devpath, environment).
-
-    The environment is without ACTION, DEVPATH and SEQNUM; `wire` adds them. `wakeup` events come
-    from the emulated platform's ACPI.
-    """
+    """Return the kernel's events of one recorded step, as (action, devpath, other variables)."""
     return [(action, devpath, env) for action, devpath, env in _stored("uevents.json")[name][step]]

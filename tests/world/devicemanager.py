@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from generated import deviceplugin_pb2 as pb
 from tests.world.checkpoint import CheckpointFile, Entry, Held, Snapshot
@@ -17,7 +17,7 @@ from tests.world.eventlog import EventLog
 from tests.world.plugins import Config, Devices, Endpoint, Failure, Plugins, numa_nodes
 
 if TYPE_CHECKING:
-    from tests.world.pods import Pods
+    from tests.world.pods import Container, Pod, Pods
 
 NO_NUMA_NODE = -1
 PRE_START_TIMEOUT = 30.0  # seconds; no other call to a plugin has a deadline
@@ -37,17 +37,6 @@ class AdmissionError(Exception):
 
 class Panic(Exception):
     """A nil dereference in the kubelet, which ends it."""
-
-
-class Claim(NamedTuple):
-    """A container that requests devices, as the device manager sees it."""
-
-    uid: str  # of its pod
-    pod: str  # the pod's name, for events
-    container: str
-    request: Mapping[str, int]
-    init: bool  # an ordinary init container: the pod's later containers reuse its devices
-    running: bool  # it runs, and did so when this kubelet started
 
 
 @dataclass(slots=True)
@@ -211,10 +200,10 @@ class DeviceManager:
             raise Panic(text)
         self.log.violation(text)
 
-    def edits(self, claim: Claim) -> Allocation:
+    def edits(self, uid: str, container: str) -> Allocation:
         """Merge the answers of a container's resources: the first in Go's random order wins."""
         result = Allocation()
-        by_resource = self.pods.of(claim.uid, claim.container).items()
+        by_resource = self.pods.of(uid, container).items()
         for resource, held in self.config.shuffled(by_resource):
             result.held[resource] = held
             result.add(held.answer)
@@ -248,21 +237,28 @@ def check_fit(
 
 
 class ContainerDevices:
-    """The devices of one container: its admission, and its starts."""
+    """The devices of one container: its admission, and its starts.
 
-    def __init__(self, manager: DeviceManager, claim: Claim) -> None:
+    `running`: it runs, and did so when this kubelet started.
+    """
+
+    def __init__(
+        self, manager: DeviceManager, pod: Pod, container: Container, running: bool = False
+    ) -> None:
         self._manager = manager
-        self._claim = claim
         self._pods = manager.pods
-        self._who = {"pod": claim.pod, "container": claim.container}
+        self._uid = pod.uid
+        self._container = container
+        self._running = running
+        self._who = {"pod": pod.name, "container": container.name}
 
     def _held(self, resource: str) -> Held | None:
-        return self._pods.of(self._claim.uid, self._claim.container).get(resource)
+        return self._pods.of(self._uid, self._container.name).get(resource)
 
     async def admit(self) -> Allocation:
         """Give the container the devices that it requests. Raises AdmissionError, or Panic."""
         manager = self._manager
-        known = {r: n for r, n in self._claim.request.items() if manager.is_known(r)}
+        known = {r: n for r, n in self._container.request.items() if manager.is_known(r)}
         if manager.config.policy != "none":
             self._find_hints(known)
         try:
@@ -270,7 +266,7 @@ class ContainerDevices:
         except Failure as failure:
             message = f"Allocate failed due to {failure}, which is unexpected"
             raise AdmissionError("UnexpectedAdmissionError", message) from failure
-        return manager.edits(self._claim)
+        return manager.edits(self._uid, self._container.name)
 
     def _find_hints(self, request: Mapping[str, int]) -> None:
         """Use the devices that the Topology Manager asks about (GetTopologyHints()).
@@ -289,7 +285,7 @@ class ContainerDevices:
 
     @property
     def _reusable(self) -> dict[str, set[str]]:
-        return self._pods.reusable(self._claim.uid)
+        return self._pods.reusable(self._uid)
 
     async def _allocate_all(self, request: Mapping[str, int]) -> None:
         """Allocate all resources; the checkpoint is written once if the container got any.
@@ -298,7 +294,7 @@ class ContainerDevices:
         with the next write, of a pod that was rejected (allocateContainerResources()).
         """
         manager, reusable = self._manager, self._reusable
-        manager.latest = self._claim.uid
+        manager.latest = self._uid
         if request:
             manager.prune()
         is_new = False
@@ -308,9 +304,10 @@ class ContainerDevices:
                 is_new = True
         if is_new:
             await manager.write_checkpoint()
-        for resource, held in self._pods.of(self._claim.uid, self._claim.container).items():
+        is_init = self._container.kind == "init"
+        for resource, held in self._pods.of(self._uid, self._container.name).items():
             spare = reusable.get(resource, set())
-            reusable[resource] = spare | held.ids if self._claim.init else spare - held.ids
+            reusable[resource] = spare | held.ids if is_init else spare - held.ids
 
     async def _allocate(self, resource: str, ids: set[str]) -> None:
         """Call Allocate, and remember the answer."""
@@ -337,7 +334,7 @@ class ContainerDevices:
             for node in numa_nodes(device) or [NO_NUMA_NODE]:
                 per_node.setdefault(node, []).append(ident)
         held = Held(per_node, answer)
-        self._pods.insert(self._claim.uid, self._claim.container, resource, held)
+        self._pods.insert(self._uid, self._container.name, resource, held)
 
     def _inspect(
         self, resource: str, response: pb.AllocateResponse
@@ -399,10 +396,10 @@ class ContainerDevices:
         held = self._held(resource)
         have = held.ids if held else set()
         if held and len(have) != required:
-            who = f'pod "{self._claim.uid}" container "{self._claim.container}"'
+            who = f'pod "{self._uid}" container "{self._container.name}"'
             change = f"from {len(have)} to {required}"
             raise Failure(f'{who} changed request for resource "{resource}" {change}')
-        if self._claim.running:
+        if self._running:
             return False
         healthy = self._manager.devices.healthy.get(resource)
         if healthy is None:
@@ -451,17 +448,17 @@ class ContainerDevices:
     async def prepare(self) -> Allocation:
         """Call PreStartContainer if a plugin requires it. Failure: the container cannot start."""
         manager = self._manager
-        wanted = [r for r, n in self._claim.request.items() if n and manager.is_known(r)]
+        wanted = [r for r, n in self._container.request.items() if n and manager.is_known(r)]
         for resource in manager.config.shuffled(wanted):
             await self._pre_start(resource)
-        return manager.edits(self._claim)
+        return manager.edits(self._uid, self._container.name)
 
     async def _pre_start(self, resource: str) -> None:
         manager, endpoint, held = self._manager, self._endpoint(resource), self._held(resource)
         if not endpoint.options or not endpoint.options.pre_start_required:
             return
         if not held:
-            where = f"pod {self._claim.uid}, container {self._claim.container}"
+            where = f"pod {self._uid}, container {self._container.name}"
             text = f"no devices found allocated in local cache for {where}, resource {resource}"
             raise Failure(text)
         who = {"resource": resource, **self._who, "ids": sorted(held.ids)}

@@ -40,7 +40,6 @@ from tests.world.checkpoint import CHECKPOINT, CheckpointFile, Corruption
 from tests.world.devicemanager import (
     AdmissionError,
     Allocation,
-    Claim,
     ContainerDevices,
     DeviceManager,
     Panic,
@@ -185,7 +184,7 @@ class _Observed:
 
     def allocation(self, pod: str, container: str) -> Allocation:
         """Return a container's devices, as the kubelet remembers them."""
-        return self.manager.edits(self.pods.get(pod).claim(container, running=False))
+        return self.manager.edits(self.uid(pod), container)
 
     async def running(self, pod: str, container: str, timeout: float = PATIENCE) -> None:
         """Wait until a container runs; an init container may have ended already."""
@@ -276,7 +275,7 @@ class _Running(_Observed):
         worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
         self._workers[pod] = worker
 
-    async def _prepare(self, claim: Claim) -> Allocation:
+    async def _prepare(self, pod: Pod, container: Container) -> Allocation:
         raise NotImplementedError
 
     async def _stop_work(self) -> None:
@@ -633,8 +632,9 @@ class Kubelet(_Running):
             pod.known = True
             try:
                 for name in containers:
-                    claim = pod.claim(name, running=name in running)
-                    admitted[name] = await ContainerDevices(manager, claim).admit()
+                    container = pod.containers[name]
+                    devices = ContainerDevices(manager, pod, container, name in running)
+                    admitted[name] = await devices.admit()
                 check_fit(manager, pod.uid, pod.request, self.pods.used_beside(pod))
             except Panic as panic:
                 await self._panic(panic)
@@ -659,9 +659,9 @@ class Kubelet(_Running):
         self._terminate(pod)
         pod.over = pod.rejected = True
 
-    async def _prepare(self, claim: Claim) -> Allocation:
+    async def _prepare(self, pod: Pod, container: Container) -> Allocation:
         try:
-            return await ContainerDevices(self.manager, claim).prepare()
+            return await ContainerDevices(self.manager, pod, container).prepare()
         except Panic as panic:
             self._panic(panic)
             raise Failure(str(panic)) from panic

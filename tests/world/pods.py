@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tests.world.checkpoint import Held
-from tests.world.devicemanager import Allocation, Claim
+from tests.world.devicemanager import Allocation
 from tests.world.eventlog import EventLog
 from tests.world.node import SimulatedNode
 from tests.world.plugins import Failure
@@ -90,11 +90,6 @@ class Pod:
             own = container.request if container.kind == "init" else {}
             init |= sidecars + Counter(own)
         return init | (sidecars + main)
-
-    def claim(self, container: str, *, running: bool) -> Claim:
-        """Return what the device manager must know of a container."""
-        wish = self.containers[container]
-        return Claim(self.uid, self.name, container, wish.request, wish.kind == "init", running)
 
 
 class Pods:
@@ -364,7 +359,7 @@ class Worker:
         runtime: Runtime,
         log: EventLog,
         ready: Callable[[], Awaitable[object]],
-        prepare: Callable[[Claim], Awaitable[Allocation]],
+        prepare: Callable[[Pod, Container], Awaitable[Allocation]],
         back_off: float,
     ) -> None:
         """Args: ready: waits until volumes are mounted; prepare: calls PreStartContainer."""
@@ -442,16 +437,13 @@ class Worker:
     async def _start(self, container: Container) -> bool:
         where: Mapping[str, Any] = {"pod": self._pod.name, "container": container.name}
         try:
-            allocation = await self._prepare(self._pod.claim(container.name, running=False))
+            allocation = await self._prepare(self._pod, container)
             if self._then:
                 return True
             self._runtime.start(self._pod, container, allocation)
-        except Failure as failure:
-            reason = "CreateContainerConfigError"
-            self._log.record("not-started", **where, reason=reason, message=str(failure))
-            return False
-        except FileNotFoundError as error:
-            reason = "CreateContainerError"
+        except (Failure, FileNotFoundError) as error:
+            kind = "Config" if isinstance(error, Failure) else ""
+            reason = f"CreateContainer{kind}Error"
             self._log.record("not-started", **where, reason=reason, message=str(error))
             return False
         self._log.record("running", **where, pid=container.pid)

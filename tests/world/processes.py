@@ -39,10 +39,7 @@ class Broken(AssertionError):
 async def until(
     condition: Callable[[], T | None], what: str = "the condition", seconds: float = PATIENCE
 ) -> T:
-    """Return the condition's first true value, if no event announces it.
-
-    Raises Broken with `what` if there is none.
-    """
+    """Return the condition's first true value, or raise Broken with `what`; it is polled."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -314,10 +311,7 @@ class Service:
 
 # -- the daemon ------------------------------------------------------------------------------------
 def stand_in_for_netlink() -> None:
-    """Let a program receive its kernel events from the unix socket $TT_UEVENTS.
-
-    This is a sitecustomize for the zipapp, which tests.world.simulation cannot run.
-    """
+    """Let the zipapp, as its sitecustomize, receive kernel events from the socket $TT_UEVENTS."""
     import os
     import socket
 
@@ -342,10 +336,7 @@ def stand_in_for_netlink() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The program to be run: from source, or the zipapp `pyz`; it writes below `home`.
-
-    From source it is imported, so that it comes from bytecode as it does when installed.
-    """
+    """The program to be run: imported from source, or the zipapp `pyz`; it writes below `home`."""
 
     home: Path
     pyz: Path | None = None
@@ -358,10 +349,7 @@ class Installation:
     def command(
         self, *arguments: str, uevents: Path | None = None
     ) -> tuple[list[str], dict[str, str]]:
-        """Return command line and environment for the program with these arguments.
-
-        uevents: the unix socket that it makes for kernel events, instead of netlink's.
-        """
+        """Return command line and environment; `uevents`: a socket that stands in for netlink's."""
         if self.pyz:
             command, environ = [sys.executable, str(self.pyz)], self.environment()
             if uevents:
@@ -398,10 +386,7 @@ class Installation:
 
 
 def outlets(home: Path) -> dict[str, str]:
-    """Return the settings of the files that a daemon writes for others, and of the kubelet's API.
-
-    Without them, a test that runs as root would write into the machine's own directories.
-    """
+    """Return settings without which a test that runs as root would change the machine itself."""
     return {
         "cdi_dir": f"{home}/cdi",
         "labels_dir": f"{home}/features.d",

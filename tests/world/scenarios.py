@@ -182,24 +182,26 @@ async def a_refused_start(stage: Stage) -> None:
      | one and two run: options x; prefer x a,b for 1; allocate x a; prestart x a;
      |   prefer x b for 1; allocate x b; prestart x b; file one/main=x:a two/main=x:b | x:a,b;
      |   cgroups one two
-     | one has ended: file one/main=x:a two/main=x:b | x:a,b; cgroups two
+     | one is complete: file one/main=x:a two/main=x:b | x:a,b; cgroups two
      | a message: file one/main=x:a two/main=x:b | x:a,b; cgroups two
-     | asked: List names two/main=x:b
-     | asked: file one/main=x:a two/main=x:b | x:a,b; cgroups two
+1.33 | asked: List names one/main=- two/main=x:b
+1.37 | asked: List names two/main=x:b
      | another message: file two/main=x:b | x:a,b; cgroups two
      | three runs, and List was not asked: prefer x a,b for 1; allocate x a; prestart x a;
      |   file three/main=x:a | x:a,b; cgroups three
 """)
 async def orderly_deletion(stage: Stage) -> None:
-    """The pod is forgotten when List asks, and the file follows with the next message."""
+    """A pod is forgotten when List asks, and the file follows with the next message.
+
+    So is a completed pod, which List still names before 1.34.
+    """
     plugin = await stage.plugin(A, B)
-    await stage.run(one("one"))
+    await stage.run(one("one", once=True))
     await stage.run(one("two"), "one and two run")
-    await stage.delete("one")
-    stage.note("one has ended")
+    await stage.world.complete(stage.full("one"))
+    stage.note("one is complete")
     await stage.send(plugin, "a message")
     await stage.ask("asked")
-    stage.note("asked")
     await stage.send(plugin, "another message")
     await stage.delete("two")
     await stage.run(one("three"), "three runs, and List was not asked")
@@ -258,26 +260,6 @@ async def forced_deletion(stage: Stage) -> None:
     await stage.gone("one")
     await stage.gone("static")
     stage.note("both have ended")
-
-
-@writes("""
-     | one is complete: options x; prefer x a for 1; allocate x a; prestart x a;
-     |   file one/main=x:a | x:a
-1.33 | asked: List names one/main=-
-1.37 | asked: List names nobody
-     | a message: file - | x:a
-     | two runs: prefer x a for 1; allocate x a; prestart x a; file two/main=x:a | x:a;
-     |   cgroups two
-""")
-async def a_completed_pod(stage: Stage) -> None:
-    """The one that was admitted last, too; before 1.34 List still names it."""
-    plugin = await stage.plugin(A)
-    await stage.run(one("one", once=True))
-    await stage.world.complete(stage.full("one"))
-    stage.note("one is complete")
-    await stage.ask("asked")
-    await stage.send(plugin, "a message")
-    await stage.run(one("two"), "two runs")
 
 
 # -- The kubelet restarts

@@ -190,14 +190,10 @@ end or to crash.
 
 def wrapped(title: str, pieces: Sequence[str]) -> list[str]:
     """Return lines with `title: piece; piece; …`, broken between pieces only."""
-    lines, line = [], f"{title}: {pieces[0]}"
-    for piece in pieces[1:]:
-        if len(line) + len(piece) + 3 > WIDTH:
-            lines.append(f"{line};")
-            line = f"  {piece}"
-        else:
-            line += f"; {piece}"
-    return [*lines, line]
+    text = "; ".join(piece.replace(" ", "\xa0") for piece in pieces)
+    title = f"{title}: ".replace(" ", "\xa0")
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in wrapper.wrap(title + text)]
 
 
 class Record:
