@@ -34,14 +34,12 @@ def capture_names() -> list[str]:
 
 
 def capture(name: str) -> dict[str, Any]:
-    """Return a captured tree: `driver`, `module`, `directories`, `functions`, `events_on_load`.
+    """Return a capture: `driver`, `module`, `directories`, `functions`, `events_on_load`.
 
     A function has `path` (below /sys/devices), `ordinal`, `dev`, `mode` (of the device file),
-    `by_id`, `pids`, `hwmon` (its number), the attributes of its three directories in `pci`, `class`
-    and `sensors`, and `links`. Texts are without the newline that ends every attribute; `config`,
-    the beginning of the PCI configuration space, is in hex. In links `{path}`, `{bdf}`, `{N}`,
-    `{H}` and `{dev}` stand for its own. `board` is what the emulated firmware knew, for a function
-    whose attributes do not show it.
+    `by_id`, `pids`, `hwmon` (its number), the attributes of its directories in `pci`, `class` and
+    `sensors`, and `links`, with placeholders. `config`, the beginning of the PCI configuration
+    space, is in hex. `board` is what the firmware knew, if the attributes do not show it.
     """
     stored = _stored("captures.json")[name]
     functions = []

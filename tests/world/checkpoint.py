@@ -112,9 +112,8 @@ class CheckpointFile:
     The original takes a snapshot under one lock and writes it under another, so writes that come
     from different streams and from admissions overtake each other. If `overtaking` is set they do
     so here: each write takes up to LATE seconds, and a file that has gone back to an older state
-    stays there for up to STALE seconds. (Measured with bursts of messages on several resources.
-    Each stream, and admission, waits for the end of its own write, so one message at a time is
-    never overtaken.)
+    stays there for up to STALE seconds (measured with bursts of messages on several resources; one
+    message at a time is never overtaken).
     """
 
     LATE = 0.314

@@ -94,10 +94,9 @@ class Sockets:
 
     @contextlib.asynccontextmanager
     async def bound(self, path: Path, deaf: bool) -> AsyncIterator[grpc.aio.Server | None]:
-        """Bind to a private name, give a server, or None if `deaf`, and make `path` at the end.
+        """Bind a private name, give a server, or None if `deaf`, and link `path` at the end.
 
-        gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing: so
-        `path` is a second name of the same socket.
+        gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing.
         """
         server = None
         with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=path.parent.parent) as private:
@@ -132,9 +131,6 @@ def sweep(config: Config) -> None:
         is_swept = not stat.S_ISDIR(mode) if sweeps_all else stat.S_ISSOCK(mode)
         if is_swept and path.name != CHECKPOINT:
             path.unlink(missing_ok=True)  # its owner may have been faster
-
-
-# ------------------------------------------------------------------- what tests ask and let fail
 
 
 class _Observed:
@@ -240,9 +236,6 @@ class _Observed:
         self.file.overtaking = overtaking
 
 
-# ------------------------------------------------------------------------------- how pods run
-
-
 class _Running(_Observed):
     """The pods of the kubelet's node, from their admission to their end; they outlive the kubelet.
 
@@ -277,11 +270,6 @@ class _Running(_Observed):
 
     async def _prepare(self, pod: Pod, container: Container) -> Allocation:
         raise NotImplementedError
-
-    async def _stop_work(self) -> None:
-        ending = [worker.cancel() for worker in self._workers.values()]
-        self._workers.clear()
-        await asyncio.gather(*ending, return_exceptions=True)
 
     def _stop_processes(self, pod: Pod) -> None:
         for container in pod.containers.values():
@@ -323,8 +311,7 @@ class _Running(_Observed):
         """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
 
         The device manager forgets it when a List or the next admission asks, and the file with its
-        next write. While the kubelet is down or the API server away, only the object goes; the
-        kubelet forgets the pod when it has heard of all pods, and containers run on until `end`.
+        next write. While the kubelet does not hear of it, containers run on until `end`.
         """
         self._delete(pod, lambda found: self._terminate(found, forget=True))
 
@@ -384,9 +371,6 @@ class _Running(_Observed):
             if pod.uid not in in_use:
                 self.runtime.remove_cgroup(pod)
                 self._empty = [other for other in self._empty if other is not pod]
-
-
-# ----------------------------------------------------------------------------------- kubelet
 
 
 class Kubelet(_Running):
@@ -503,7 +487,9 @@ class Kubelet(_Running):
         if self._learning:
             self._learning.cancel()
             await asyncio.wait({self._learning})
-        await self._stop_work()
+        ending = [worker.cancel() for worker in self._workers.values()]
+        self._workers.clear()
+        await asyncio.gather(*ending, return_exceptions=True)
         self.file.abandon()
         await self._sockets.close()
         await self.manager.plugins.abandon()
@@ -591,10 +577,9 @@ class Kubelet(_Running):
         """Admit a container of a pod, which is then started in the background, see `running`.
 
         Raises AdmissionError: the pod is rejected as a whole. The pod's later containers reuse the
-        devices of an `init` container: the plugin then sees *must-include* IDs. A `restartable` one
-        keeps its devices. A resource that the kubelet does not know is ignored, as by the original:
-        the container gets none. A pod that has ended, or was deleted, is followed by a new one of
-        its name, with another UID unless it is static.
+        devices of an `init` container, unless it is `restartable`. A resource that the kubelet does
+        not know is ignored. A pod that has ended, or was deleted, is followed by a new one of its
+        name, with another UID unless it is static.
         """
         kind: Kind = "restartable" if restartable else "init" if init else "main"
         wish = Container(container, dict(request), kind)

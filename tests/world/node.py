@@ -4,10 +4,9 @@
 and udev show them: same names, links, formats, order of appearance and kernel uevents.
 tests.world.captures has the recordings that it is modelled on.
 
-A plain tree cannot do all that the kernel does: for reads that fail or block see tests.world.tree.
-A device file is a real character device if the process may make one ("mknod"); otherwise it is a
-symlink to /dev/null or a similar device ("link"), whose number sysfs's `dev` then repeats: stat()
-agrees in both cases.
+For reads that fail or block see tests.world.tree. A device file is a real character device if the
+process may make one ("mknod"); otherwise it is a symlink to /dev/null or a similar device ("link"),
+whose number sysfs's `dev` then repeats.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ CARDS = {
 }  # fmt: skip
 WORMHOLES = ("n150", "n300", "galaxy-wormhole")
 ARCHITECTURES = {"0x401e": "wormhole", "0xb140": "blackhole"}
-# First ordinal of a Galaxy tray by the high nibble of the bus number, a table in the driver (since
-# 2.8).
+# First ordinal of a Galaxy tray by the high nibble of the bus number, a table of the driver.
 GALAXY_ORDINALS = {
     "wormhole": {0xC: 0, 0x8: 8, 0x0: 16, 0x4: 24},
     "blackhole": {0x0: 0, 0x4: 8, 0xC: 16, 0x8: 24},
@@ -64,7 +62,6 @@ BORROWED = {
 }  # fmt: skip
 
 Condition = Literal["healthy", "dead", "off-bus", "resetting"]
-Nodes = Literal["auto", "mknod", "link"]
 T = TypeVar("T")
 
 
@@ -378,10 +375,7 @@ class Chip:
             self.by_pci.symlink_to(target)
 
     def set_pids(self, pids: Iterable[int | str]) -> None:
-        """Set who has the device file open: a PID per descriptor (0: of another PID namespace).
-
-        A driver before 2.5 does not show it.
-        """
+        """Set who has the device file open, if the driver shows it; 0: of another namespace."""
         if self.ordinal is not None and self.pids.exists():
             put(self.pids, "\n".join(map(str, pids)))
 
@@ -409,7 +403,7 @@ class SimulatedNode:
         root: Path,
         *,
         driver: str = "2.10.1-pre",
-        nodes: Nodes = "auto",
+        nodes: Literal["auto", "mknod", "link"] = "auto",
         numbers: Sequence[tuple[int, int]] = (),
         udev_rules: bool = True,
         links: bool = True,
@@ -487,10 +481,9 @@ class SimulatedNode:
     ) -> list[Chip]:
         """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
-        A p300* has two functions with one serial, a Galaxy 32 on its own buses (8 for each serial),
-        any other card one. `bdf`, `asic_id` and `ordinal` are those of the first function. The NUMA
-        node is -1 by default, but on a Galaxy 0 for the trays below bus 0x80 and 1 above.
-        `firmware=False`: not ready when the driver looks.
+        A p300* has two functions, a Galaxy 32 on its own buses, any other card one. `bdf`,
+        `asic_id` and `ordinal` are those of the first. The NUMA node is -1 by default, but on a
+        Galaxy 0 for the trays below bus 0x80 and 1 above. `firmware=False`: it is not ready.
         """
         is_galaxy = card.startswith("galaxy-")
         number = len(self.chips) + 1
@@ -650,10 +643,9 @@ class SimulatedNode:
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
     ) -> None:
-        """Show a process that has opened device files, each named by its path or by a CDI name.
+        """Show a process of this /proc/<pid>/cgroup that has opened device files.
 
-        `cgroup` is its /proc/<pid>/cgroup. A file that is not a card's is opened without a trace;
-        FileNotFoundError if a path does not exist.
+        Each is named by its path (FileNotFoundError if it does not exist) or by a CDI name.
         """
         opened = [self._opened(node) for node in nodes]
         process = self.root / f"proc/{pid}"

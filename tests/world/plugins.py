@@ -205,11 +205,11 @@ def refuse_impossible(request: pb.RegisterRequest) -> None:
 class Plugins:
     """The plugins that have registered, and their streams.
 
-    Before 1.37 the kubelet knows one connection per resource: **when any stream of the resource
-    ends, the newest connection is closed**, so a plugin that registers again first and ends its old
-    stream afterwards loses both. Since 1.37 it knows one per socket: registering a socket that is
-    still connected is refused ("already connected"), **and because the kubelet then forgets the old
-    connection without closing it, that socket's name is refused from then on** until it restarts.
+    Before 1.37 the kubelet knows one connection per resource: when any stream of the resource ends,
+    the newest connection is closed, so a plugin that registers again first and ends its old stream
+    afterwards loses both. Since 1.37 it knows one per socket: registering a connected socket is
+    refused, and because the kubelet then forgets the old connection without closing it, that
+    socket's name is refused until it restarts.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import shutil
 import uuid
 from collections import Counter
@@ -156,19 +157,17 @@ class Use(NamedTuple):
 
     pod: Pod
     resource: str
-    ids: set[str]
-    chips: frozenset[str]  # PCI addresses, from the plugin's answer
+    held: Held
 
-    @classmethod
-    def of(cls, pod: Pod, resource: str, held: Held) -> Use:
-        """Return the use that an answer to Allocate permits."""
-        addresses = held.answer.envs.get(ADDRESSES, "").split(",")
-        return cls(pod, resource, held.ids, frozenset(filter(None, addresses)))
+    @property
+    def chips(self) -> frozenset[str]:
+        """The PCI addresses in the plugin's answer."""
+        return frozenset(filter(None, self.held.answer.envs.get(ADDRESSES, "").split(",")))
 
     @property
     def shared(self) -> set[str]:
         """The IDs of the devices whose replicas, `<id>::<n>`, are used; none if one is not one."""
-        ids = self.ids
+        ids = self.held.ids
         return {ident.partition("::")[0] for ident in ids} if all("::" in i for i in ids) else set()
 
     def conflicts(self, other: Use) -> frozenset[str]:
@@ -198,16 +197,13 @@ class Judge:
 
     def started(self, pod: Pod, pid: int, allocation: Allocation) -> None:
         """Judge a container that has just started."""
-        mine = [Use.of(pod, resource, held) for resource, held in allocation.held.items()]
-        for use, other in ((use, other) for use in mine for other in self._all()):
+        mine = [Use(pod, resource, held) for resource, held in allocation.held.items()]
+        others = [use for uses in self._uses.values() for use in uses]
+        for use, other in itertools.product(mine, others):
             for chip in sorted(use.conflicts(other)):
                 who = f"{use.pod.name} ({use.resource}) and {other.pod.name} ({other.resource})"
                 self._log.violation(f"{who} run with {chip} at the same time")
         self._uses[pid] = mine
-
-    def _all(self) -> Iterator[Use]:
-        for uses in self._uses.values():
-            yield from uses
 
     def ended(self, pid: int) -> None:
         """Forget a container, as its process has ended."""

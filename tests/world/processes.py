@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Broken(AssertionError):
-    """Something that must happen did not; its text has what, and what was seen instead."""
+    """An event that must happen did not; the text names it and the events seen instead."""
 
 
 # -- waiting ---------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Kernel:
         return begin
 
 
-# -- what a process costs --------------------------------------------------------------------------
+# -- the cost of a process ------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The resources of a process at one moment. Sizes in kB, as the kernel counts them."""

@@ -24,29 +24,21 @@ N150 = "tenstorrent.com/n150"
 @contextlib.asynccontextmanager
 async def lister(kubelet: Kubelet) -> AsyncIterator[Any]:
     """Give a client of the pod resources API."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(
-        f"unix:{kubelet.pod_resources}", options=options
-    ) as channel:
+    options, address = [("grpc.use_local_subchannel_pool", 1)], f"unix:{kubelet.pod_resources}"
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield pods_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
 
 
-class Bench:
+class Bench(contextlib.AsyncExitStack):
     """A directory for a kubelet and for plugins, which are stopped with the context."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Bench:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     async def kubelet(self, **options: Any) -> Kubelet:
         """Start a kubelet with these options of its class."""
-        return await self._stack.enter_async_context(Kubelet(self.directory, **options))
+        return await self.enter_async_context(Kubelet(self.directory, **options))
 
     async def plugin(
         self, *devices: pb.Device, resource: str = N150, name: str = "p.sock", **options: bool
@@ -54,7 +46,7 @@ class Bench:
         """Start a plugin's server, with `options` for the kubelet."""
         plugin = Plugin(self.directory, devices, resource, name)
         plugin.options = pb.DevicePluginOptions(**options)
-        self._stack.push_async_callback(plugin.stop)
+        self.push_async_callback(plugin.stop)
         await plugin.serve()
         return plugin
 

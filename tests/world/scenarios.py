@@ -23,15 +23,11 @@ Script = Callable[[Stage], Awaitable[None]]
 
 
 class Scenario(NamedTuple):
-    """A script, and the record that it has to write."""
+    """A script, and the record that it must write."""
 
+    name: str
     script: Script
     record: str
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return self.script.__name__
 
     def expected(self, version: tuple[int, int]) -> list[str]:
         """Return the lines of the record for a version."""
@@ -47,7 +43,7 @@ def writes(record: str) -> Callable[[Script], Script]:
     """Make a scenario of a script."""
 
     def add(script: Script) -> Script:
-        SCENARIOS[script.__name__] = Scenario(script, record)
+        SCENARIOS[script.__name__] = Scenario(script.__name__, script, record)
         return script
 
     return add
@@ -57,7 +53,7 @@ A, B, C, D = (device(ident) for ident in "abcd")
 
 
 def one(name: str, count: int = 1, **others: Any) -> Wish:
-    """Return a pod of one container that asks for devices of the resource x."""
+    """Return a pod of one container that requests devices of the resource x."""
     return Wish(name, [Part("main", {"x": count})], **others)
 
 
@@ -84,7 +80,7 @@ async def perform(scenario: Scenario, world: World, prefix: str) -> list[str]:
      | one started again: prestart x a; file one/main=x:a | x:a,b; cgroups one
 """)
 async def registering_again(stage: Stage) -> None:
-    """A plugin that ends its stream and registers a socket of another name has its devices back."""
+    """A plugin that ends its stream and registers another socket has its devices back."""
     first = await stage.plugin(A, B)
     await stage.run(one("one"), "one runs")
     await stage.stop(first)
@@ -142,11 +138,11 @@ async def init_containers(stage: Stage) -> None:
      |   allocate second a; file - | first:a second:a
      | a message: file one/main=first:a | first:a second:a
 1.33 | asked: List names one/main=-
-1.37 | asked: List names nobody
+1.37 | asked: List names none
      | another message: file - | first:a second:a
 """)
 async def a_refused_second_resource(stage: Stage) -> None:
-    """What the first resource's plugin gave comes into the file with the next message."""
+    """The answer of the first resource's plugin comes into the file with the next message."""
     plugins = [await stage.plugin(A, resource="x"), await stage.plugin(A, resource="y")]
     stage.note("registered")
     answers = itertools.count()
@@ -211,12 +207,12 @@ async def orderly_deletion(stage: Stage) -> None:
      | asked: List names one/main=x:a
      | one waits: options x; prefer x a for 1; allocate x a; prestart x a;
      |   file one/main=x:a | x:a; cgroups one
-     | asked again: List names nobody
+     | asked again: List names none
      | two waits: prefer x a for 1; allocate x a; prestart x a; file - | x:a; cgroups two
      | two is gone: file - | x:a
 """)
 async def deletion_during_a_start(stage: Stage) -> None:
-    """PreStartContainer is not called off: the pod stays until it has returned, forced or not."""
+    """PreStartContainer is not cancelled: the pod stays until it has returned, forced or not."""
     plugin = await stage.plugin(A)
     plugin.grants.clear()
     await stage.create(one("one"))
@@ -241,7 +237,7 @@ async def deletion_during_a_start(stage: Stage) -> None:
      | both run: options x; prefer x a,b for 1; allocate x a; prestart x a; prefer x b for 1;
      |   allocate x b; prestart x b; file one/main=x:a static/main=x:b | x:a,b;
      |   cgroups one static
-     | asked: List names nobody
+     | asked: List names none
      | a message: file - | x:a,b; cgroups one static
      | two runs: prefer x a,b for 1; allocate x a; prestart x a; file two/main=x:a | x:a,b;
      |   cgroups one static two
@@ -304,7 +300,7 @@ async def a_restart(stage: Stage) -> None:
      | it is up: file one/main=x:a two/main=x:b two/setup=x:b | x:a,b; cgroups one
 """)
 async def a_restart_without_the_plugin(stage: Stage) -> None:
-    """A pod that runs is left alone; one whose init container has ended is not."""
+    """A pod that runs is left alone; one whose init container has ended is killed."""
     plugin = await stage.plugin(A, B)
     await stage.run(one("one"))
     await stage.run(with_init("two"), "both run")
@@ -332,7 +328,7 @@ async def a_restart_without_the_plugin(stage: Stage) -> None:
      | another message: file static/main=x:c stays/main=x:b | x:a,b,c; cgroups static stays
 """)
 async def a_restart_without_the_api_server(stage: Stage) -> None:
-    """Nobody is forgotten, and List names static pods only, until it is back."""
+    """No pod is forgotten, and List names static pods only, until the API server is back."""
     plugin = await stage.plugin(A, B, C)
     await stage.run(one("gone", stubborn=True))
     await stage.run(one("stays"))
@@ -396,7 +392,7 @@ async def a_deleted_file(stage: Stage) -> None:
      |   options deleted; options garbled; file - | deleted:- garbled:-
 """)
 async def a_lost_file_and_unhealthy_devices(stage: Stage) -> None:
-    """Pods that run are killed, all for which there is no healthy device."""
+    """Running pods are killed if there is no healthy device for them."""
     for what, file in {"deleted": b"", "garbled": b"garbage"}.items():
         plugin = await stage.plugin(A, B, resource=what)
         pods = [f"{what}-1", f"{what}-2"]
@@ -435,7 +431,7 @@ async def an_intact_file_and_missing_devices(stage: Stage) -> None:
      |   file one/main=x:a one/setup=x:a | x:a,b; cgroups one
 """)
 async def a_reboot(stage: Stage) -> None:
-    """Pods have what they had, without Allocate; init containers run again."""
+    """Pods keep their devices, without Allocate; init containers run again."""
     plugin = await stage.plugin(A, B)
     await stage.run(with_init("one"), "one runs")
     await stage.world.stop()
@@ -482,7 +478,7 @@ async def a_reboot_with_a_late_plugin(stage: Stage) -> None:
      | listed again: options x; options x; file one/main=x:a@0 | x:a,b; cgroups one
 """)
 async def an_id_that_is_not_listed(stage: Stage) -> None:
-    """A kubelet with a Topology Manager dies of it at its start; not if it is Unhealthy."""
+    """A kubelet with a Topology Manager crashes at its start, but not if the ID is Unhealthy."""
     both = [device("a", nodes=[0]), device("b", nodes=[1])]
     plugin = await stage.plugin(*both)
     await stage.run(one("one"), "one runs")
@@ -521,7 +517,7 @@ async def an_id_that_is_not_listed(stage: Stage) -> None:
 1.37 |   file one/main=x:a two/main=x:b | x:a,b; cgroups one two
 """)
 async def a_second_plugin(stage: Stage) -> None:
-    """It is asked with the IDs of the one that wrote last; when it dies nothing is written."""
+    """The latest plugin is called with the IDs of the latest list; its end is not written."""
     first = await stage.plugin(A, B)
     second = await stage.plugin(C, D, alias="two")
     stage.note("the second has registered")

@@ -1,8 +1,4 @@
-"""The parts of kubelet scenarios: a plugin, a world, a record of what happens.
-
-A scenario works on a `Stage`: that is a `World`, which is the reference kubelet or an original,
-with plugins and pods whose names no other scenario uses, and the `Record` that the scenario writes.
-"""
+"""The stage of a kubelet scenario: a world with plugins and pods, and the record of events."""
 
 from __future__ import annotations
 
@@ -180,9 +176,7 @@ Listed = dict[str, dict[str, list[tuple[str, str]]]]
 
 World = Any
 """A kubelet with its node and an API server: tests.world.reference.ReferenceWorld, which describes
-the methods, or the original in tests.e2e.test_reference. Containers sleep until they are told to
-end or to crash.
-"""
+the methods, or the original in tests.e2e.test_reference. Containers sleep until told otherwise."""
 
 
 # -------------------------------------------------------------------------------------- the stage
@@ -197,7 +191,7 @@ def wrapped(title: str, pieces: Sequence[str]) -> list[str]:
 
 
 class Record:
-    """What a scenario writes down, without what differs from run to run.
+    """The record of a scenario, without parts that differ from run to run.
 
     Resources and pods are named without the scenario's prefix, pods' UIDs replaced by their names.
     """
@@ -236,7 +230,7 @@ class Record:
                 named = sorted(f"{self._short(r)}:{ident}" for r, ident in devices)
                 short = pod.removeprefix(f"{self._prefix}-")
                 texts.append(f"{short}/{container}={','.join(named) or '-'}")
-        self.lines.append(f"{what}: List names {' '.join(sorted(texts)) or 'nobody'}")
+        self.lines.append(f"{what}: List names {' '.join(sorted(texts)) or 'none'}")
 
     def call_by_order(self, *aliases: str) -> None:
         """Let resources have these names, in the order in which they were allocated."""

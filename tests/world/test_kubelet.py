@@ -1,4 +1,4 @@
-"""The reference kubelet does what the original does, and shows what no scenario can show."""
+"""The reference kubelet behaves like the original; tests of what no scenario can show."""
 
 from __future__ import annotations
 
