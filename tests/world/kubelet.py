@@ -48,17 +48,7 @@ from tests.world.devicemanager import (
 from tests.world.eventlog import PATIENCE, Event, EventLog
 from tests.world.node import SimulatedNode
 from tests.world.plugins import Config, Failure, Policy, rpc
-from tests.world.pods import (
-    Container,
-    Judge,
-    Kind,
-    Layout,
-    Pod,
-    Pods,
-    Quality,
-    Runtime,
-    Worker,
-)
+from tests.world.pods import Container, Judge, Kind, Layout, Pod, Pods, Quality, Runtime, Worker
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
 

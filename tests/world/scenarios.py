@@ -187,10 +187,7 @@ async def a_refused_start(stage: Stage) -> None:
      |   file three/main=x:a | x:a,b; cgroups three
 """)
 async def orderly_deletion(stage: Stage) -> None:
-    """A pod is forgotten when List asks, and the file follows with the next message.
-
-    So is a completed pod, which List still names before 1.34.
-    """
+    """A pod that has ended is forgotten when List asks; the file follows with the next message."""
     plugin = await stage.plugin(A, B)
     await stage.run(one("one", once=True))
     await stage.run(one("two"), "one and two run")

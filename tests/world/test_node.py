@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.world.captures import (
-    capture,
-    capture_names,
-    captured_tree,
-    captured_uevents,
-)
+from tests.world.captures import capture, capture_names, captured_tree, captured_uevents
 from tests.world.node import SimulatedNode, wire
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
