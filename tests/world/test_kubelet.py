@@ -237,6 +237,17 @@ async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(bench: Bench
         assert kubelet.killed == killed
 
 
+def is_populated(root: Path, layout: str, uid: str) -> bool | None:
+    """Return whether a pod's cgroup has processes; None: there is no cgroup."""
+    (directory,) = list(root.rglob(f"*pod{uid.replace('-', '?')}*"))[:1] or (None,)
+    if directory is None:
+        return None
+    if layout == "v1":
+        return any(file.read_text() for file in directory.rglob("tasks"))
+    assert (root / "cgroup.controllers").exists()
+    return "populated 1" in (directory / "cgroup.events").read_text()
+
+
 @pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
 @pytest.mark.parametrize("quality", ["guaranteed", "burstable"])
 async def test_cgroups_show_whether_a_pod_has_processes(
@@ -248,15 +259,7 @@ async def test_cgroups_show_whether_a_pod_has_processes(
     plugin = await bench.registered(kubelet, A, pre_start_required=True)
 
     def found() -> bool | None:
-        """Return whether there are processes; None: there is no cgroup."""
-        pattern = f"*pod{kubelet.uid('pod').replace('-', '?')}*"
-        (directory,) = list(root.rglob(pattern))[:1] or (None,)
-        if directory is None:
-            return None
-        if layout == "v1":
-            return any(file.read_text() for file in directory.rglob("tasks"))
-        assert (root / "cgroup.controllers").exists()
-        return "populated 1" in (directory / "cgroup.events").read_text()
+        return is_populated(root, layout, kubelet.uid("pod"))
 
     kubelet.hold_volumes()
     await kubelet.admit("pod", "main", {N150: 1}, static=True, quality=quality)
