@@ -1,0 +1,350 @@
+"""Each fault raises one alert, which names the remedy and the pods; promtool runs the rules.
+
+All cases run with one cluster and two, with node_exporter and the plugin's own port, with and
+without honor_labels. Other nodes are healthy meanwhile, also one of the same name in the other
+cluster. A series is written "name label=value label=value".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+import ttdp
+from tests.e2e.readers import promtool
+from tests.world.processes import ROOT
+
+RULES = ROOT / "packaging/deb/tt-device-plugin.rules.yml"
+(GROUP,) = yaml.safe_load(RULES.read_text())["groups"]
+ALERTS = {rule["alert"]: rule for rule in GROUP["rules"] if "alert" in rule}
+BEGIN = 10  # the minute of a case in which its fault begins
+
+Value = float | Callable[[int], float | None] | None  # at each minute of a case; None: no sample
+World = dict[str, Value]  # by series
+
+# -- A healthy node --------------------------------------------------------------------------------
+
+N150, P300, SIBLING = "0000:01:00.0", "0000:05:00.0", "0000:06:00.0"
+NEW, LAST = "0000:07:00.0", "0000:08:00.0"  # of two p300 without telemetry so far
+CHIPS = {
+    N150: "board=n150 card=n150 serial=0100018511111111",
+    **dict.fromkeys((P300, SIBLING), "board=p300 card=p300c serial=0000046131111111"),
+    **dict.fromkeys((NEW, LAST), "board=p300 card=p300c serial="),
+}
+HOLDERS = (  # two containers of a pod; two pods that share; a pod without a name
+    (N150, "default/train/init"), (N150, "default/train/main"), (P300, "default/infer-0/main"),
+    (P300, "default/infer-1/main"), (SIBLING, "/8d3cf3e2/main"),
+)  # fmt: skip
+USERS = {
+    N150: "in use by default/train",
+    P300: "in use by default/infer-0, default/infer-1",
+    SIBLING: "in use by pod 8d3cf3e2",
+}
+MTIME = "node_textfile_mtime_seconds file=/host/root/var/lib/node/tt-device-plugin.prom"
+KUBELET, DRIVER = "up job=kubelet instance=node-1:10250", "tt_driver_info version=2.9.0"
+UNBOUND = "tt_pci_functions driver="
+BOUND = f"{UNBOUND}tenstorrent"
+RESOURCES = ("tenstorrent.com/n150", "tenstorrent.com/p300")
+REGISTERED = [f"tt_kubelet_registered resource={name}" for name in RESOURCES]
+ERRORS = f"tt_device_pcie_errors_total device={P300} severity="
+
+
+def healthy(output: str, suffix: str = "") -> World:
+    """Return the series of a node at work; suffix: of its pods' names."""
+    world: World = {"up": 1, KUBELET: 1, DRIVER: 1, BOUND: 5, **dict.fromkeys(REGISTERED, 1)}
+    world["tt_plugin_info version=0.3.0"] = 1
+    for chip, identity in CHIPS.items():
+        arch = "wormhole" if chip == N150 else "blackhole"
+        world[f"tt_device_info device={chip} arch={arch} firmware=19.4.0.0 {identity}"] = 1
+        world |= working(chip, 1e9, 100)
+        world |= {f"tt_device_pcie_link_width{end} device={chip}": 16 for end in ("", "_max")}
+        for severity in ("correctable", "nonfatal", "fatal"):
+            world[f"{ERRORS.replace(P300, chip)}{severity}"] = 0
+    if suffix:  # at work, though one value is as low as at rest
+        world |= working(P300, 800e6, 100) | working(N150, 1e9, 20)
+    for chip, holder in (*HOLDERS, *([(LAST, "default/far/main")] if suffix else [])):
+        namespace, pod, container = holder.split("/")
+        names = f"pod_namespace={namespace} pod_name={pod}{suffix} container_name={container}"
+        world[f"tt_device_allocated device={chip} {names}"] = 1
+    if output == "file":
+        world |= {MTIME: lambda minute: 60.0 * minute}
+        world["node_textfile_mtime_seconds file=/var/lib/other.prom"] = 0
+    return world
+
+
+def working(chip: str, clock: Value, watts: Value) -> World:
+    power = {f"tt_device_power_watts device={chip}": watts}
+    limit: World = {f"tt_device_power_limit_watts device={chip}": 150}
+    return power | limit | {f"tt_device_clock_hertz device={chip} clock=aiclk": clock}
+
+
+# -- Cases -----------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A fault, and the alert that it raises; none if there is no name."""
+
+    changes: World
+    alert: str = ""
+    minutes: int = 60  # from the fault to the alert
+    action: str = ""
+    description: str = ""
+    labels: str = ""
+    summary: str = ""  # if it has a number; else as in the file
+    lasts: int = 5  # minutes from the alert to the end of the fault
+    after: int = 15  # minutes from there to the end of the case
+    other: Case | None = None  # a fault at the same time, on another node
+    is_beside: bool = False  # on the same node instead
+
+
+BIND = "/sys/bus/pci/drivers/tenstorrent"
+REBIND = f"rebind the driver: cd {BIND} && echo {P300} > unbind && echo {P300} > bind"
+ALSO = f"also resets {SIBLING} on that board; {USERS[P300]}, pod 8d3cf3e2"
+RESET, RESEAT = f"eset it: tt-smi -r {P300} ({ALSO})", "eseat the card, or check its slot"
+NODE = "Remove the file that is there, then run: udevadm trigger --subsystem-match=tenstorrent"
+LIST = "Run: tt-device-plugin list (it shows the "
+KINDS = {  # alert, minutes, action
+    "gone": ("DeviceGone", 2, "Healthy again when it returns"),
+    "node": ("DeviceFileInvalid", 2, NODE),
+    "resetting": ("DeviceResetting", 5, f"If this persists, {REBIND} ({USERS[P300]})"),
+    "no_response": ("DeviceNoResponse", 1, f"R{RESET}"),
+    "blocked": ("DeviceBlocked", 2, f"If this persists, r{RESET}"),
+    "read_error": ("DeviceReadError", 2, f"R{RESET}"),
+    "stalled": ("DeviceStalled", 1, f"R{RESET}"),
+    "silent": ("DeviceNoTelemetry", 2, f"R{RESET}"),
+    "hot": ("DeviceHot", 2, "Check its cooling"),
+    "tripped": ("DeviceTripped", 0, "Check its cooling"),
+    "new": ("DeviceUnhealthy", 2, f"{LIST}reason and the remedy)"),
+}
+
+
+def of(chip: str, changes: World, alert: str, minutes: int, action: str, **more: Any) -> Case:
+    """Return the case of a chip."""
+    _, card, serial = (pair.split("=")[1] for pair in CHIPS[chip].split())
+    users = f"; {USERS[chip]}" if chip in USERS else ""
+    description = f"{chip} ({card}{f', board {serial}' if serial else ''}) on {{where}}{users}"
+    labels = f"device={chip} {CHIPS[chip]} {more.pop('labels', '')}"
+    return Case(changes, f"Tenstorrent{alert}", minutes, action, description, labels, **more)
+
+
+def fault(kind: str, chip: str = P300, action: str = "", more: World | None = None) -> Case:
+    """Return the case of a kind of fault; more: other changes."""
+    alert, minutes, usual = KINDS[kind]
+    changes = {f"tt_device_fault device={chip} kind={kind}": 1, **(more or {})}
+    return of(chip, changes, alert, minutes, action or usual, labels=f"kind={kind}")
+
+
+def cases(output: str) -> dict[str, Case]:
+    """Return the cases by name; output: "file" (node_exporter) or "port" (the plugin's own)."""
+    is_file = output == "file"
+    down: World = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
+    few: World = {f"{ERRORS}correctable": lambda minute: minute}
+    many: World = {f"{ERRORS}correctable": lambda minute: 30 * (minute + 1 - BEGIN)}
+    unloaded: World = {DRIVER: None, BOUND: None, UNBOUND: 5}
+    gone: World = {f"tt_device_fault device={chip} kind=gone": 1 for chip in CHIPS}
+    unseen: World = {each: None for each in healthy(output) if each.startswith("tt_device_info")}
+    missing = (
+        "TenstorrentDriverNotLoaded", 2, "Run: modprobe tenstorrent",
+        "Tenstorrent PCI functions without a driver on {where}: 5; "
+        f"{USERS[P300]}, default/train, pod 8d3cf3e2",
+    )  # fmt: skip
+    unloading = Case(unloaded | gone, *missing)
+    unused = ("DeviceUnused", 60, "Ask the owner to delete the pod")
+    alone = fault("no_response", action=f"Reset it: tt-smi -r {P300} ({USERS[P300]})")
+    stopped = Case(
+        {MTIME: 60.0 * BEGIN} if is_file else down, "TenstorrentPluginNotReporting",
+        6 if is_file else 3, "Start it: systemctl start tt-device-plugin", "{where}",
+    )  # fmt: skip
+    stalled = fault("stalled", more=working(P300, 800e6, 20))
+    dead = fault("gone", more={f"{ERRORS}fatal": lambda at: 1 if at == BEGIN else None})
+    probe = "job=blackbox instance=node-1"
+    return {
+        **{kind: fault(kind) for kind in KINDS},
+        "unbound": fault("gone", P300, f"Run: echo {P300} > {BIND}/bind", {UNBOUND: 1}),
+        "only chip": fault("no_response", N150, f"Reset it: tt-smi -r {N150} ({USERS[N150]})"),
+        "no serial": fault("no_response", NEW, f"Reset it: tt-smi -r {NEW}"),
+        "stalled, not unused": stalled._replace(lasts=65),
+        "gone after an error": dead._replace(lasts=65),
+        "driver unloaded": unloading,
+        "driver missing since boot": Case(unloaded | unseen, *missing),
+        "bound to vfio-pci": Case(unloaded | unseen | {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}),
+        "never bound": Case(
+            {UNBOUND: 2}, "TenstorrentDriverNotBound", 5, f"{LIST}addresses and the remedies)",
+            "Tenstorrent PCI functions that never had a driver on {where}: 2",
+        ),
+        "narrow link": of(
+            P300, {f"tt_device_pcie_link_width device={P300}": 4}, "LinkNarrow", 10, f"R{RESEAT}",
+            summary="PCIe link is x4, the card supports more",
+        ),
+        "corrected errors": of(
+            P300, many, "LinkErrorsCorrected", 13, f"R{RESEAT}",
+            summary="300 corrected PCIe errors in ten minutes",
+        ),
+        "few errors": Case(few),
+        **{
+            f"{each} errors": of(
+                P300, {f"{ERRORS}{severity}": 1 for severity in each.split("+")}, "LinkErrors", 0,
+                f"Check dmesg for AER messages; r{RESEAT}", after=65,
+            )
+            for each in ("nonfatal", "fatal", "nonfatal+fatal")
+        },
+        "not registered": Case(
+            dict.fromkeys(REGISTERED, 0), "TenstorrentResourceNotRegistered", 5,
+            "Run: systemctl status kubelet tt-device-plugin", f"{{where}}: {', '.join(RESOURCES)}",
+        ),
+        "daemon stopped": stopped,
+        "daemon stopped and a chip": stopped._replace(other=fault("hot", NEW)),
+        "driver unloaded and a chip": unloading._replace(other=fault("gone", NEW)),
+        "two chips": fault("gone", SIBLING)._replace(other=alone, is_beside=True),
+        "node down": Case(down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}),
+        "node_exporter down": Case(down if is_file else {}),
+        "unused Wormhole": of(N150, working(N150, 500e6, 20), *unused),
+        "unused Blackhole": of(P300, working(P300, 800e6, 20), *unused),
+        "no pod": Case(working(LAST, 800e6, 20)),
+        "clock is up": Case(working(P300, 1e9, 20)),
+        "power is drawn": Case(working(P300, 800e6, 60)),
+        "now and then": Case(working(P300, lambda at: 1e9 if at % 30 == 0 else 800e6, 20)),
+    }  # fmt: skip
+
+
+# -- Ways to have the metrics ----------------------------------------------------------------------
+
+Place = tuple[str, str]  # cluster, "" for none, and node
+
+
+class Cell(NamedTuple):
+    """One way to have the metrics in Prometheus."""
+
+    clusters: Sequence[str]
+    output: str
+    honors: bool  # honor_labels
+
+    @property
+    def places(self) -> list[Place]:
+        return [*itertools.product(self.clusters, ("node-1", "node-2"))]
+
+    def target(self, place: Place) -> dict[str, str]:
+        """Return the labels that Prometheus gives to all samples of a scrape."""
+        own = {"job": "tt-device-plugin", "instance": f"{place[1]}:7762", "service": "kubelet"}
+        if self.output == "file":
+            own = {"job": "node-exporter", "instance": f"{place[1]}:9100", "pod": "exporter-x"}
+        return own | {"cluster": place[0], "namespace": "monitoring", "container": "exporter"}
+
+    def stored(self, series: str, place: Place) -> str:
+        """Return a series as Prometheus stores it."""
+        name, *labels = series.replace("node-1", place[1]).split()
+        own, target = dict(label.split("=") for label in labels), self.target(place)
+        if "job" in own:  # of another target
+            return labelled(name, own | {"cluster": place[0]})
+        clashes = {} if self.honors else {key: f"exported_{key}" for key in target}
+        return labelled(name, target | {clashes.get(key, key): own[key] for key in own})
+
+    def history(self, *windows: tuple[Case, Mapping[Place, World]]) -> list[dict[str, str]]:
+        """Return the series of all nodes; windows: a case's times, and changes by place."""
+        found = []
+        for place in self.places:
+            world = healthy(self.output, "" if place == self.places[0] else "-elsewhere")
+            changes = [(case, changed.get(place, {})) for case, changed in windows]
+            for series in world | {key: None for _, change in changes for key in change}:
+                usual, values = world.get(series), []
+                for case, change in changes:
+                    during = [change.get(series, usual)] * (case.minutes + case.lasts)
+                    each = enumerate([*[usual] * BEGIN, *during, *[usual] * case.after])
+                    values += [value(at) if callable(value) else value for at, value in each]
+                found.append({"series": self.stored(series, place), "values": notation(values)})
+        return found
+
+    def alert(self, case: Case, place: Place) -> dict[str, dict[str, str]]:
+        target = self.target(place)
+        where = target["instance"] + (f", cluster {place[0]}" if place[0] else "")
+        rule = ALERTS[case.alert]
+        texts = {"summary": case.summary or rule["annotations"]["summary"], "action": case.action}
+        texts["description"] = case.description.replace("{where}", where)
+        labels = {"alertname": case.alert, **rule["labels"]}
+        labels |= {key: target[key] for key in ("cluster", "job", "instance")}
+        labels |= dict(label.split("=") for label in case.labels.split())
+        return {"exp_labels": {k: v for k, v in labels.items() if v}, "exp_annotations": texts}
+
+
+def labelled(name: str, labels: Mapping[str, str]) -> str:
+    pairs = (f"{key}={json.dumps(value)}" for key, value in labels.items() if value)
+    return f"{name}{{{','.join(pairs)}}}"
+
+
+def notation(values: Sequence[float | None]) -> str:
+    """Return samples as promtool reads them; a series that ends does so at once (stale)."""
+    text = " ".join("_" if value is None else f"{value:g}" for value in values)
+    return re.sub(r"(?<=\d )_", "stale", text)
+
+
+def check(path: Path, history: object, expected: dict[int, list[Any]], power: object) -> None:
+    """Have promtool check that in these minutes exactly these alerts fire; power: a query."""
+    rules, states = [], [power]
+    for minute, alerts in expected.items():
+        at: dict[str, object] = {"eval_time": f"{minute}m"}
+        firing = [{"alertstate": "firing", **alert["exp_labels"]} for alert in alerts]
+        samples = [{"labels": labelled("ALERTS", each), "value": 1} for each in firing]
+        states.append(at | {"expr": 'ALERTS{alertstate="firing"}', "exp_samples": samples})
+        for alert in alerts:
+            name = alert["exp_labels"]["alertname"]
+            rules.append(at | {"alertname": name, "exp_alerts": [alert]})
+    test = {"interval": "1m", "promql_expr_test": states, "alert_rule_test": rules}
+    tests = [{**test, "input_series": history}]
+    file = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
+    path.write_text(json.dumps(file))
+    done = promtool("test", "rules", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- Tests -----------------------------------------------------------------------------------------
+
+WAYS = itertools.product(([""], ["east", "west"]), ("file", "port"), (True, False))
+
+
+@pytest.mark.parametrize("cell", [Cell(*way) for way in WAYS], ids=str)
+def test_each_fault_raises_one_alert(tmp_path: Path, cell: Cell) -> None:
+    """One fault after the other: an alert at its time and not before, and none after the fault.
+
+    The power of a chip is divided among its pods: one has two containers, two share a chip.
+    """
+    here, there = cell.places[0], cell.places[len(cell.places) // 2]
+    expected, windows = dict[int, list[Any]](), []
+    for name, case in cases(cell.output).items():
+        start = max(expected, default=-1) + 1
+        print(f"{start // 60}h{start % 60}m: {name}")  # to find the case of a failure
+        fires = start + BEGIN + case.minutes
+        end = fires + case.lasts
+        faults = [(here, case), (here if case.is_beside else there, case.other or Case({}))]
+        alerts = [cell.alert(each, place) for place, each in faults if each.alert]
+        expected |= {fires: alerts, end - 1: alerts, end + case.after - 1: []}
+        expected |= {} if case.other else {fires - 1: []}
+        windows.append((case, dict[Place, World]()))
+        for place, each in faults:
+            windows[-1][1].setdefault(place, {}).update(each.changes)
+    record, cluster = "namespace_pod:tt_device_power_watts:sum", cell.clusters[0]
+    samples = []
+    for pod, watts in (("train", 100), ("infer-0", 50)):
+        names = {"cluster": cluster, "pod_namespace": "default", "pod_name": pod}
+        samples.append({"labels": labelled(record, names), "value": watts})
+    query = {"expr": f'{record}{{pod_name=~"train|infer-0"}}', "eval_time": "5m"}
+    power = query | {"exp_samples": samples}
+    check(tmp_path / "test.yml", cell.history(*windows), expected, power)
+
+
+def test_the_rules_fit_the_program() -> None:
+    """promtool accepts the file; each alert has a case, each kind an alert with its remedy."""
+    assert promtool("check", "rules", str(RULES)).returncode == 0
+    assert {case.alert for case in cases("file").values()} == {"", *ALERTS}
+    kinds = {each.value for each in ttdp.Fault}
+    assert kinds == KINDS.keys() - {"new"}
+    others = ALERTS["TenstorrentDeviceUnhealthy"]["expr"].split('"')[1]
+    assert kinds == {*others.split("|")}
+    for kind, remedy in ttdp.REMEDIES.items():
+        assert KINDS[kind.value][-1].lower().startswith(remedy.format(bdf=P300).lower())
