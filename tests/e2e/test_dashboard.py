@@ -1,10 +1,12 @@
-"""Dashboard and rules on a real Prometheus, with what the daemon says of a node that is at work."""
+"""The dashboard and the example configurations on a real Prometheus, with the daemon's metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http.server
+import itertools
 import json
 import re
 import socket
@@ -15,12 +17,13 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
+import ttdp
 from tests.e2e.readers import promtool
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
@@ -28,42 +31,46 @@ from tests.world.processes import ROOT, until, wait_until
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.tree import put
 
-DASHBOARD = ROOT / "packaging/deb/tt-device-plugin.dashboard.json"
-RULES = ROOT / "packaging/deb/tt-device-plugin.rules.yml"
-HOURS = 3
+DEB = ROOT / "packaging/deb"
+RULES = DEB / "tt-device-plugin.rules.yml"
+BOARD = json.loads((DEB / "tt-device-plugin.dashboard.json").read_text())
+PANELS = {panel["title"]: panel for panel in BOARD["panels"] if panel["type"] != "row"}
+QUERIES: dict[str, str] = {title: panel["targets"][0]["expr"] for title, panel in PANELS.items()}
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
+PLACES = [*itertools.product(("east", "west"), [f"node-{number}" for number in range(6)])]
+HOURS = 3
 
 
-# -- a node at work --------------------------------------------------------------------------------
+# -- A node at work --------------------------------------------------------------------------------
 
 
 async def metrics_of_a_node(home: Path) -> str:
-    """What the daemon says: cards in use and free, one dead, one on a narrow link with errors."""
+    """Return the daemon's metrics: six chips, two with a pod, one dead, one with a narrow link."""
     node = SimulatedNode(home / "node")
     for card in ("n150", "n150", "p150a", "p150a", "p300c"):
         node.add(card)
-    used, dead, narrow = node.chips[0], node.chips[1], node.chips[2]
-    pci = narrow.attribute("max_link_width").parent
+    dead, narrow = node.chips[1], node.chips[2]
     narrow.write("current_link_width", b"4\n")
-    for chip in node.chips:
-        for severity, kind in (
-            ("correctable", "COR"),
-            ("nonfatal", "NONFATAL"),
-            ("fatal", "FATAL"),
-        ):
-            directory = chip.attribute("max_link_width").parent
-            count = 5 if directory == pci else 0
-            put(directory / f"aer_dev_{severity}", f"RxErr {count}\nTOTAL_ERR_{kind} {count}")
+    narrow.write("tt_therm_trip_count", b"1\n")
+    directory = narrow.attribute("max_link_width").parent
+    for severity, kind in (("correctable", "COR"), ("nonfatal", "NONFATAL"), ("fatal", "FATAL")):
+        put(directory / f"aer_dev_{severity}", f"RxErr 5\nTOTAL_ERR_{kind} 5")
     settings = settings_of(node, home / "dp", interval=0.1)
+    file = Path(settings.metrics_file)
+    file.parent.mkdir()
     with Ticker(node, 0.05):
-        async with Kubelet(home / "dp") as kubelet, RunningDaemon(node, settings) as daemon:
+        async with Kubelet(home / "dp") as kubelet, RunningDaemon(node, settings):
             for resource in (N150, P150):
                 await kubelet.registered(resource)
             await kubelet.admit("team-a/train", "main", {N150: 1, P150: 1})
             dead.die()
-            await until(lambda: daemon.chip(dead.bdf).health.fault)
-            assert used.bdf != dead.bdf
-            return await daemon.daemon._take_metrics()
+
+            def is_complete() -> bool:
+                text = file.read_text() if file.exists() else ""
+                return 'kind="no_response"' in text and 'pod_name="train"' in text
+
+            await until(is_complete, "the metrics of a pod and a fault", 60)
+            return file.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -72,68 +79,61 @@ def metrics() -> str:
         return asyncio.run(metrics_of_a_node(Path(home)))
 
 
-# -- a real Prometheus -----------------------------------------------------------------------------
+# -- A real Prometheus -----------------------------------------------------------------------------
 
 
-@dataclass
-class Prometheus:
+class Prometheus(NamedTuple):
     """A server on loopback, and when its data end."""
 
-    port: int
+    url: str
     end: float
 
-    def get(self, path: str, **parameters: str) -> Any:
+    def get(self, path: str, **parameters: object) -> Any:
         query = urllib.parse.urlencode(parameters)
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}?{query}") as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(f"{self.url}/{path}?{query}") as answer:
+            return json.load(answer)["data"]
 
-    def query(self, expression: str) -> list[dict[str, Any]]:
+    def query(self, expression: str) -> list[Any]:
         """Return the samples of an expression at the end of the data."""
-        answer = self.get("/api/v1/query", query=expression, time=f"{self.end:.0f}")
-        assert answer["status"] == "success"
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        return [*self.get("query", query=expression, time=self.end)["result"]]
+
+    def lines(self, expression: str) -> int:
+        """Return how many lines a graph of the last two hours has."""
+        times = {"start": self.end - 7200, "end": self.end, "step": 300}
+        return len(self.get("query_range", query=expression, **times)["result"])
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self.get("status/buildinfo"))
+        return False
 
 
 @contextlib.contextmanager
-def serving(home: Path, config: str, end: float) -> Iterator[Prometheus]:
-    """Run Prometheus with this configuration on what is below `home`."""
-    (home / "prometheus.yml").write_text(config)
+def serving(home: Path, config: object, end: float) -> Iterator[Prometheus]:
+    """Run Prometheus with this configuration on the data below `home`."""
+    (home / "prometheus.yml").write_text(json.dumps(config))
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    flags = [
-        f"--config.file={home}/prometheus.yml",
-        f"--storage.tsdb.path={home}/data",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--storage.tsdb.retention.time=10y",
-    ]
-    with (
-        (home / "log").open("w") as log,
-        subprocess.Popen(["prometheus", *flags], stdout=log, stderr=log) as process,
-    ):
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = [f"--storage.tsdb.path={home}/data", "--storage.tsdb.retention.time=10y"]
+    command = ["prometheus", f"--config.file={home}/prometheus.yml", *flags]
+    command.append(f"--web.listen-address={address}")
+    with (home / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            server = Prometheus(port, end)
-            wait_until(lambda: is_ready(server), "Prometheus to be ready", 60)
+            server = Prometheus(f"http://{address}/api/v1", end)
+            wait_until(server.is_ready, "Prometheus to be ready", 60)
             yield server
         finally:
             process.terminate()
 
 
-def is_ready(server: Prometheus) -> bool:
-    with contextlib.suppress(OSError):
-        url = f"http://127.0.0.1:{server.port}/-/ready"
-        return bool(urllib.request.urlopen(url).status == 200)
-    return False
-
-
 def history(metrics: str, end: int) -> Iterator[str]:
-    """Yield the samples of some hours, in which counters rise, as OpenMetrics has them."""
-    where = 'job="node",instance="node-1"'
+    """Yield the samples of some hours for all places, in which counters rise (OpenMetrics)."""
     lines = [line for line in metrics.splitlines() if not line.startswith("#")]
-    for line in [*lines, "up 1"]:
+    for line, (cluster, node) in itertools.product([*lines, "up 1"], PLACES):
         series, value = line.rsplit(" ", 1)
         name, _, labels = series.rstrip("}").partition("{")
-        all_labels = ",".join(filter(None, [labels, where]))
+        target = f'cluster="{cluster}",job="node",instance="{node}:9100",pod="exporter-{node}"'
+        all_labels = ",".join(filter(None, [labels, target]))
         for minute in range(HOURS * 60):
             at = end - HOURS * 3600 + 60 * minute
             rise = minute * float(value) if name.endswith("_total") else 0
@@ -143,7 +143,7 @@ def history(metrics: str, end: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prometheus(metrics: str) -> Iterator[Prometheus]:
-    """With the last hours of the node in its database."""
+    """A server with the last hours of two clusters of six nodes."""
     end = int(time.time()) // 7200 * 7200  # a block's border
     with tempfile.TemporaryDirectory(prefix="tt-") as directory:
         home = Path(directory)
@@ -151,150 +151,134 @@ def prometheus(metrics: str) -> Iterator[Prometheus]:
         command = ("tsdb", "create-blocks-from", "openmetrics", "history", "data")
         done = subprocess.run(["promtool", *command], cwd=home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        with serving(home, f"rule_files: [{RULES}]\n", end - 60) as server:
+        with serving(home, {"rule_files": [str(RULES)]}, end - 60) as server:
             yield server
 
 
-# -- the dashboard ---------------------------------------------------------------------------------
-
-BOARD = json.loads(DASHBOARD.read_text())
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
-QUERIES = {
-    f"{panel['title']}, {target['refId']}": target["expr"]
-    for panel in PANELS
-    for target in panel["targets"]
-}
+# -- The dashboard ---------------------------------------------------------------------------------
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    """One variable is the data source, which every panel uses; no ID and no place stands twice."""
-    sources = [each for each in BOARD["templating"]["list"] if each["type"] == "datasource"]
-    assert [each["name"] for each in sources] == ["datasource"]
+    """All panels use the variables; no ID and no place is used twice."""
+    variables = [each["name"] for each in BOARD["templating"]["list"]]
+    assert variables == ["datasource", "cluster", "instance"]
     assert "id" not in BOARD and BOARD["uid"]
-    assert {panel["datasource"]["uid"] for panel in PANELS} == {"${datasource}"}
+    assert {panel["datasource"]["uid"] for panel in PANELS.values()} == {"${datasource}"}
+    assert all('{cluster=~"$cluster",instance=~"$instance"' in each for each in QUERIES.values())
     ids = [panel["id"] for panel in BOARD["panels"]]
-    assert len(ids) == len(set(ids))
+    assert len(ids) == len(set(ids)) and len(QUERIES) == len(PANELS)
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Fleet", "Health", "Power and heat", "Pods", "Link and errors"]
+    assert rows == ["Overview", "Health", "Power and temperature", "Pods", "PCIe"]
     cells = [
         (x, y)
-        for panel in BOARD["panels"]
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+        for place in (panel["gridPos"] for panel in BOARD["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
 
 
-def expression(text: str) -> str:
-    """Return what Grafana makes of a query for all nodes."""
-    return text.replace("$node", ".*").replace("$__rate_interval", "5m")
+def expression(title: str, cluster: str = ".*") -> str:
+    """Return a panel's query as Grafana sends it."""
+    variables = {"$cluster": cluster, "$instance": ".*", "$__rate_interval": "5m"}
+    variables["$__range"] = "7200s"
+    return re.sub(r"\$\w+", lambda match: variables[match[0]], QUERIES[title])
 
 
 @pytest.mark.parametrize("title", QUERIES)
-def test_a_query_of_the_dashboard_finds_something(prometheus: Prometheus, title: str) -> None:
-    """On the node that was at work; a name that the daemon does not write would find nothing."""
-    assert prometheus.query(expression(QUERIES[title]))
+def test_a_panel_shows_some_lines(prometheus: Prometheus, title: str) -> None:
+    """Not none, as with a metric that the daemon does not write; at most ten of 72 chips."""
+    assert prometheus.query(expression(title))
+    if PANELS[title]["type"] == "timeseries":
+        assert prometheus.lines(expression(title)) <= 10
 
 
-def value(prometheus: Prometheus, title: str) -> dict[str, float]:
-    """What a panel shows, by the labels that it tells apart."""
-    found = prometheus.query(expression(QUERIES[f"{title}, A"]))
-    kept = ("namespace", "pod", "board", "device", "kind")
-    return {
-        " ".join(each["metric"][key] for key in kept if key in each["metric"]): float(
-            each["value"][1]
-        )
-        for each in found
-    }
+def values(prometheus: Prometheus, title: str) -> dict[str, float]:
+    """Return a panel's values for one cluster, by the labels that distinguish them."""
+    kept = ("pod_namespace", "pod_name", "board", "kind", "resource", "health")
+    found = prometheus.query(expression(title, "east"))
+    texts = [" ".join(each["metric"].get(key, "") for key in kept).split() for each in found]
+    return {" ".join(x): float(each["value"][1]) for x, each in zip(texts, found, strict=True)}
 
 
-def test_what_the_panels_show_is_so(prometheus: Prometheus) -> None:
-    """Six chips, one dead, two with a pod, which rests; one on a narrow link."""
-    assert value(prometheus, "Unhealthy") == {"": 1}
-    assert value(prometheus, "In use") == {"": 2}
-    assert value(prometheus, "Free devices by board") == {"p150": 1, "p300": 2}
-    (faulty,) = value(prometheus, "Faults")
-    assert faulty.endswith(" no_response")
-    assert value(prometheus, "Power by pod") == {"team-a train": 16 + 24}
-    assert value(prometheus, "Cards by pod") == {"team-a train": 2}
-    assert len(value(prometheus, "Held, and unused for an hour")) == 2
-    (width,) = value(prometheus, "Links narrower than they can be").values()
-    assert width == 4
+def test_the_values_of_panels(prometheus: Prometheus) -> None:
+    """On each of six nodes: six chips, one dead, two with a pod that is idle, a narrow link."""
+    assert values(prometheus, "Chips") == {"": 6 * 6}
+    assert values(prometheus, "Unhealthy") == {"": 6}
+    assert values(prometheus, "In use") == {"": 6 * 2}
+    assert values(prometheus, "Functions without a driver") == {"": 0}
+    assert values(prometheus, "Free chips by board") == {"p150": 6, "p300": 6 * 2}
+    assert values(prometheus, "Nodes registered with their kubelet")[N150] == 6
+    assert values(prometheus, "Faults by kind") == {"no_response": 6}
+    assert values(prometheus, "Power by pod: top ten") == {"team-a train": 6 * (16 + 24)}
+    assert values(prometheus, "Chips by pod: top ten") == {"team-a train": 6 * 2}
+    assert values(prometheus, "Allocated and unused for an hour") == {"team-a train": 1}
+    assert set(values(prometheus, "Links narrower than the card supports").values()) == {4}
 
 
-def test_the_rules_run(prometheus: Prometheus) -> None:
-    """A real server loads them, and none of them fails."""
-
-    def health() -> set[str]:
-        groups = prometheus.get("/api/v1/rules")["data"]["groups"]
-        return {rule["health"] for group in groups for rule in group["rules"]}
-
-    wait_until(lambda: "unknown" not in health(), "the rules to be evaluated", 120)
-    assert health() == {"ok"}
+# -- The examples ----------------------------------------------------------------------------------
 
 
-# -- whose label is `pod`? -------------------------------------------------------------------------
+def test_no_label_is_renamed(metrics: str, tmp_path: Path) -> None:
+    """A target's labels of a pod, such as node_exporter's, stay beside those of the chip's pod."""
+    (tmp_path / "metrics").write_text(metrics)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as exporter:
+        threading.Thread(target=exporter.serve_forever, daemon=True).start()
+        labels = {"namespace": "monitoring", "pod": "exporter-x", "container": "exporter"}
+        target = {"targets": [f"127.0.0.1:{exporter.server_address[1]}"], "labels": labels}
+        jobs = [
+            {"job_name": str(honors), "honor_labels": honors, "static_configs": [target]}
+            for honors in (True, False)
+        ]
+        config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+        with serving(tmp_path, config, time.time() + 3600) as server:
+            query = 'group by (job, pod, pod_name) (last_over_time({__name__=~"tt_.+"}[2h]))'
+            wait_until(lambda: len(server.query(query)) == 4, "both jobs to have scraped", 60)
+            found = [sample["metric"] for sample in server.query(query)]
+            names = server.get("labels")
+        exporter.shutdown()
+    assert {each["pod"] for each in found} == {"exporter-x"}
+    assert {each.get("pod_name") for each in found} == {None, "train"}
+    assert not [name for name in names if name.startswith("exported_")]
 
 
-@contextlib.contextmanager
-def exporter(metrics: str) -> Iterator[int]:
-    """Serve the metrics on loopback; yields the port."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.end_headers()
-            self.wfile.write(metrics.encode())
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
-
-
-JOB = """
- - job_name: {name}
-   scrape_interval: 1s
-   honor_labels: {honor}
-   static_configs:
-    - targets: ["127.0.0.1:{port}"]
-      labels: {{namespace: monitoring, pod: node-exporter-x}}
-"""
+def test_the_service_monitor_finds_the_port(tmp_path: Path) -> None:
+    """Prometheus scrapes the plugin's port on the nodes that have its label."""
+    monitor = yaml.safe_load((DEB / "tt-device-plugin.servicemonitor.yml").read_text())
+    steps = [
+        {re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", key): step[key] for key in step}
+        for step in monitor["spec"]["endpoints"][0]["relabelings"]
+    ]
+    label = "__meta_kubernetes_node_labelpresent_tenstorrent_com_plugin_version"
+    nodes = [{"targets": ["127.0.0.1:10250"], "labels": {label: "true"}}]
+    nodes.append({"targets": ["127.0.0.2:10250"], "labels": {}})
+    job = {"job_name": "kubelet", "relabel_configs": steps, "static_configs": nodes}
+    with serving(tmp_path, {"scrape_configs": [job]}, 0) as server:
+        wait_until(lambda: server.get("targets")["activeTargets"], "the target", 60)
+        (target,) = server.get("targets")["activeTargets"]
+    unit = (ROOT / "packaging/systemd/tt-device-plugin-metrics.socket").read_text()
+    port = re.findall(r"(?m)^ListenStream=(\d+)$", unit)[-1]
+    assert target["scrapeUrl"] == f"http://127.0.0.1:{port}/metrics"
+    assert target["labels"] == {"instance": f"127.0.0.1:{port}", "job": "tt-device-plugin"}
+    assert f'"node-3:{port}"' in (DEB / "tt-device-plugin.prometheus.yml").read_text()
 
 
-def test_honor_labels_decides_whose_pod_it_is(metrics: str, tmp_path: Path) -> None:
-    """A target that has labels pod and namespace itself wins, unless its job honours ours."""
-    with exporter(metrics) as port:
-        kinds = {"ours": "true", "theirs": "false"}
-        jobs = [JOB.format(name=name, honor=kind, port=port) for name, kind in kinds.items()]
-        with serving(tmp_path, "scrape_configs:" + "".join(jobs), time.time() + 3600) as server:
-            query = "count by (job, pod, exported_pod) (last_over_time(tt_device_allocated[2h]))"
-
-            def pods() -> dict[str, tuple[str, str]]:
-                found = (sample["metric"] for sample in server.query(query))
-                return {each["job"]: (each["pod"], each.get("exported_pod", "")) for each in found}
-
-            wait_until(lambda: len(pods()) == 2, "both jobs to have scraped", 60)
-            assert pods() == {"ours": ("train", ""), "theirs": ("node-exporter-x", "train")}
-
-
-def test_promtool_has_no_objection_to_a_node_at_work(metrics: str) -> None:
-    """Names, units and help texts of everything that there is, faults and errors, too."""
+def test_the_examples_fit_the_program(metrics: str) -> None:
+    """Directory, names of metrics, and the command that makes a PrometheusRule."""
+    example = DEB / "tt-device-plugin.prometheus.yml"
+    assert promtool("check", "config", str(example)).returncode == 0
+    values = (DEB / "tt-device-plugin.node-exporter.yml").read_text()
+    directory = Path(ttdp.Settings().metrics_file).parent
+    (argument,) = yaml.safe_load(values)["prometheus-node-exporter"]["extraArgs"]
+    assert argument == f"--collector.textfile.directory=/host/root{directory}"
+    assert f"install -d {directory} " in values
     done = promtool("check", "metrics", text=metrics)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_rules_file_names_what_exists(metrics: str) -> None:
-    """Every metric of ours in rules and dashboard is one that the daemon writes."""
+    text = RULES.read_text()
     written = set(re.findall(r"(?m)^# TYPE (\S+)", metrics))
-    text = RULES.read_text() + DASHBOARD.read_text()
-    records = set(re.findall(r"record: (\S+)", RULES.read_text()))
-    named = set(re.findall(r"(?<![\w:])tt_[a-z]+_[a-z_]+\b(?!:)", text))
-    assert named <= written and records
-    assert promtool("check", "rules", str(RULES)).returncode == 0
+    named = set(re.findall(r"(?<![\w:])tt_[a-z]+_[a-z_]+\b(?!:)", text + json.dumps(QUERIES)))
+    assert named <= written
+    command = re.sub("(?m)^#", "", text[text.index("#   (echo") : text.index("| kubectl")])
+    rule = subprocess.run(["sh", "-c", command], cwd=DEB, capture_output=True, check=True).stdout
+    assert yaml.safe_load(rule)["spec"] == yaml.safe_load(text)
