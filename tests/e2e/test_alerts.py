@@ -145,8 +145,7 @@ def cases(output: str) -> dict[str, Case]:
     """Return the cases by name; output: "file" (node_exporter) or "port" (the plugin's own)."""
     is_file = output == "file"
     down: World = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
-    few: World = {f"{ERRORS}correctable": lambda minute: minute}
-    many: World = {f"{ERRORS}correctable": lambda minute: 30 * (minute + 1 - BEGIN)}
+    many: World = {f"{ERRORS}correctable": lambda at: 30 * (at + 1 - BEGIN)}
     unloaded: World = {DRIVER: None, BOUND: None, UNBOUND: 5}
     gone: World = {f"tt_device_fault device={chip} kind=gone": 1 for chip in CHIPS}
     unseen: World = {each: None for each in healthy(output) if each.startswith("tt_device_info")}
@@ -162,7 +161,8 @@ def cases(output: str) -> dict[str, Case]:
         {MTIME: 60.0 * BEGIN} if is_file else down, "TenstorrentPluginNotReporting",
         6 if is_file else 3, "Start it: systemctl start tt-device-plugin", "{where}",
     )  # fmt: skip
-    stalled = fault("stalled", more=working(P300, 800e6, 20))
+    elsewhere = fault("hot", N150)
+    elsewhere = elsewhere._replace(description=f"{elsewhere.description}-elsewhere")
     dead = fault("gone", more={f"{ERRORS}fatal": lambda at: 1 if at == BEGIN else None})
     probe = "job=blackbox instance=node-1"
     return {
@@ -170,7 +170,7 @@ def cases(output: str) -> dict[str, Case]:
         "unbound": fault("gone", P300, f"Run: echo {P300} > {BIND}/bind", {UNBOUND: 1}),
         "only chip": fault("no_response", N150, f"Reset it: tt-smi -r {N150} ({USERS[N150]})"),
         "no serial": fault("no_response", NEW, f"Reset it: tt-smi -r {NEW}"),
-        "stalled, not unused": stalled._replace(lasts=65),
+        "stalled, not unused": fault("stalled", more=working(P300, 800e6, 20))._replace(lasts=65),
         "gone after an error": dead._replace(lasts=65),
         "driver unloaded": unloading,
         "driver missing since boot": Case(unloaded | unseen, *missing),
@@ -187,7 +187,7 @@ def cases(output: str) -> dict[str, Case]:
             P300, many, "LinkErrorsCorrected", 13, f"R{RESEAT}",
             summary="300 corrected PCIe errors in ten minutes",
         ),
-        "few errors": Case(few),
+        "few errors": Case({f"{ERRORS}correctable": lambda at: at}),
         **{
             f"{each} errors": of(
                 P300, {f"{ERRORS}{severity}": 1 for severity in each.split("+")}, "LinkErrors", 0,
@@ -206,6 +206,9 @@ def cases(output: str) -> dict[str, Case]:
         "node down": Case(down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}),
         "node_exporter down": Case(down if is_file else {}),
         "unused Wormhole": of(N150, working(N150, 500e6, 20), *unused),
+        "unused, a fault elsewhere": of(
+            N150, working(N150, 500e6, 20), *unused, other=elsewhere
+        ),
         "unused Blackhole": of(P300, working(P300, 800e6, 20), *unused),
         "no pod": Case(working(LAST, 800e6, 20)),
         "clock is up": Case(working(P300, 1e9, 20)),
@@ -222,13 +225,9 @@ Place = tuple[str, str]  # cluster, "" for none, and node
 class Cell(NamedTuple):
     """One way to have the metrics in Prometheus."""
 
-    clusters: Sequence[str]
+    places: Sequence[Place]
     output: str
     honors: bool  # honor_labels
-
-    @property
-    def places(self) -> list[Place]:
-        return [*itertools.product(self.clusters, ("node-1", "node-2"))]
 
     def target(self, place: Place) -> dict[str, str]:
         """Return the labels that Prometheus gives to all samples of a scrape."""
@@ -284,9 +283,9 @@ def notation(values: Sequence[float | None]) -> str:
     return re.sub(r"(?<=\d )_", "stale", text)
 
 
-def check(path: Path, history: object, expected: dict[int, list[Any]], power: object) -> None:
-    """Have promtool check that in these minutes exactly these alerts fire; power: a query."""
-    rules, states = [], [power]
+def check(path: Path, history: object, expected: dict[int, list[Any]], others: list[Any]) -> None:
+    """Have promtool check that in these minutes exactly these alerts fire; others: queries."""
+    rules, states = [], others
     for minute, alerts in expected.items():
         at: dict[str, object] = {"eval_time": f"{minute}m"}
         firing = [{"alertstate": "firing", **alert["exp_labels"]} for alert in alerts]
@@ -296,16 +295,16 @@ def check(path: Path, history: object, expected: dict[int, list[Any]], power: ob
             name = alert["exp_labels"]["alertname"]
             rules.append(at | {"alertname": name, "exp_alerts": [alert]})
     test = {"interval": "1m", "promql_expr_test": states, "alert_rule_test": rules}
-    tests = [{**test, "input_series": history}]
-    file = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
-    path.write_text(json.dumps(file))
+    file = {"rule_files": [str(RULES)], "evaluation_interval": "1m"}
+    path.write_text(json.dumps({**file, "tests": [{**test, "input_series": history}]}))
     done = promtool("test", "rules", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 # -- Tests -----------------------------------------------------------------------------------------
 
-WAYS = itertools.product(([""], ["east", "west"]), ("file", "port"), (True, False))
+PLACES = ([*itertools.product(each, ("node-1", "node-2"))] for each in ([""], ["east", "west"]))
+WAYS = itertools.product(PLACES, ("file", "port"), (True, False))
 
 
 @pytest.mark.parametrize("cell", [Cell(*way) for way in WAYS], ids=str)
@@ -328,14 +327,13 @@ def test_each_fault_raises_one_alert(tmp_path: Path, cell: Cell) -> None:
         windows.append((case, dict[Place, World]()))
         for place, each in faults:
             windows[-1][1].setdefault(place, {}).update(each.changes)
-    record, cluster = "namespace_pod:tt_device_power_watts:sum", cell.clusters[0]
-    samples = []
+    powers = []
     for pod, watts in (("train", 100), ("infer-0", 50)):
-        names = {"cluster": cluster, "pod_namespace": "default", "pod_name": pod}
-        samples.append({"labels": labelled(record, names), "value": watts})
-    query = {"expr": f'{record}{{pod_name=~"train|infer-0"}}', "eval_time": "5m"}
-    power = query | {"exp_samples": samples}
-    check(tmp_path / "test.yml", cell.history(*windows), expected, power)
+        names = {"cluster": here[0], "pod_namespace": "default", "pod_name": pod}
+        series = labelled("namespace_pod:tt_device_power_watts:sum", names)
+        samples = [{"labels": series, "value": watts}]
+        powers.append({"expr": series, "eval_time": "5m", "exp_samples": samples})
+    check(tmp_path / "test.yml", cell.history(*windows), expected, powers)
 
 
 def test_the_rules_fit_the_program() -> None:
