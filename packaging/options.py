@@ -157,7 +157,7 @@ def top_keys() -> Iterator[Key]:
 def keys_of(section: Section) -> Iterator[Key]:
     """Yield the keys of a section."""
     for each in fields(section.kind):
-        if each.metadata:
+        if "rule" in each.metadata:
             rule, text = each.metadata["rule"], each.metadata["help"]
             yield Key(section.heading, each.name, each.default, rule, text)
 
@@ -267,11 +267,11 @@ def configuration() -> str:
 
 def documented(key: Key) -> str:
     """Return a key's lines: its meaning, and its default or an example."""
-    has_default = key.default not in (None, MISSING)
+    has_default = key.default not in (None, MISSING, "")
     if not has_default and key.name not in EXAMPLES:
         sys.exit(f"add a value for {key.name}, which has no default, to EXAMPLES in {__file__}")
     value = key.default if has_default else EXAMPLES[key.name]
-    note = "  # an example; not set by default" if key.default is None else ""
+    note = "  # an example; not set by default" if key.default in (None, "") else ""
     return f"{comment(' '.join(key.sentences))}#{key.name} = {json.dumps(value)}{note}\n"
 
 

@@ -367,7 +367,6 @@ class Boards(Story):
             await self.a_tray_of_chips()
             await self.reload()
             await self.whole_boards()
-            await self.the_first_pod_ends()
             await self.sharing()
             await self.other_programs()
 
@@ -409,15 +408,6 @@ class Boards(Story):
             more = ",…" if chips > 2 else ""
             stage.fact(pod, f"{chips} device files, TT_VISIBLE_DEVICES={first}{more}")
 
-    async def the_first_pod_ends(self) -> None:
-        self.stage.step("The pod from before the reload ends")
-        begin = time.monotonic()
-        self.kubelet.remove_pod("train")
-        seconds = await self.wait_for_list(
-            TRAY, lambda: len(self.kubelet.healthy(TRAY)) == 4, begin
-        )
-        self.stage.fact("its tray", f"is available again after {seconds:.1f} s, as {TRAY}")
-
     async def sharing(self) -> None:
         self.stage.step("Five pods request the n300, which four can share")
         got = [await self.admit(f"notebook-{number}", N300) for number in range(1, 5)]
@@ -443,7 +433,7 @@ class Boards(Story):
         assert len(labels) == len(keys), f"labels are missing: {features}"
         stage.fact("labels", *labels)
         rows = {bdf: row for bdf, row in (await self.listed()).items() if row["pods"]}
-        assert len(rows) == 11, f"list --json has pods of {sorted(rows)}"
+        assert len(rows) == 19, f"list --json has pods of {sorted(rows)}"
         table = [
             (bdf, row["resource"], ", ".join(sorted(pod["pod"] for pod in row["pods"])))
             for bdf, row in rows.items()
