@@ -1,6 +1,4 @@
-"""The program under every Python that is packed, by `make test-pythons`.
-
-Or `python -m tests.pythons [--zipapp FILE] [3.10 …]`.
+"""The program under every Python that is packed: `python -m tests.pythons [3.10 …]`.
 
 For each Python on PATH or in pyenv: the tests that depend on the language, with the packages in the
 zipapp instead of those in .venv; and the zipapp itself, with --version and with tests.demo.
@@ -114,10 +112,10 @@ def zipapp_commands(python: str, zipapp: Path) -> dict[str, list[str]]:
     }
 
 
-def try_all(zipapp: Path, chosen: Sequence[int]) -> Iterator[tuple[str, bool]]:
+def try_all(chosen: Sequence[int]) -> Iterator[tuple[str, bool]]:
     """Yield the name and result of each trial, and whether it succeeded."""
     found = interpreters()
-    modules = str(bundled(zipapp, WORK / "bundled"))
+    modules = str(bundled(ZIPAPP, WORK / "bundled"))
     for minor in chosen:
         if minor not in found:
             yield f"Python 3.{minor}: NOT RUN: not installed", True
@@ -128,7 +126,7 @@ def try_all(zipapp: Path, chosen: Sequence[int]) -> Iterator[tuple[str, bool]]:
         variables = {**os.environ, "HYPOTHESIS_STORAGE_DIRECTORY": str(WORK / "hypothesis")}
         python = str(venv / "bin/python")
         commands = {"tests": [python, *suite(ROOT, str(WORK / "tmp"))]}
-        commands |= zipapp_commands(python, zipapp)
+        commands |= zipapp_commands(python, ZIPAPP)
         for name, command in commands.items():
             done = run(command, variables)
             yield f"Python 3.{minor}: {name}: {last_line(done)}", done.returncode == 0
@@ -156,11 +154,10 @@ def main() -> int:
         prog="python -m tests.pythons", description="Tries the program under each Python."
     )
     parser.add_argument("versions", nargs="*", metavar="3.N", help="default: all that are packed")
-    parser.add_argument("--zipapp", type=Path, default=ZIPAPP, help="default: %(default)s")
     options = parser.parse_args()
     chosen = [int(version.removeprefix("3.")) for version in options.versions] or minors()
     results = []
-    for text, succeeded in try_all(options.zipapp, chosen):
+    for text, succeeded in try_all(chosen):
         print(text if succeeded else f"{text}  FAILED", flush=True)
         results.append(succeeded)
     return 0 if all(results) else 1

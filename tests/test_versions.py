@@ -97,7 +97,14 @@ def rises(*versions: str) -> bool:
 
 
 def test_versions_only_rise(repository: Repository) -> None:
-    """From commit to commit, through a release and after it, also within one second."""
+    """From commit to commit, through a release and after it, also within one second.
+
+    Commits of two branches with the same count differ in their hash.
+    """
+    repository.git("checkout", "--quiet", "-b", "other")
+    repository.commit("Other")
+    other = repository.version()
+    repository.git("checkout", "--quiet", "main")
     seen = [repository.version()]
     for number in range(11):  # the count gets a second digit
         repository.commit(f"Change {number}")
@@ -108,6 +115,7 @@ def test_versions_only_rise(repository: Repository) -> None:
         seen.append(repository.version())
     assert seen[-2] == "0.2.0" and seen[-1].startswith("0.3.0~git")
     assert rises(*seen), seen
+    assert other.startswith("0.2.0~git2.g") and other not in seen
 
 
 def test_a_commit_after_a_tag_made_by_hand(repository: Repository) -> None:
@@ -143,18 +151,6 @@ def test_uncommitted_changes(repository: Repository) -> None:
         versions.append(repository.version())
     assert len({*versions}) == 4 and versions[1] == versions[2]
     assert all(".dirty." in version for version in versions)
-
-
-def test_two_branches(repository: Repository) -> None:
-    """Commits with the same count differ in their hash."""
-    versions = []
-    for name in ("one", "two"):
-        repository.git("checkout", "--quiet", "-b", name, "main")
-        repository.append(f"# {name}\n")
-        repository.commit(name)
-        versions.append(repository.version())
-    assert versions[0] != versions[1]
-    assert [re.sub("g[0-9a-f]{10}$", "", version) for version in versions] == ["0.2.0~git2."] * 2
 
 
 def test_a_shallow_clone_is_below_other_commits(repository: Repository, tmp_path: Path) -> None:
@@ -197,21 +193,19 @@ def test_a_release(repository: Repository) -> None:
     assert not changes and len(worktrees.splitlines()) == 1
 
 
-def test_checks_that_fail(repository: Repository) -> None:
-    """No tag, commit or file is left, and the last line has the reason."""
-    before = repository.state()
-    done = repository.release("0.2.0", "false")
-    assert done.returncode and "false failed with status 1" in done.stderr, done
-    assert repository.state() == before
-
-
-def test_a_commit_during_the_checks(repository: Repository) -> None:
-    """It is not released unchecked."""
-    done = repository.release(
-        "0.2.0", f"git -C {repository.top} commit --quiet --allow-empty --message Third"
-    )
-    assert done.returncode and "main has changed" in done.stderr, done
-    assert repository.git("tag") == ""
+@pytest.mark.parametrize(
+    ("checks", "reason"),
+    [
+        ("false", "false failed with status 1"),
+        ("git -C {top} commit --quiet --allow-empty --message Third", "main has changed"),
+    ],
+)
+def test_checks_that_fail(repository: Repository, checks: str, reason: str) -> None:
+    """No tag is made, and a commit during the checks is not released unchecked."""
+    done = repository.release("0.2.0", checks.format(top=repository.top))
+    assert done.returncode and reason in done.stderr, done
+    _, tags, changes, branches, worktrees = repository.state()
+    assert (tags, changes, branches) == ("", "", "* main") and len(worktrees.splitlines()) == 1
 
 
 def commit_with(name: str, text: str) -> Callable[[Repository], None]:

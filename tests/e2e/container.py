@@ -74,11 +74,8 @@ def require_root(**tools: str) -> None:
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
-    arguments = [
-        "--variant=minbase",
-        f"--include={packages}",
-        "--aptopt=Acquire::Check-Valid-Until false",
-    ]
+    arguments = ["--variant=minbase", f"--include={packages}"]
+    arguments += ["--aptopt=Acquire::Check-Valid-Until false"]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     tarball = CACHE / f"{suite}-{key}.tar"
     if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:
@@ -134,18 +131,10 @@ class Container:
     def boot(self, begun: Callable[[], object] = lambda: None) -> float:
         """Boot, call `begun` early on, wait until all is started; returns the seconds taken."""
         since = time.monotonic()
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", self.script, "sh"]
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                [
-                    "unshare",
-                    "--mount",
-                    "--propagation=private",
-                    "sh",
-                    "-c",
-                    self.script,
-                    "sh",
-                    *self.arguments,
-                ],
+                [*command, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -172,10 +161,8 @@ class Container:
 
     def _up(self) -> bool:
         assert self._begun(), f"systemd has ended:\n{self._last_words()}"
-        return self("systemctl", "is-system-running", check=False).strip() in (
-            "running",
-            "degraded",
-        )
+        state = self("systemctl", "is-system-running", check=False).strip()
+        return state in ("running", "degraded")
 
     def _last_words(self) -> str:
         return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""

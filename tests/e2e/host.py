@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.container import Container
-from tests.world.node import Chip, SimulatedNode, Ticker
+from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import PATIENCE, ROOT, wait_until
 
 UNIT = "tt-device-plugin"
@@ -133,7 +133,7 @@ class Host(Container):
     def have_cards(self) -> None:
         """The package is installed, and the daemon has found the cards."""
         if not self._node:
-            self.plug(*CARDS)
+            self.plug()
         if self.path(CONFIG).read_text() != CONFIGURATION:
             self.write(CONFIG, CONFIGURATION)
             self.systemctl("restart", UNIT)
@@ -147,15 +147,8 @@ class Host(Container):
     def recover(self) -> None:
         """Undo the changes of a test that has failed."""
         self.install_kubelet(DIRECTORY)
-        self.shell(
-            f"""
-            rm -rf {Path(DROP_IN).parent} /var/snap
-            systemctl daemon-reload
-            systemctl reset-failed
-            systemctl --no-block restart {UNIT}
-            """,
-            check=False,
-        )
+        self.shell(f"rm -rf {Path(DROP_IN).parent} /var/snap; systemctl daemon-reload", check=False)
+        self.shell(f"systemctl reset-failed; systemctl --no-block restart {UNIT}", check=False)
 
     def left_behind(self) -> list[str]:
         """Files that did not exist before the first installation."""
@@ -202,10 +195,10 @@ class Host(Container):
 
     # The cards.
 
-    def plug(self, *cards: str) -> None:
+    def plug(self) -> None:
         """Plug in cards with running firmware."""
         self._node = SimulatedNode(self.shared / "node")
-        for card in cards:
+        for card in CARDS:
             self._node.add(card)
         self._heartbeats.enter_context(Ticker(self._node))
 
@@ -213,9 +206,6 @@ class Host(Container):
     def node(self) -> SimulatedNode:
         assert self._node, "no card was plugged in"
         return self._node
-
-    def chip(self, name: str) -> Chip:
-        return self.node.chip(name)
 
     # The kubelet.
 
@@ -229,12 +219,9 @@ class Host(Container):
     def events(self, since: float, kind: str, **wanted: Any) -> list[dict[str, Any]]:
         """The kubelet's events of a kind since a moment, with these values."""
         lines = self._events.read_text().splitlines(keepends=True)
-        events = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [
-            event
-            for event in events
-            if event["event"] == kind and event["at"] >= since and wanted.items() <= event.items()
-        ]
+        events = (json.loads(line) for line in lines if line.endswith("\n"))
+        events = (event for event in events if event["event"] == kind and event["at"] >= since)
+        return [event for event in events if wanted.items() <= event.items()]
 
     def event(
         self, since: float, kind: str, timeout: float = PATIENCE, **wanted: Any
@@ -244,10 +231,6 @@ class Host(Container):
         return wait_until(lambda: self.events(since, kind, **wanted), what, timeout)[0]
 
     # The service.
-
-    def properties(self, unit: str = UNIT) -> dict[str, str]:
-        pairs = self.systemctl("show", "--all", unit).splitlines()
-        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def property(self, name: str, unit: str = UNIT) -> str:
         """A property of a unit, or of systemd if the unit is empty."""

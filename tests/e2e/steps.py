@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import time
 import traceback
@@ -62,23 +61,56 @@ def properties(*names: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
-def probing(unit: str, command: str, output: str) -> str:
-    """Return the service's unit with another program in its sandbox, which runs once.
+# Runs probe.py ($1) once in the service's own sandbox; its output is the file $2. The sandbox shows
+# processes of containers, so there is one of another user, with capabilities. $3 is the number of a
+# device that any user outside the sandbox can open.
+PROBE = """
+set -e
+made="/dev/tenstorrent /var/lib/kubelet/pods /var/lib/prometheus"
+mkdir -p $made /var/lib/prometheus/node-exporter
+mkdir -p /etc/kubernetes/node-feature-discovery/features.d
+mknod -m 666 /dev/tenstorrent/7 c $3
+setpriv --reuid=65534 --clear-groups sh -c ': <>/dev/tenstorrent/7'
+systemd-run --quiet --unit=other --uid=65534 \\
+    --property=AmbientCapabilities='CAP_NET_RAW CAP_SYS_CHROOT' sleep infinity
+probe="$1 /dev/tenstorrent/7 $(systemctl show --value --property=MainPID other)"
+# The end of the probe must not delete the daemon's run-time directory.
+sed -E -e 's/^Type=.*/Type=oneshot/' -e 's/^RuntimeDirectory=.*/RuntimeDirectory=probe/' \\
+    -e '/^(Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStopPost|ExecStartPre=.*back-off)/d' \\
+    -e "s,^ExecStart=.*,ExecStart=/usr/bin/python3 $probe\\nStandardOutput=file:$2," \\
+    $(systemctl show --value --property=FragmentPath tt-device-plugin) \\
+    >/run/systemd/system/probe.service
+systemctl daemon-reload
+systemctl start probe
+systemctl stop other
+rm -r $made /run/systemd/system/probe.service
+systemctl daemon-reload
+"""
+ALLOWED = {
+    "stat a device",
+    "unix sockets",
+    "a socket in the run-time directory",
+    "kernel events",
+    "a directory for everybody's locks",
+    "name of another user's process",
+    "cgroup of another user's process",
+    "cgroups",
+    "write to the kubelet's directory",
+    "write to CDI's",
+    "write to the node exporter's",
+    "write to labels",
+}
 
-    output: the file that the program's standard output goes to.
-    """
-    unit = re.sub(r"(?m)^Type=.*$", "Type=oneshot", unit)
-    others = r"Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStopPost|ExecStartPre=\S*back-off"
-    unit = re.sub(rf"(?m)^({others}).*\n", "", unit)
-    # The end of the probe must not delete the daemon's run-time directory.
-    unit = re.sub(r"(?m)^RuntimeDirectory=.*$", "RuntimeDirectory=probe", unit)
-    started = f"ExecStart=/usr/bin/python3 {command}\nStandardOutput=file:{output}"
-    return re.sub(r"(?m)^ExecStart=.*$", started, unit)
 
-
-# Whose process the sandbox is to show, as a container's may be: another user's, with capabilities.
-OTHER = "systemd-run --quiet --unit=other --uid=65534"
-OTHER += " --property=AmbientCapabilities='CAP_NET_RAW CAP_SYS_CHROOT' sleep infinity"
+def assert_sandboxed(found: JSON) -> str:
+    """Check the output of probe.py; return a summary."""
+    assert found.pop("capabilities") == "0000000000000000"
+    assert found.pop("interfaces") in (["lo"], [])
+    assert int(found.pop("descriptors")) > 512 * 10
+    allowed = {name for name, answer in found.items() if answer == "yes"}
+    assert allowed == ALLOWED, found
+    assert found["open a device"] == "Operation not permitted", found
+    return ", ".join(f"{name} ({found[name]})" for name in sorted(found.keys() - allowed))
 
 
 def status_with(*parts: str) -> str:

@@ -1,7 +1,7 @@
 """A user of the host logs out: the locks of containers that run under the same user ID.
 
-logind, the session and tt-umd's mutex are the real ones. The containers have their own mount and
-PID namespaces and root file system, and as their /dev/shm the directory that the package mounts.
+logind, the session and tt-umd's mutex are the real ones. The containers have namespaces and a root
+file system, and the directory that the package mounts as their /dev/shm.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The README's two commands for a newcomer: a minimal system, an ordinary user, a fresh clone.
 
-Each release has one tree with git, make, python3 and python3-venv. Each command runs there twice:
-on a quiet machine, and beside two busy processes per processor.
+Each command runs twice: on a quiet machine, and beside two busy processes per processor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -82,16 +80,15 @@ class Tree(Container):
         return process.returncode, lines
 
 
-@contextlib.contextmanager
-def busy(number: int) -> Iterator[None]:
-    """Run processes that use all the processor time that they get."""
+@pytest.fixture(params=LOADS)
+def load(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that use all the processor time that they get, if the load is "busy"."""
+    number = 2 * (os.cpu_count() or 1) if request.param == "busy" else 0
     processes = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(number)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    yield
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module", params=SUITES)
@@ -109,15 +106,14 @@ def test_make_deb_names_missing_packages(tree: Tree) -> None:
     assert not (tree.clone / ".venv").exists(), lines
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.usefixtures("load")
 @pytest.mark.parametrize("target", COMMANDS)
-def test_the_two_commands(tree: Tree, target: str, load: str, told: Told) -> None:
+def test_the_two_commands(tree: Tree, target: str, told: Told) -> None:
     """`make demo` and `make test` pass; both announce how long the setup takes, and show progress.
 
     The demo packs one Python only. Its first step is timed against the announcement.
     """
-    with busy(2 * (os.cpu_count() or 1) if load == "busy" else 0):
-        status, lines = tree.make(target)
+    status, lines = tree.make(target)
     output = "\n".join(line for _, line in lines)
     assert status == 0, output[-6000:]
     result = f"{lines[-1][0]:.0f} s; {lines[-1][1]}"

@@ -63,16 +63,13 @@ def debian(request: pytest.FixtureRequest, deb: Path) -> Iterator[Debian]:
         yield debian
 
 
-def test_the_suite(debian: Debian, told: Told) -> None:
-    """The tests that depend on the language pass, on a system without the package."""
-    told(debian.run_in_project(PYTHON, *pythons.suite(Path("/srv/project"), "/tmp/suite")))
-
-
-def test_the_zipapp(debian: Debian, told: Told) -> None:
-    """It prints its version, and `make demo` succeeds with it."""
+def test_the_suite_and_the_zipapp(debian: Debian, told: Told) -> None:
+    """The tests that depend on the language pass without the package; then the zipapp runs."""
+    results = [debian.run_in_project(PYTHON, *pythons.suite(Path("/srv/project"), "/tmp/suite"))]
     debian.be_installed()
-    commands = pythons.zipapp_commands(PYTHON, Path(PYZ)).values()
-    told("; ".join(debian.run_in_project(*command) for command in commands))
+    for command in pythons.zipapp_commands(PYTHON, Path(PYZ)).values():
+        results.append(debian.run_in_project(*command))
+    told("; ".join(results))
 
 
 def test_the_service(debian: Debian, told: Told) -> None:

@@ -116,7 +116,6 @@ class Node(Container):
         return done.stdout + done.stderr if done.returncode else ""
 
     def upgrade(self, *options: str) -> str:
-        """Run unattended-upgrades; return its output."""
         return self("unattended-upgrade", *options)
 
 
@@ -140,7 +139,7 @@ def genuine(node: Node) -> Iterator[Path]:
 # -- installation and upgrade ----------------------------------------------------------------------
 
 
-def test_installation_in_four_lines(node: Node, publisher: Publisher, told: Told) -> None:
+def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
     """With the key and the sources file; a node fetches only its own index, by hash."""
     (node.shared / "before.json").write_text(json.dumps(sorted(node.files())))
     output = [node.shell(f"{line} 2>&1") for line in INSTALLATION]
@@ -149,8 +148,6 @@ def test_installation_in_four_lines(node: Node, publisher: Publisher, told: Told
     requests = node("journalctl", "--unit=web", "--output=cat", "--no-pager")
     by_hash = r"GET /dists/stable/main/binary-(\w+)/by-hash/SHA256/[0-9a-f]{64} .* 200"
     assert {*re.findall(by_hash, requests)} == {node("dpkg", "--print-architecture").strip()}
-    answers = zip(INSTALLATION, output, strict=True)
-    told("\n    ".join(f"# {line}\n    {text.strip()}" for line, text in answers))
 
 
 def test_unattended_upgrades_with_an_edited_configuration(
@@ -183,29 +180,23 @@ def test_back_to_an_earlier_version(node: Node, publisher: Publisher) -> None:
     assert (node.root / CONFIG[1:]).read_text() == 'log_level = "debug"\n'
 
 
-def test_from_0_1_0_with_an_edited_conffile(node: Node, publisher: Publisher) -> None:
-    """unattended-upgrades also upgrades the version whose configuration was a conffile."""
+@pytest.mark.parametrize("edited", [True, False])
+def test_from_0_1_0(node: Node, publisher: Publisher, edited: bool) -> None:
+    """It had the configuration as a conffile: an edited one stays, another one is replaced."""
     node("apt-get", "purge", "--yes", UNIT)
     node("apt-get", "install", "--yes", "--allow-downgrades", publisher.packages.first)
-    node.write(CONFIG, 'log_level = "warning"\n')
+    configuration = node.root / CONFIG[1:]
+    assert len(configuration.read_text().splitlines()) > 50
+    if edited:
+        node.write(CONFIG, 'log_level = "warning"\n')
     node.upgrade()
-    assert node.version() == NEXT
-    assert (node.root / CONFIG[1:]).read_text() == 'log_level = "warning"\n'
+    new = (node.root / "usr/share/tt-device-plugin/config-at-first.toml").read_text()
+    assert node.version() == NEXT and node.is_active()
+    assert configuration.read_text() == ('log_level = "warning"\n' if edited else new)
+    assert os.listdir(configuration.parent) == ["config.toml"]
 
 
 # -- forgeries -------------------------------------------------------------------------------------
-
-
-def forge_signed_text(repository: Path, publisher: Publisher) -> None:
-    path = repository / "dists/stable/InRelease"
-    path.write_bytes(path.read_bytes().replace(b"Suite: stable", b"Suite: stabel"))
-    (repository / "dists/stable/Release.gpg").unlink()
-
-
-def forge_index(repository: Path, publisher: Publisher) -> None:
-    for path in repository.glob("dists/stable/main/binary-*/**/*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes() + b"\n")
 
 
 def sign_with_another_key(repository: Path, publisher: Publisher) -> None:
@@ -219,36 +210,21 @@ def remove_signatures(repository: Path, publisher: Publisher) -> None:
 
 
 FORGERIES: dict[Callable[[Path, Publisher], None], str] = {
-    forge_signed_text: r"BADSIG|has been manipulated",
-    forge_index: r"Hash Sum mismatch|unexpected size",
     sign_with_another_key: r"NO_PUBKEY|[Mm]issing key|not signed|No good signature",
     remove_signatures: r"not signed",
 }
 
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
-def test_a_forged_index_is_rejected(
+def test_a_forged_repository_is_rejected(
     node: Node, genuine: Path, publisher: Publisher, forge: Callable[[Path, Publisher], None]
 ) -> None:
-    """apt prints the reason, and uses nothing of the repository."""
+    """The sources file accepts no other key: apt prints the reason, and uses nothing of it."""
     node.shell("rm -rf /var/lib/apt/lists/*")
     forge(genuine, publisher)
     output = node.update()
     assert re.search(FORGERIES[forge], output), output
     assert URL not in node("apt-cache", "policy", UNIT)
-
-
-def test_a_forged_package_is_rejected(node: Node, genuine: Path, publisher: Publisher) -> None:
-    """A package with one changed byte is not unpacked."""
-    (deb,) = genuine.glob(f"pool/main/t/{UNIT}/{UNIT}_{publisher.version}_*.deb")
-    content = bytearray(deb.read_bytes())
-    content[len(content) // 2] ^= 1
-    deb.write_bytes(content)
-    node("apt-get", "clean")
-    name = f"{UNIT}={publisher.version}"
-    done = node.run("apt-get", "install", "--yes", "--allow-downgrades", name)
-    assert done.returncode and "Hash Sum mismatch" in done.stderr, done
-    assert node.version() == NEXT
 
 
 def test_removal_leaves_nothing(node: Node) -> None:
@@ -313,7 +289,7 @@ def test_indexes_of_the_previous_release_are_kept(publisher: Publisher, tmp_path
     assert named[0] - named[1] and named[1] - named[2]
 
 
-def test_make_repository(publisher: Publisher, tmp_path: Path, told: Told) -> None:
+def test_make_repository(publisher: Publisher, tmp_path: Path) -> None:
     """It has both architectures; without a key it uses a temporary one, and prints a warning."""
     output = tmp_path / "made"
     done = publisher.run("make", "--silent", "repository", f"REPOSITORY={output}", "SIGN_KEY=")
@@ -325,4 +301,3 @@ def test_make_repository(publisher: Publisher, tmp_path: Path, told: Told) -> No
     assert "*** SIGNED WITH A TEMPORARY KEY" in done.stderr and "A PLACEHOLDER" in done.stderr
     assert "Valid-Until" not in (output / RELEASE).read_text()
     assert "Architectures:" not in (output / f"{UNIT}.sources").read_text()
-    told(done.stdout.strip().splitlines()[-1])
