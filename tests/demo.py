@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.world.kubelet import AdmissionError, Allocation, Kubelet
+from tests.world.kubelet import AdmissionError, Allocation, Event, Kubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import (
     Installation,
@@ -43,7 +43,7 @@ N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
 RESOURCES = (N150, N300, P300)
 GALAXY, TRAY = f"{DOMAIN}/galaxy-wormhole", f"{DOMAIN}/galaxy-wormhole-board"
 SURVIVORS = ("training", "single")  # the pods of the reboots
-ADMISSION = 0.8  # seconds from kubelet.sock to the admission of pods, by the real kubelet
+ADMISSION = 0.8  # seconds from kubelet.sock to the admission of existing pods, as measured
 STORY = 900.0  # seconds, after which a story hangs
 STEP = 60.0  # seconds for actions that take milliseconds
 INTERVAL = 1.0  # seconds between two polls; the default is 5
@@ -91,7 +91,7 @@ class Story:
         self.uevents = home / "uevents"
         self.node = SimulatedNode(home / "node")
         self.kernel = Kernel(self.node, self.uevents)
-        self.kubelet = Kubelet(self.directory)
+        self.kubelet = Kubelet(self.directory, pods_come=ADMISSION)
         self.configuration = home / "daemon.toml"
         self.daemon = self.new_daemon()
 
@@ -151,14 +151,26 @@ class Story:
     async def admit(self, pod: str, resource: str, number: int = 1) -> Allocation:
         return await self.kubelet.admit(pod, "main", {resource: number})
 
-    async def reject(self, pod: str, admission: Callable[..., Any], *arguments: Any) -> None:
-        """Print the error with which the kubelet rejects a pod."""
+    async def reject(self, pod: str, resource: str) -> None:
+        """Print the error with which the kubelet rejects a new pod."""
         try:
-            await admission(pod, *arguments)
+            await self.admit(pod, resource)
         except AdmissionError as error:
             self.stage.fact(pod, error.reason, error.message)
         else:
             raise AssertionError(f"the pod {pod} is admitted")
+
+    async def readmitted(self, pod: str, begin: float, kind: str = "admitted") -> Event:
+        """Return the event with which a starting kubelet admits a pod again, or rejects it."""
+
+        def found() -> Event | None:
+            kinds = ("admitted", "rejected")
+            events = (event for each in kinds for event in self.kubelet.find(each, since=begin))
+            return next((event for event in events if event.fields["pod"] == pod), None)
+
+        event = await self.kubelet.wait_for(found, STEP)
+        assert event and event.kind == kind, event
+        return event
 
     async def wait_for_list(
         self, resource: str, condition: Callable[[], object], begin: float
@@ -252,7 +264,7 @@ class Cards(Story):
             "unhealthy", f"{free} after {seconds:.1f} s; {allocatable} of {capacity} is left"
         )
         stage.fact("reason", str((await self.listed())[free]["reason"]))
-        await self.reject("unlucky", kubelet.admit, "main", {N300: 1})
+        await self.reject("unlucky", N300)
         begin = time.monotonic()
         self.node.chip(free).thaw()
         seconds = await self.wait_for_list(N300, lambda: free in kubelet.healthy(N300), begin)
@@ -283,13 +295,14 @@ class Cards(Story):
         for _ in range(10):
             await kubelet.kill()
             await asyncio.sleep(0.1)
+            begin = time.monotonic()
             times.append(await self.start_kubelet(*RESOURCES))
         median, most = ms(statistics.median(times)), ms(max(times))
         stage.fact("registered", f"all three resources after {median} (median), at most {most}")
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         assert held == before, f"pods held {before}, and now {held}"
         for pod in ("training", "single", "pair", "notebook"):
-            await kubelet.readmit(pod, running=True)
+            await self.readmitted(pod, begin)
         stage.fact("pods", "all keep their devices")
 
     async def stop(self) -> None:
@@ -303,26 +316,26 @@ class Cards(Story):
         """The kubelet admits its pods again as soon as it has read them."""
         stage, kubelet = self.stage, self.kubelet
         stage.step("The node reboots; the daemon starts before the kubelet, as its unit orders")
-        await kubelet.kill()
+        await kubelet.power_cut()
         async with self.new_daemon() as daemon:
             await daemon.ready()
+            begin = time.monotonic()
             seconds = await self.start_kubelet(*RESOURCES)
             stage.fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
-            await asyncio.sleep(max(0.0, ADMISSION - seconds))
             for pod in SURVIVORS:
-                await kubelet.readmit(pod)
-                stage.fact(pod, "admitted")
+                stage.fact(pod, (await self.readmitted(pod, begin)).kind)
             await daemon.stop(signal.SIGKILL)
 
     async def reboot_without_the_daemon(self) -> None:
         """The kubelet rejects its pods before a plugin that is a pod can start."""
         stage, kubelet = self.stage, self.kubelet
         stage.step("It reboots again; a plugin that is a pod would start after the other pods")
-        await kubelet.kill()
+        await kubelet.power_cut()
+        begin = time.monotonic()
         await self.start_kubelet()
-        await asyncio.sleep(ADMISSION)
         for pod in SURVIVORS:
-            await self.reject(pod, kubelet.readmit)
+            fields = (await self.readmitted(pod, begin, "rejected")).fields
+            stage.fact(pod, str(fields["reason"]), str(fields["message"]))
 
 
 class Boards(Story):
@@ -371,7 +384,7 @@ class Boards(Story):
         assert len(files) == len(locks) == 1, f"they have {files} and the locks {locks}"
         shared = f"{self.short(locks.pop())} at /dev/shm"
         self.stage.fact("four pods", f"have {files.pop()}, and take turns by locks: {shared}")
-        await self.reject("notebook-5", self.kubelet.admit, "main", {N300: 1})
+        await self.reject("notebook-5", N300)
 
 
 async def demo(pyz: Path | None) -> int:

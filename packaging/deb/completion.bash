@@ -17,7 +17,6 @@ _tt_device_plugin() {
         --proc-root
         --resource-domain
         --resource-naming
-        --device-id-strategy
         --visible-devices
         --unit
         --device-list-strategy
@@ -35,7 +34,6 @@ _tt_device_plugin() {
         [--proc-root]='DIRECTORY'
         [--resource-domain]='TEXT'
         [--resource-naming]='board card arch'
-        [--device-id-strategy]='bdf asic index'
         [--visible-devices]='bdf index none'
         [--unit]='chip board'
         [--device-list-strategy]='device-specs cdi'

@@ -1,0 +1,69 @@
+"""The man page names exactly what the program has; its options are generated."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ttdp
+from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import ROOT, Installation, outlet_flags
+
+PAGE = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
+
+
+def section(name: str) -> str:
+    return re.split(r"(?m)^\.Sh ", PAGE.split(f"\n.Sh {name}\n")[1])[0]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> SimulatedNode:
+    node = SimulatedNode(tmp_path / "node")
+    for card in ("n300", "p300c"):
+        node.add(card, numa_node=0)
+    return node
+
+
+def test_every_fault() -> None:
+    """DIAGNOSTICS has an entry for each kind, and for chips that are withheld."""
+    kinds = re.findall(r"(?m)^\.It Sy (\w+) : ", section("DIAGNOSTICS"))
+    assert {*kinds} == {fault.value for fault in ttdp.Fault} | {"withheld"}
+
+
+def test_every_metric() -> None:
+    named = re.findall(r"(?m)^\.It Li (tt_\w+)", section("METRICS"))
+    chips = {f"tt_device_{name}" for name in ttdp.CHIP_METRICS}
+    assert {*named} == chips | {f"tt_{name}" for name in ttdp.PLUGIN_METRICS}
+
+
+def test_every_exit_status() -> None:
+    trees = (ROOT / "packaging/trees.py").read_text()
+    statuses = {value for name, value in vars(ttdp).items() if name.startswith("EXIT_")}
+    statuses |= {int(value) for value in re.findall(r"(?m)^EXIT_\w+ = (\d+)", trees)}
+    named = re.findall(r"(?m)^\.It (\d+)$", section("EXIT STATUS"))
+    assert {*map(int, named)} == statuses | {0, 1, 2}
+
+
+def test_every_json_key(node: SimulatedNode, tmp_path: Path) -> None:
+    command, environ = Installation(tmp_path).command(
+        "list", "--json", *node.flags, *outlet_flags(tmp_path), f"--device-plugin-dir={tmp_path}"
+    )
+    row = json.loads(subprocess.check_output(command, env=environ, text=True))[0]
+    assert re.findall(r"(?m)^\.It Li (\w+)$", section("JSON")) == [*row]
+
+
+async def test_every_label(node: SimulatedNode, tmp_path: Path) -> None:
+    directory = tmp_path / "device-plugins"
+    directory.mkdir()
+    (tmp_path / "features.d").mkdir()
+    with Ticker(node):
+        async with Installation(tmp_path).daemon(node, directory) as daemon:
+            await daemon.ready()
+            features = (tmp_path / "features.d/tt-device-plugin").read_text()
+    written = re.findall(r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)=", features)
+    named = re.findall(r"(?m)^\.It Li tenstorrent\.com/(?:NAME)?(\S+)$", section("LABELS"))
+    assert {*named} == {*written}
