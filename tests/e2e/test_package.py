@@ -146,6 +146,15 @@ def test_without_a_device_it_is_active_and_quiet(host: Host, told: Told) -> None
 
 
 @pytest.mark.usefixtures("installed")
+def test_commands_find_the_running_service(host: Host) -> None:
+    """By its status socket, which only root can connect to; `check` FAILs if it is stopped."""
+    assert host("stat", "--format=%a %U", "/run/tt-device-plugin/status.sock") == "600 root\n"
+    for command, level in (("stop", "FAIL"), ("start", "ok")):
+        host.systemctl(command, UNIT)
+        assert re.search(rf"(?m)^{level} +service ", host("tt-device-plugin", "check", check=False))
+
+
+@pytest.mark.usefixtures("installed")
 def test_sandbox_score(host: Host, told: Told) -> None:
     """The exposure is at most 1.5; the unit explains each setting that is missing."""
     analysis = host("systemd-analyze", "security", UNIT)
