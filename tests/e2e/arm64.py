@@ -38,8 +38,7 @@ class Release:
     page_size: int
 
 
-# Debian 13's C library uses branch target identification and pointer authentication. A neoverse-n1
-# has neither.
+# With branch target identification and pointer authentication, which Debian 13's C library uses.
 EVERYTHING = "max,pauth-impdef=on"
 RELEASES = (
     Release("bookworm", "bookworm", "linux-image-arm64", "neoverse-n1", 4096),

@@ -39,8 +39,6 @@ def test_the_machine(guest: Guest, told: Told) -> None:
     release, found = guest[0], step(guest, "boot")
     assert (found["machine"], found["page size"]) == ("aarch64", release.page_size)
     assert not found["failed units"] and found["dpkg"].splitlines() == ["arm64", "0"], found
-    if release.processor == arm64.EVERYTHING:  # Debian 13's C library uses these
-        assert {"bti", "paca"} <= set(found["features"]), found["features"]
     seconds = sum(each["seconds"] for each in guest[1].values())
     told(f"{found['kernel']}; {seconds:.0f} s of the machine's clock")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import umd
-from tests.e2e.conftest import Told
 from tests.e2e.container import PACKAGES, Container, require_root
 from tests.world.processes import wait_until
 
@@ -119,7 +118,7 @@ def system(request: pytest.FixtureRequest, deb: Path) -> Iterator[System]:
 
 
 @pytest.mark.parametrize("place", ["/run/ttdp/shm", "/dev/shm/tt-device-plugin"])
-def test_a_user_logs_out(system: System, place: str, told: Told) -> None:
+def test_a_user_logs_out(system: System, place: str) -> None:
     """Below /run/ttdp/shm the lock stays. Below /dev/shm it is deleted."""
     shm = f"{place}/n300"
     system.shell(f"mkdir -p {shm} && chmod 1777 {shm}")
@@ -135,4 +134,3 @@ def test_a_user_logs_out(system: System, place: str, told: Told) -> None:
             assert system.states("early") == ["waits"]
     finally:
         system.stop_containers()
-    told(f"{place}: a container that starts after the logout {late}")

@@ -18,7 +18,6 @@ from tests.world.processes import ROOT
 PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
 RELEASES = {13: "trixie", 14: "forky", 15: "forky"}
 REQUIRED = (13,)  # the others are tested if they are available
-RESIDENT = 40.0  # MB, of a daemon without cards
 PYTHON = "/srv/shared/venv/bin/python"
 
 
@@ -73,7 +72,7 @@ def test_the_suite_and_the_zipapp(debian: Debian, told: Told) -> None:
 
 
 def test_the_service(debian: Debian, told: Told) -> None:
-    """It starts on this Python, and needs no more memory than on others."""
+    """It starts on this Python."""
     debian.be_installed()
     start = f"/usr/bin/python3.{debian.minor} -I -S {PYZ} run"
     variable = "Environment=SHIV_ROOT=/var/cache/tt-device-plugin"
@@ -86,7 +85,4 @@ def test_the_service(debian: Debian, told: Told) -> None:
     values = dict(line.split("=") for line in lines.splitlines())
     pid, ready, began = (int(values[name]) for name in names)
     assert debian("readlink", f"/proc/{pid}/exe").strip() == f"/usr/bin/python3.{debian.minor}"
-    status = dict(line.split(":", 1) for line in debian("cat", f"/proc/{pid}/status").splitlines())
-    resident = int(status["VmRSS"].split()[0]) / 1024
-    assert resident < RESIDENT, resident
-    told(f"start to READY {(ready - began) / 1000:.0f} ms, resident {resident:.1f} MB")
+    told(f"start to READY {(ready - began) / 1000:.0f} ms")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.e2e import vm
-from tests.e2e.conftest import Told
 from tests.e2e.container import optional
 
 SUITES = ("bookworm", "trixie")
@@ -27,16 +26,14 @@ def assert_links_lead_to_their_chips(step: dict[str, Any], number: int = len(FUN
     assert len(step["chips"]) == number and step["links"] == step["chips"], step
 
 
-def test_the_driver_is_loaded_before_the_daemon_starts(steps: vm.Steps, told: Told) -> None:
+def test_the_driver_is_loaded_before_the_daemon_starts(steps: vm.Steps) -> None:
     """systemd-modules-load does it, by the package's file; the links exist at the start."""
     boot = steps["boot"]
     assert 0 < boot["loaded"] < boot["began"] and not boot["failed"], boot
     assert_links_lead_to_their_chips(boot)
-    later = (boot["began"] - boot["loaded"]) / 1e6
-    told(f"udev {boot['version']}: the daemon starts {later:.1f} s after the driver")
 
 
-def test_links_follow_their_chips(steps: vm.Steps, told: Told) -> None:
+def test_links_follow_their_chips(steps: vm.Steps) -> None:
     """They come and go with the driver's functions, also if chips get other numbers."""
     assert_links_lead_to_their_chips(steps["two unbound"], 1)
     before, after = steps["boot"], steps["bound in the other order"]
@@ -44,7 +41,6 @@ def test_links_follow_their_chips(steps: vm.Steps, told: Told) -> None:
     assert before["chips"] != after["chips"], "the driver has given the same numbers again"
     assert steps["driver unloaded"]["directory"] is None
     assert_links_lead_to_their_chips(steps["driver loaded"])
-    told(f"{before['links']}, and after binding in another order {after['links']}")
 
 
 def test_links_come_and_go_with_the_package(steps: vm.Steps) -> None:
