@@ -285,6 +285,31 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     await kubelet.stop()
 
 
+@pytest.mark.parametrize("moment", ["while it begins", "while it ends"])
+async def test_a_session_can_be_closed_at_any_moment(
+    kubelet: Kubelet, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """SIGTERM while a socket is bound, registered or closed leaves no socket and no traceback."""
+    allocator = ttdp.Allocator(ttdp.Node(ttdp.Settings(), lambda: None))
+    devices = ttdp.DeviceList(devices=[pb.Device(ID="a", health="Healthy")])
+    tasks = len(asyncio.all_tasks())
+    for steps in range(40):
+        session = ttdp.KubeletSession(N150, allocator, str(kubelet.directory), lambda: None)
+        identity = ttdp.file_identity(str(kubelet.socket))
+        session.reconcile(devices, identity, disturbed=False)
+        if moment == "while it ends":
+            await kubelet.registered(N150)
+            await kubelet.drop_streams()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await session.close()
+        assert plugin_sockets(kubelet.directory) == []
+        await until(lambda: not kubelet.manager.plugins.is_listed(N150))
+    await until(lambda: len(asyncio.all_tasks()) <= tasks)
+    errors = [r.message for r in caplog.records if r.levelname == "ERROR"]
+    assert not [m for m in errors if "Registration/Register" not in m]  # the kubelet's own
+
+
 # -- resources that end and return -----------------------------------------------------------------
 
 
