@@ -384,7 +384,7 @@ async def rival(kubelet: Kubelet, resource: str, *ids: str) -> AsyncIterator[Non
     await server.stop(None)
 
 
-@pytest.mark.parametrize("theirs", [["theirs"]])
+@pytest.mark.parametrize("theirs", [["theirs"], ["0000:01:00.0"], []])
 @pytest.mark.parametrize("version", [(1, 33), (1, 37)])
 async def test_another_plugin_with_the_same_name_is_reported_and_registered_over(
     node: SimulatedNode, start: StartDaemon, directory: Path, caplog: pytest.LogCaptureFixture,
