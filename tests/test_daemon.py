@@ -236,7 +236,7 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     """The answer is checked against sysfs at its moment, whatever the daemon has seen before."""
     node = SimulatedNode(tmp_path / "unlinked", links=False)
     chips = node.add("n150") + node.add("n150")
-    results = []
+    results: list[str] = []
 
     def allocate() -> None:
         for chip in chips:
