@@ -1420,7 +1420,7 @@ class AllocationRecord:
     """An allocation, and the evidence that its pod still holds it."""
 
     allocation: Allocation
-    answered_at: float = -inf  # when Allocate was; -inf: by another daemon
+    answered_at: float | None = None  # when Allocate was; None: by another daemon
     evident_at: float = -inf  # when there last was evidence
 
     def is_in_force(self, now: float) -> bool:
@@ -1504,7 +1504,7 @@ class AllocationTracker:
             record = self._records.get(key)
             if record is None or record.allocation != allocation:
                 pending = self._records.pop(allocation._replace(pod="").key, None)
-                answered_at = pending.answered_at if pending else -inf
+                answered_at = pending.answered_at if pending else None
                 self._records[key] = AllocationRecord(allocation, answered_at)
                 is_new = True
         return is_new
@@ -1523,7 +1523,7 @@ class AllocationTracker:
     def _is_evident(self, record: AllocationRecord, now: float, *, has_entry: bool) -> bool:
         pod = record.allocation.pod
         exists = bool(self._cgroups.paths(pod))
-        if now - record.answered_at < ANSWER_VALIDITY:
+        if record.answered_at is not None and now - record.answered_at < ANSWER_VALIDITY:
             return True
         if self.unreadable and record.is_in_force(now):
             return True
@@ -1542,7 +1542,7 @@ class AllocationTracker:
     def in_force(self, now: float) -> tuple[Allocation, ...]:
         """Return the allocations in force, the newest last."""
         records = [each for each in self._records.values() if each.is_in_force(now)]
-        records.sort(key=lambda each: each.answered_at)
+        records.sort(key=lambda each: each.answered_at or -inf)
         return tuple(each.allocation for each in records)
 
     def is_running(self, allocation: Allocation, now: float) -> bool:
@@ -2244,13 +2244,13 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
         add("healthy", chip.fault is None)
         if chip.fault:
             add("fault", 1, kind=chip.fault.value)
-        if chip.is_readable:
-            telemetry = records[bdf].telemetry or Telemetry()
+        if chip.is_readable and (record := records.get(bdf)):
+            telemetry = record.telemetry or Telemetry()
             add("temperature_celsius", telemetry.temperature)
             add("temperature_limit_celsius", telemetry.throttles_at)
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
-                add(sensor.metric, records[bdf].sensors.get(sensor.attribute), **sensor.labels)
+                add(sensor.metric, record.sensors.get(sensor.attribute), **sensor.labels)
     for bdf, users in sorted(decision.users.items()):
         for user in users:
             names = {"pod_namespace": user["namespace"], "pod_name": user["pod"]}
@@ -3738,7 +3738,6 @@ START_TICK = 0.02  # likewise, before READY=1
 DEBOUNCE = 0.05  # seconds in which further kernel events are handled together
 BIND_TIMEOUT = 10.0  # seconds that the driver has to bind to the cards
 METRICS_INTERVAL = 15.0  # seconds between two readings of sensors for metrics
-DETAILS_TIMEOUT = 4.0  # seconds that reports wait for sensors and processes
 SETTLE_INTERVAL = 0.01  # seconds between two looks at reads under way
 STATUS_SOCKET = "status.sock"  # in the runtime directory
 
@@ -3823,9 +3822,7 @@ class Reporter:
             self._details_at = now
             with suppress(OSError):  # which the loop logs
                 self._node.look(now, periodic=False, details=True)
-        while monotonic() - now < DETAILS_TIMEOUT:
-            if self._node.readers.is_settled(monotonic()):
-                break
+        while not self._node.readers.is_settled(monotonic()):
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
