@@ -1619,19 +1619,17 @@ class Device(NamedTuple):
         return frozenset(chip.bdf for chip in self.chips)
 
     @property
-    def defect(self) -> str | None:
-        """Return why the device itself cannot be used."""
-        for chip in self.chips:
-            if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if len(self.chips) > 1 else chip.reason
-        if len(self.chips) != self.whole:
-            return f"{len(self.chips)} of {self.whole} chips"
-        return None
+    def incomplete(self) -> str | None:
+        known = len(self.chips)
+        return None if known == self.whole else f"{known} of {self.whole} chips"
 
     @property
     def reason(self) -> str | None:
         """Return why the kubelet sees it as unhealthy."""
-        return self.defect or self.withheld
+        for chip in self.chips:
+            if chip.reason:
+                return f"{chip.bdf}: {chip.reason}" if len(self.chips) > 1 else chip.reason
+        return self.incomplete or self.withheld
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
@@ -2566,7 +2564,6 @@ class TelemetryReaders:
     """
 
     def __init__(self, wake: Wake, read: Read = read_telemetry) -> None:
-        self._loop = asyncio.get_running_loop()
         self._wake = wake
         self._read = read
         self._jobs: queue.SimpleQueue[ReadJob] = queue.SimpleQueue()
@@ -2640,12 +2637,12 @@ class TelemetryReaders:
         """Start a thread if jobs wait and every other is blocked."""
         if not self._jobs.empty() and self._threads <= len(self.slow(now)):
             try:
-                _thread.start_new_thread(self._run, ())
+                _thread.start_new_thread(self._run, (asyncio.get_running_loop(),))
             except RuntimeError as error:
                 raise OSError(errno.EAGAIN, str(error)) from None
             self._threads += 1
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -2656,7 +2653,7 @@ class TelemetryReaders:
                 self._results.put((job, result))
         self._results.put((None, None))
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._wake)
+            loop.call_soon_threadsafe(self._wake)
 
     def _read_chip(self, job: ReadJob) -> Reading | OSError:
         """Return a reading, or an error of the daemon itself."""
@@ -3093,10 +3090,10 @@ class Node:
             chips.append(chip_row(decision, chip, record, knows_pods=knows_pods))
         resources = []
         for name, resource in decision.resources.items():
-            devices = [device for device in resource.unique_devices if device.defect]
-            unhealthy = {device.identifier: device.defect for device in devices}
+            devices = [device for device in resource.unique_devices if device.incomplete]
+            incomplete = {device.identifier: device.incomplete for device in devices}
             state, _ = states.get(name, (None, 0))
-            resources.append({"name": name, "state": state, "unhealthy": unhealthy})
+            resources.append({"name": name, "state": state, "incomplete": incomplete})
         return {
             "version": __version__,
             **{key: getattr(self.settings, key) for key in NEEDS_RESTART},
@@ -3376,10 +3373,12 @@ def grpc_message(error: grpc.aio.AioRpcError) -> str:
     return " ".join((error.details() or error.code().name).split())
 
 
-def accepts_connections(path: str) -> bool:
+def connection_error(path: str) -> int:
+    """Return the errno of an attempt to connect to a unix socket, 0 if it accepts."""
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as probe:
-        return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: the queue is full
+        number = probe.connect_ex(path)
+    return 0 if number == errno.EAGAIN else number  # EAGAIN: its queue is full
 
 
 def remove_dead_sockets(directory: str) -> None:
@@ -3498,9 +3497,9 @@ class KubeletSession:
             self._set_state(f"waiting for kubelet ({path} does not exist)")
             await attempt.appeared.wait()
         for pause in (0.001, 0.002, 0.004, 0.008):  # bind() makes the file before listen()
-            if not accepts_connections(path):
+            if connection_error(path):
                 await asyncio.sleep(pause)
-        if not accepts_connections(path):
+        if connection_error(path):
             raise RegistrationError("waiting for kubelet (its socket refuses connections)")
         attempt.kubelet = file_identity(path)
         endpoint = basename(attempt.path)
@@ -3868,7 +3867,8 @@ class Daemon:
             await self._open()
             pause = 0.0
             while condition.exit_status is None:
-                await event_within(self._wake, pause)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), pause)
                 self._wake.clear()
                 pause = TICK
                 with log_and_continue("a turn of the loop"):
@@ -4064,14 +4064,6 @@ def changed_settings(before: Settings, loaded: Settings) -> Settings:
     return replace(loaded, **kept)
 
 
-async def event_within(event: asyncio.Event, seconds: float) -> None:
-    waiter = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiter}, timeout=seconds)
-    finally:
-        waiter.cancel()
-
-
 # ==== COMMAND LINE ================================================================================
 
 View = Mapping[str, Any]  # see Node.view()
@@ -4172,11 +4164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("%s", problem)
     if options.command == "list":
         return list_devices(settings, as_json=options.json)
-    return EXIT_CONFIG if problem else asyncio.run(_run(settings, load))
-
-
-async def _run(settings: Settings, load: Callable[[], Settings]) -> int:
-    return await Daemon(settings, load, ServiceManager(os.environ)).run()
+    if problem:
+        return EXIT_CONFIG
+    return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
 
 
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
@@ -4231,15 +4221,13 @@ def get_view(settings: Settings) -> tuple[View, str | None]:
 async def sample(settings: Settings) -> View:
     """Look at the node twice, a second apart: a stalled heartbeat shows only then."""
     rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
-    arrived = asyncio.Event()
-    node = Node(rules, arrived.set)
+    node = Node(rules, wake=lambda: None)
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
         node.look(monotonic(), periodic=True, details=True)
         deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
         while node.readers.is_reading and monotonic() < deadline:
-            arrived.clear()
-            await event_within(arrived, SLOW_AFTER)
+            await asyncio.sleep(SETTLE_INTERVAL)
             node.collect(monotonic())
     with suppress(OSError):  # not root
         for _ in range(2):  # another plugin's entries count under names that the first one decides
@@ -4273,62 +4261,54 @@ def list_lines(view: View, width: int) -> Iterator[str]:
     firmware = _common(row["firmware"] for row in rows) or "unknown"
     yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
     yield from _table_lines(view, width)
-    for subject, reason in _reasons(view):
-        text = f"{subject}: {reason}"
+    for text in _reasons(view):
         yield from textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
     unhealthy = sum(not row["healthy"] for row in rows)
     in_use = sum(_users(row) not in ("-", "?") for row in rows)
     yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
-def _reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Yield why devices cannot be used: chips, and boards as a whole."""
-    explained = []
+def _reasons(view: View) -> Iterator[str]:
+    """Yield why chips and boards cannot be used."""
     for row in view["chips"]:
-        withheld = row["withheld"] and f"withheld: held by {row['withheld']} under another name"
-        waiting = None if row["id"] else "waiting for the serial number of its board"
-        if reason := row["reason"] or withheld or waiting:
-            explained.append(row["bdf"])
-            yield row["bdf"], reason
+        if row["reason"]:
+            yield f"{row['bdf']}: {row['reason']}"
+        elif row["withheld"]:
+            yield f"{row['bdf']}: withheld: held by {row['withheld']} under another name"
+        elif row["id"] is None:
+            yield f"{row['bdf']}: waiting for the serial number of its board"
     for resource in view["resources"]:
-        for identifier, reason in resource["unhealthy"].items():
-            if identifier not in explained and not reason.startswith(tuple(explained)):
-                yield identifier, reason
+        for identifier, reason in resource["incomplete"].items():
+            yield f"{identifier}: {reason}"
 
 
 def _table_lines(view: View, width: int) -> Iterator[str]:
     """Yield the table. Columns are left out until it fits, then lines are cut."""
-    rows = view["chips"]
-    cells = {
-        title: [title, *("-" if row[key] is None else str(row[key]) for row in rows)]
-        for title, key in COLUMNS.items()
-    }
-    if all(row["id"] in (row["bdf"], None) for row in rows):
-        del cells["ID"]
-    for title in ("°C", "W"):
-        cells[title][1:] = [each.partition(".")[0] for each in cells[title][1:]]
-    cells["RESOURCE"][1:] = [_resource_cell(row) for row in rows]
-    cells["HEALTH"] = ["HEALTH", *(_health_cell(row, view["faults"]) for row in rows)]
-    cells["USED BY"] = ["USED BY", *map(_users, rows)]
-    for name in ("FIRMWARE", "SERIAL", "NUMA", "CARD", ""):
-        widths = [max(map(len, column)) for column in cells.values()]
-        if sum(widths) + 2 * len(widths) - 2 <= width:
-            break
-        cells.pop(name, None)
-    for line in zip(*cells.values(), strict=True):
-        text = "  ".join(map(str.ljust, line, widths)).rstrip()
+    table = [_cells(row, view["faults"]) for row in view["chips"]]
+    table.insert(0, {title: title for title in table[0]})
+    widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
+    if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
+        del widths["ID"]
+    for title in ("FIRMWARE", "SERIAL", "NUMA", "CARD"):
+        if sum(widths.values()) + 2 * len(widths) - 2 > width:
+            del widths[title]
+    for cells in table:
+        text = "  ".join(cells[title].ljust(size) for title, size in widths.items()).rstrip()
         yield text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _resource_cell(row: View) -> str:
-    replicas = f" ×{row['replicas']}" if row["replicas"] else ""
-    return f"{(row['resource'] or '-').rpartition('/')[2]}{replicas}"
-
-
-def _health_cell(row: View, faults: Mapping[str, str]) -> str:
-    if row["bdf"] in faults:
-        return faults[row["bdf"]].upper()
-    return "withheld" if row["withheld"] else "healthy"
+def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
+    """Return a chip's row of the table, by column."""
+    cells = {title: "-" if row[key] is None else str(row[key]) for title, key in COLUMNS.items()}
+    for title in ("°C", "W"):
+        cells[title] = cells[title].partition(".")[0]
+    cells["RESOURCE"] = cells["RESOURCE"].rpartition("/")[2]
+    if row["replicas"]:
+        cells["RESOURCE"] += f" ×{row['replicas']}"
+    health = "withheld" if row["withheld"] else "healthy"
+    cells["HEALTH"] = faults[row["bdf"]].upper() if row["bdf"] in faults else health
+    cells["USED BY"] = _users(row)
+    return cells
 
 
 def _users(row: View) -> str:
@@ -4394,10 +4374,9 @@ def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
         yield "ok", bdf, f"{card}, {row['path']}, healthy{withheld}"
         if row["temperature"] is None and row["firmware"] is None:
             yield "warn", bdf, "no firmware telemetry; if this persists, check dmesg"
-        names = ("current_link_width", "max_link_width")
-        width, most = (
-            decimal(try_read(f"{pci_directory(settings, bdf)}/{each}")) for each in names
-        )
+        directory = pci_directory(settings, bdf)
+        width = decimal(try_read(f"{directory}/current_link_width"))
+        most = decimal(try_read(f"{directory}/max_link_width"))
         if width and most and width < most < 63:
             widths = f"PCIe link is x{width}, card supports x{most}"
             yield "warn", bdf, f"{widths}; reseat the card, or check its slot"
@@ -4417,15 +4396,10 @@ def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
             required.append(8 if row["board"] == "n300" else 4)
     pages = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
     available = decimal(try_read(pages)) or 0
-    mount = f"{settings.dev_root}/hugepages-1G"
-    mounts = try_read(f"{settings.proc_root}/mounts") or ""
     if available < sum(required):
         chips = f"{pluralize(len(required), 'Wormhole')} without IOMMU"
         remedy = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
         yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {remedy}"
-    elif required and not re.search(rf"^\S+ {re.escape(mount)} hugetlbfs ", mounts, re.MULTILINE):
-        remedy = f"mount hugetlbfs (pagesize=1G) on {mount}"
-        yield "warn", "hugepages", f"{available} × 1 GiB; {remedy}"
     else:
         yield "ok", "hugepages", f"{available} × 1 GiB{'' if required else ', not needed'}"
 
@@ -4437,7 +4411,13 @@ def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
             yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
     lock_dir = settings.sharing.lock_dir
     if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
-        yield from _check_locks(lock_dir)
+        start = "run: systemctl start run-ttdp-shm.mount"
+        if not isdir(lock_dir):
+            yield "warn", "locks", f"{lock_dir} is not a directory; {start}"
+        elif os.lstat(lock_dir).st_uid:
+            yield "warn", "locks", f"{lock_dir} must be a directory of root; remove it"
+        elif lock_dir == Sharing().lock_dir and not os.path.ismount(lock_dir):
+            yield "warn", "locks", f"{lock_dir} is not the package's tmpfs; {start}"
     path = f"{settings.cdi_dir}/{CDI_FILE}"
     nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"]}
     try:
@@ -4456,28 +4436,12 @@ def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
         yield "ok", "CDI", f"{path} describes the devices"
 
 
-def _check_locks(lock_dir: str) -> Iterator[Finding]:
-    start = "run: systemctl start run-ttdp-shm.mount"
-    try:
-        if os.lstat(lock_dir).st_uid or not isdir(lock_dir):
-            yield "warn", "locks", f"{lock_dir} must be a directory of root; remove it"
-        elif lock_dir == Sharing().lock_dir and not os.path.ismount(lock_dir):
-            yield "warn", "locks", f"{lock_dir} is not the package's tmpfs; {start}"
-        for name in names_in(lock_dir):
-            status = os.lstat(f"{lock_dir}/{name}")
-            if status.st_uid or stat.S_IMODE(status.st_mode) != 0o1777:
-                remedy = "remove it when no container uses it"
-                yield "warn", "locks", f"{lock_dir}/{name} was changed by a container; {remedy}"
-    except OSError as error:
-        yield "warn", "locks", f"{lock_dir}: {error.strerror}; {start}"
-
-
 def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
     """Check the directory, the kubelet, and the resources' standing with it."""
     directory = settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
-        mode = os.stat(f"{directory}/.").st_mode
+        os.stat(f"{directory}/.")
     except PermissionError:
         yield "warn", "kubelet", f"{directory}: run as root (permission denied)"
         return
@@ -4487,24 +4451,21 @@ def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
         return
     if not os.access(directory, os.W_OK | os.X_OK):
         yield "FAIL", "kubelet", f"{directory} is not writable; run as root, or check its mount"
-    if mode & 0o007:
-        yield "warn", "kubelet", f"other users can lock it; run: chmod o-rwx {directory}"
-    is_running = os.access(kubelet, os.W_OK) and accepts_connections(kubelet)
-    if is_running:
+    number = connection_error(kubelet)
+    if not number:
         yield "ok", "kubelet", f"{kubelet} accepts connections"
-    elif os.path.exists(kubelet) and not os.access(kubelet, os.W_OK):
+    elif number == errno.EACCES:
         yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
     else:
-        trouble = "refuses connections" if os.path.exists(kubelet) else "does not exist"
+        trouble = "does not exist" if number == errno.ENOENT else "refuses connections"
         yield "warn", "kubelet", f"start the kubelet: {kubelet} {trouble}"
     if view["unreadable"]:
         yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
     for resource in view["resources"]:
-        if is_running and resource["state"] not in (None, REGISTERED):
+        if not number and resource["state"] not in (None, REGISTERED):
             yield "FAIL", resource["name"], f"not registered: {resource['state']}"
-        for identifier, reason in resource["unhealthy"].items():
-            if not BDF.fullmatch(identifier):  # chips have their own finding
-                yield "FAIL", resource["name"], f"{identifier}: {reason}"
+        for identifier, reason in resource["incomplete"].items():
+            yield "FAIL", resource["name"], f"{identifier}: {reason}"
 
 
 if __name__ == "__main__":
