@@ -1,8 +1,7 @@
 """tt-device-plugin: makes Tenstorrent accelerators schedulable in Kubernetes, as a host daemon.
 
-It finds the cards in sysfs, serves the kubelet's device plugin API (v1beta1) and follows kernel
-events. One asyncio loop observes the node, decides by pure functions and applies the decision
-(see Daemon). A chapter uses only the chapters above it:
+One asyncio loop observes the node, decides by pure functions and applies the decision (see Daemon).
+A chapter uses only the chapters above it:
 
     what the node shows     CONFIGURATION, INVENTORY, HEALTH, ALLOCATIONS
     pure decisions          RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, OUTPUTS, DECISION
@@ -94,6 +93,8 @@ NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes, including a NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash and the longest socket name of a session
 
+MISSES_MAX = 1_000_000
+
 TRUE = ("true", "yes", "on", "1")  # a switch as the text of a flag or variable
 FALSE = ("false", "no", "off", "0")
 
@@ -116,7 +117,7 @@ def _one_of(*choices: str) -> Rule:
     return Rule(valid, lambda value: value in choices, choices=choices)
 
 
-def _number(valid: str, least: float, most: float, kinds: Collection[type] = (int, float)) -> Rule:
+def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
     # By type(): isinstance() takes a boolean for an int.
     return Rule(valid, lambda value: type(value) in kinds and least <= value <= most)
 
@@ -159,8 +160,8 @@ _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# A DNS subdomain, not *.kubernetes.io; at most 253 characters with a quota's "requests." prefix
-# (IsExtendedResourceName of kubernetes' pkg/apis/core/v1/helper).
+# With a quota's "requests." prefix, a DNS subdomain of at most 253 characters (kubernetes'
+# pkg/apis/core/v1/helper, IsExtendedResourceName).
 _DOMAIN = _text(
     "a lower-case DNS name outside kubernetes.io, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
@@ -203,19 +204,21 @@ class HealthSettings:
     """Section [health]."""
 
     interval: float = _key(  # a heartbeat takes 0.1 s
-        5.0, _number("a number of seconds from 0.1 to 3600", 0.1, 3600), "seconds between two polls"
+        5.0,
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, int, float),
+        "seconds between two polls",
     )
     temperature_limit: Any = _key(
         None, _LIMIT, '°C from which a chip is too hot, or "card" for its own limit; default: none'
     )
     heartbeat_misses: int = _key(
         2,
-        _number("a whole number of polls, at least 1", 1, 1_000_000, (int,)),
+        _number("a whole number of polls, at least 1", 1, MISSES_MAX, int),
         "polls in a row without a heartbeat after which the firmware has stopped",
     )
     trip_holdoff: float = _key(
         300.0,
-        _number("a number of seconds, at least 0", 0, 1e9),
+        _number("a number of seconds, at least 0", 0, 1e9, int, float),
         "seconds after a thermal trip until a chip is healthy again",
     )
 
@@ -226,7 +229,7 @@ class SharedResource:
 
     name: str = _key(MISSING, _RESOURCE_NAME, "unshared name of the resource")
     replicas: int = _key(
-        MISSING, _number("a whole number from 2 to 100", 2, 100, (int,)), "containers per device"
+        MISSING, _number("a whole number from 2 to 100", 2, 100, int), "containers per device"
     )
     rename: str | None = _key(None, _RESOURCE_NAME, "name of the shared resource")
     devices: str | int | tuple[str, ...] = _key(
@@ -527,7 +530,7 @@ DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
 DEAD_VALUE = 2**32 - 10**6  # the least of hwmon's other conversions of all ones
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
-OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's: no file is to blame
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's, not a file's
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 
@@ -628,7 +631,7 @@ def read_attribute(path: str) -> str | None:
 
 
 def try_read(path: str) -> str | None:
-    """Return a whole file's text; None if it cannot be read."""
+    """Return a file's text, None on any error."""
     with suppress(OSError), open(path, "rb", 0) as file:
         return file.read().decode("utf-8", "replace").strip()
     return None
@@ -656,9 +659,8 @@ def _pci_id(path: str) -> int:
 def driver_version(settings: Settings) -> str | None:
     """Return the loaded driver's version, or "unknown"; None: not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
-    if isdir(module) or isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
-        return try_read(f"{module}/version") or "unknown"
-    return None
+    is_loaded = isdir(module) or isdir(f"{settings.sysfs_root}/class/{DRIVER}")
+    return (try_read(f"{module}/version") or "unknown") if is_loaded else None
 
 
 def can_be_bound(function: PciFunction) -> bool:
@@ -699,8 +701,8 @@ def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
     """Return a function with its driver and device file as they are now."""
     # Not by the name in the class: after a renumbering it leads to another chip.
     for name in names_in(f"{function.directory}/{DRIVER}"):
-        if match := re.fullmatch(rf"{DRIVER}!(\d{{1,5}})", name):
-            ordinal = int(match[1])
+        ordinal = decimal(name.removeprefix(f"{DRIVER}!"))
+        if ordinal is not None:
             path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
             function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
             return function._replace(file_fault=file_fault_now(function))
@@ -712,9 +714,9 @@ def file_fault_now(function: PciFunction) -> str | None:
     """Return why a device file cannot be used at this moment."""
     path = function.path
     number = read_attribute(f"{function.sysfs}/dev")
+    status = if_exists(os.stat, path)
     if number is None:
         return f"{path} is being removed"
-    status = if_exists(os.stat, path)
     if status is None:
         return f"{path} does not exist"
     if not stat.S_ISCHR(status.st_mode):
@@ -724,11 +726,7 @@ def file_fault_now(function: PciFunction) -> str | None:
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
-    """Return the openers of a device file, None: unknown. Can block for seconds.
-
-    The driver lists them since 2.5. A process can be hidden, or have ended while a child keeps the
-    descriptor: its command is "?".
-    """
+    """Return the openers of a device file, None: unknown (driver before 2.5). Can block."""
     proc = settings.proc_root
     text = try_read(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
     pids = {int(word) for word in (text or "").split() if word.isdecimal()}
@@ -737,7 +735,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     rows: list[ProcessRow] = []
     for pid in sorted(pids):
         of_pod = "kubepods" in (try_read(f"{proc}/{pid}/cgroup") or "")
-        command = try_read(f"{proc}/{pid}/comm") or "?"
+        command = try_read(f"{proc}/{pid}/comm") or "?"  # hidden, or only a child still runs
         rows.append({"pid": pid, "command": command, "of_pod": of_pod})
     return rows
 
@@ -771,7 +769,7 @@ def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
 class AttributeFiles:
     """Attributes of a chip, kept open between polls: that halves a poll's cost.
 
-    Once the device is gone the kernel returns ENODEV, never another chip's value.
+    Once the device is gone the kernel returns ENODEV.
     """
 
     def __init__(self) -> None:
@@ -845,30 +843,28 @@ def read_telemetry(function: PciFunction, files: AttributeFiles) -> Telemetry:
 
 def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
     hwmon = files.hwmon(function)
-    paths = [f"{function.sysfs}/{name}" for name in _TT_ATTRIBUTES]
     raw = {}
-    for path in (*paths, f"{hwmon}/temp1_input", f"{hwmon}/temp1_max"):
+    for name in (*_TT_ATTRIBUTES, "temp1_input", "temp1_max"):
+        directory = hwmon if name.startswith("temp1") else function.sysfs
         try:
-            raw[basename(path)] = files.read(path)
+            raw[name] = files.read(f"{directory}/{name}")
         except OSError as error:
             # ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
-            is_reset = error.errno == errno.ENODATA and path.endswith("/tt_heartbeat")
-            if is_reset or error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
+            is_missing = error.errno == errno.ENODATA and name != "tt_heartbeat"
+            if not is_missing and error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
     if raw:
         return parse_telemetry(raw)
     if not isdir(function.sysfs):
         return Telemetry(error=(basename(function.sysfs), errno.ENODEV))
-    # Either the firmware is late, or the chip was dead when the driver was bound: then its PCI
-    # configuration space begins with all ones.
+    # Either the firmware is late, or the chip was dead when the driver was bound.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
-        if config.read(4) == b"\xff" * 4:
-            return Telemetry(all_ones=True)
+        return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
 
 
 class Sensor(NamedTuple):
-    """A value beside telemetry, and its metric."""
+    """A value that only metrics have."""
 
     attribute: str
     metric: str  # without "tt_device_"
@@ -880,6 +876,7 @@ class Sensor(NamedTuple):
 _CLOCK = "Clock frequency in hertz."
 _ERRORS = "PCIe errors reported by AER, by severity."
 _SPEED = "pcie_link_transfers_per_second"
+_SPEED_HELP = "PCIe link speed in transfers per second."
 # hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c), the others the PCI function's.
 SENSORS = (
     Sensor("power1_input", "power_watts", "Power draw in watts.", 1e-6),
@@ -894,8 +891,8 @@ SENSORS = (
     Sensor("tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
     Sensor("current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
     Sensor("max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("current_link_speed", _SPEED, "Current PCIe link speed in transfers per second."),
-    Sensor("max_link_speed", f"{_SPEED}_max", "Maximum PCIe link speed in transfers per second."),
+    Sensor("current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
+    Sensor("max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
     Sensor("aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}),
     Sensor("aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
     Sensor("aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
@@ -920,14 +917,14 @@ def read_sensors(function: PciFunction, hwmon: str) -> dict[str, float]:
 
 
 def _sensor_value(attribute: str, text: str) -> float | None:
+    most = {"in0_max": DEAD_VOLTAGE, "current_link_width": 63, "max_link_width": 63}
     if attribute.endswith("_link_speed"):
-        speed = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
-        return float(speed[1]) * 1e9 if speed else None
-    if attribute.startswith("aer_"):
-        total = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-        return float(total[1]) if total else None
-    most = DEAD_VOLTAGE if attribute == "in0_max" else DEAD_VALUE
-    return _below(63 if attribute.endswith("_link_width") else most, text)
+        match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
+    elif attribute.startswith("aer_"):
+        match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
+    else:
+        return _below(most.get(attribute, DEAD_VALUE), text)
+    return float(match[1]) if match else None
 
 
 # ==== HEALTH: per chip, with a reason. Pure: a verdict follows from the last one =================
@@ -1195,7 +1192,7 @@ class ChipRecord:
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ChipRecord:
         function, identity, was_seen, (stalled_at, *lasting) = state
-        misses = 0 if stalled_at is None else 1_000_000  # more than any setting
+        misses = 0 if stalled_at is None else MISSES_MAX
         chip = Chip(PciFunction(*function), Identity(*identity), seen=True)
         return cls(chip, Vitals(stalled_at, misses, False, *lasting), was_seen)
 
@@ -2318,7 +2315,9 @@ def resource_summary(resource: Resource) -> str:
 
 
 def status_line(decision: Decision, states: States) -> str:
-    parts = [*filter(None, [decision.driver_problem]), *decision.summaries]
+    parts = [resource_summary(resource) for resource in decision.resources.values()]
+    if decision.driver_problem:
+        parts.insert(0, decision.driver_problem)
     if not parts:
         return "no Tenstorrent device on this node; waiting for one"
     found = {name: states[name][0] for name in decision.resources if name in states}
@@ -2400,10 +2399,6 @@ class Decision:
     unselected: Sequence[str]  # see unselected()
     cdi: str | None
     labels: str
-
-    @functools.cached_property
-    def summaries(self) -> list[str]:
-        return [resource_summary(resource) for resource in self.resources.values()]
 
     @functools.cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
@@ -2559,8 +2554,7 @@ class ReadJob(NamedTuple):
 class TelemetryReaders:
     """Reads chips on a thread, one after another; while a read blocks, another thread goes on.
 
-    Loop and threads share two queues. A chip has one job at a time, so there is at most one thread
-    more than blocked reads. Threads end with their work.
+    A chip has one job at a time. Threads end with their work.
     """
 
     def __init__(self, wake: Wake, read: Read = read_telemetry) -> None:
@@ -2687,15 +2681,14 @@ class OutputFile:
         self._kept: tuple[str | None, FileIdentity | None] | None = None  # text and file, if right
         self._failures: set[str] = set()  # that were logged
 
-    @property
-    def is_removed(self) -> bool:
-        return self._kept == (None, None)
-
     def keep(self, text: str | None) -> None:
         with suppress(OSError):
             if self._kept == (text, file_identity(self.path)):
                 return
-        self.write(text) if text is not None else self._remove()
+        if text is None:
+            self._remove()
+        else:
+            self.write(text)
 
     def write(self, text: str) -> None:
         new = f"{dirname(self.path)}/.{basename(self.path)}.new"
@@ -2716,7 +2709,7 @@ class OutputFile:
             with suppress(OSError):
                 os.unlink(new)
             self._log_failure(f"cannot be written: {error.strerror}")
-            if self._mode != 0o600:
+            if self._mode != 0o600:  # an old state is better than none
                 self._remove()
 
     def _remove(self) -> None:
@@ -2733,10 +2726,7 @@ class OutputFile:
 
 
 class StateFile:
-    """State that survives a restart of the daemon within the same boot.
-
-    A file that is not exactly as the daemon wrote it is discarded as a whole.
-    """
+    """State that survives a restart of the daemon within the same boot."""
 
     VERSION = 1
 
@@ -2745,12 +2735,13 @@ class StateFile:
         self.chips: dict[str, Any] = {}
         self.allocations: list[Any] = []
         self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self._file = OutputFile(f"{settings.state_dir}/state.json", 0o600)
-        self._is_kept = settings.state_dir is not None
-        if self._is_kept:
+        self._file: OutputFile | None = None
+        if settings.state_dir:
+            self._file = OutputFile(f"{settings.state_dir}/state.json", 0o600)
             self._load(self._file.path)
 
     def _load(self, path: str) -> None:
+        """Load a file; one that is not exactly as it was written is discarded."""
         try:
             with open(path, encoding="utf-8") as file:
                 checksum, _, text = file.read().partition("\n")
@@ -2768,8 +2759,8 @@ class StateFile:
             self.allocations = content["allocations"]
 
     def save(self, **parts: Any) -> None:
-        text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
-        if self._is_kept:
+        if self._file:
+            text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
             self._file.keep(f"{_checksum(text)}\n{text}")
 
 
@@ -2792,7 +2783,7 @@ class OutputFiles:
         for path in {*wanted, *self._by_path}.difference(others):
             file = self._by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
-            if path not in wanted and file.is_removed:
+            if path not in wanted and not os.path.lexists(path):
                 del self._by_path[path]
 
     def touch(self, path: str, text: str) -> None:
