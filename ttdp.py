@@ -79,7 +79,7 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """Return the first three of up to ten thousand names, quoted."""
+    """Return the first three names, quoted."""
     shown = ", ".join(repr(name[:63]) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
@@ -87,15 +87,15 @@ def abbreviate(names: Sequence[str]) -> str:
 # ==== CONFIGURATION: flag, then environment variable, then file, then default ====================
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the unit's RestartPreventExitStatus
+EXIT_CONFIG = 78  # EX_CONFIG; systemd does not restart
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 
-SOCKET_PATH_MAX = 107  # the kernel's sun_path holds 108 bytes, including a NUL
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash and the longest socket name of a session
+SOCKET_PATH_MAX = 107  # sun_path without its NUL
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, a session's socket name
 
 MISSES_MAX = 1_000_000
 
-TRUE = ("true", "yes", "on", "1")  # a switch as the text of a flag or variable
+TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
 
 
@@ -104,7 +104,7 @@ class ConfigError(Exception):
 
 
 class Rule(NamedTuple):
-    """Which values an option accepts, and what becomes of them."""
+    """The values that an option accepts."""
 
     valid: str  # completes "must be"
     accepts: Callable[[Any], object]
@@ -323,7 +323,7 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting with a flag, an environment variable and a key in the file."""
+    """A setting with a flag and a variable."""
 
     key: str
     flag: str
@@ -333,23 +333,22 @@ class Option(NamedTuple):
     is_switch: bool
 
 
-def _option(name: str, rule: Rule, help: str) -> Option:
-    flag = "--" + name.replace("_", "-")
-    return Option(name, flag, f"TTDP_{name.upper()}", rule, help, is_switch=rule is _SWITCH)
+def _flag_and_variable(key: str) -> tuple[str, str]:
+    return f"--{key.replace('_', '-')}", f"TTDP_{key.upper()}"
+
+
+def _option(key: str, rule: Rule, help: str) -> Option:
+    return Option(key, *_flag_and_variable(key), rule, help, is_switch=rule is _SWITCH)
 
 
 OPTIONS = [_option(key.name, **key.metadata) for key in fields(Settings) if "rule" in key.metadata]
+Flags = Mapping[str, str | None]
+Environment = Mapping[str, str]
 
 
-def load_settings(
-    flags: Mapping[str, str | None], environ: Mapping[str, str], *, ignore_file: bool = False
-) -> Settings:
+def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
     """Return the settings; raises ConfigError."""
-    named_by = "--config-file"
-    path = flags.get("config_file")
-    if path is None:
-        named_by = "TTDP_CONFIG_FILE"
-        path = environ.get(named_by) or None
+    named_by, path = _given("config_file", flags, environ)
     if path == "":
         raise _invalid(named_by, path, "the path of a file")
     file = path or DEFAULT_CONFIG_FILE
@@ -360,11 +359,7 @@ def load_settings(
         directory = environ.get(f"{key.upper()}_DIRECTORY", "").partition(":")[0]
         values[f"{key}_dir"] = directory or None
     for option in OPTIONS:
-        source = option.flag
-        text = flags.get(option.key)
-        if text is None:
-            source = option.variable
-            text = environ.get(source) or None
+        source, text = _given(option.key, flags, environ)
         if text is not None:
             rule = _SWITCH_AS_TEXT if option.is_switch else option.rule
             value = text.lower() if option.is_switch else text
@@ -376,6 +371,14 @@ def load_settings(
     mounts = _checked_mounts(settings, f"{shown}: [[mounts]] container")
     sharing = _checked_sharing(settings, f"{shown}: [[sharing.resources]] ")
     return replace(settings, mounts=mounts, sharing=sharing)
+
+
+def _given(key: str, flags: Flags, environ: Environment) -> tuple[str, str | None]:
+    """Return a flag's or else a variable's name and text."""
+    flag, variable = _flag_and_variable(key)
+    if (text := flags.get(key)) is not None:
+        return flag, text
+    return variable, environ.get(variable) or None
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
@@ -394,7 +397,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
-    """Return arguments for Settings. named_by: the flag or variable with this path."""
+    """Return arguments for Settings. named_by: what named this path."""
     try:
         with open(path, "rb") as file:
             document = tomllib.loads(file.read().decode("utf-8-sig"))
@@ -419,7 +422,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _arguments(file: str, heading: str, table: object, kind: Any) -> dict[str, Any]:
-    """Return arguments for a dataclass. heading: "[health]", "[[mounts]]"; "": the whole file."""
+    """Return arguments for a dataclass. heading: "[health]"; "": the whole file."""
     name = heading.strip("[]")
     if not isinstance(table, dict):
         raise _invalid(f"{file}{name}", table, f"a table: [{name}]")
@@ -507,7 +510,7 @@ VENDOR = 0x1E52
 ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
 DRIVER = "tenstorrent"
 
-# By PCI subsystem ID, the board's code (tt-kmd's telemetry.c), for want of firmware telemetry.
+# By PCI subsystem ID (tt-kmd's telemetry.c), until the firmware reports the card type.
 CARDS = {
     0x14: "n300",
     0x18: "n150",
@@ -524,10 +527,10 @@ CARDS = {
     0x202: "galaxy-blackhole",  # with 7 of 8 memory tiles (tt-smi 6.8)
 }
 
-ALL_ONES = 0xFFFFFFFF  # each register of a chip that has left the bus
-DEAD_TEMPERATURE = 65535999  # m°C: all ones through hwmon's conversion
+ALL_ONES = 0xFFFFFFFF  # a register of a dead chip
+DEAD_TEMPERATURE = 65535999  # m°C: all ones, converted by hwmon
 DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
-DEAD_VALUE = 2**32 - 10**6  # the least of hwmon's other conversions of all ones
+DEAD_VALUE = 2**32 - 10**6  # the least of all ones' other conversions
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's, not a file's
@@ -540,17 +543,17 @@ Result = TypeVar("Result")
 
 
 class PciFunction(NamedTuple):
-    """A PCI function of a Tenstorrent card, and its device file."""
+    """A PCI function of a card, and its device file."""
 
-    bdf: str  # PCI address "0000:03:00.0", which survives resets and renumbering
+    bdf: str  # PCI address "0000:03:00.0"
     arch: Arch | None = None  # None: only its address is known
     subsystem: int = 0  # PCI subsystem ID
     numa_node: int | None = None  # None: unknown to the platform
     directory: str = ""  # in sysfs
-    driver: str | None = None  # bound driver; "": no driver is bound; None: not on the bus
-    ordinal: int | None = None  # N of /dev/tenstorrent/N; None: no device file
+    driver: str | None = None  # "": none is bound; None: not on the bus
+    ordinal: int | None = None  # N of /dev/tenstorrent/N
     path: str = ""  # device file on the host
-    file_fault: str | None = None  # why the device file cannot be used
+    file_fault: str | None = None  # why the device file is invalid
 
     @property
     def sysfs(self) -> str:
@@ -565,7 +568,7 @@ class Identity(NamedTuple):
     """What the firmware reports of a chip; None: not reported."""
 
     card: str | None = None  # "p150a"
-    serial: str | None = None  # the board's, 16 hex digits; a p300's chips share it
+    serial: str | None = None  # the board's, 16 hex digits
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
 
@@ -577,15 +580,15 @@ class Telemetry(NamedTuple):
     """Firmware telemetry of a chip; None: not offered, or all ones."""
 
     identity: Identity = Identity()
-    heartbeat: int | None = None  # changes while the firmware runs; restarts at a reset
+    heartbeat: int | None = None  # changes while the firmware runs
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole)
-    all_ones: bool = False  # every register that can show it reads as ones
-    error: tuple[str, int] | None = None  # the attribute whose read failed, and errno
+    all_ones: bool = False  # every register reads as ones
+    error: tuple[str, int] | None = None  # the attribute, and errno
 
 
-ProcessRow = Mapping[str, object]  # pid, command and of_pod of a process, for `list`
+ProcessRow = Mapping[str, object]  # pid, command, of_pod
 
 
 class Reading(NamedTuple):
@@ -595,7 +598,7 @@ class Reading(NamedTuple):
     telemetry: Telemetry
     at: float  # seconds of a monotonic clock
     periodic: bool = True  # by a poll, not because of an event
-    sensors: Mapping[str, float] | None = None  # None: neither they nor processes were read
+    sensors: Mapping[str, float] | None = None  # None: these and processes were not read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
 
@@ -605,7 +608,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
-    """Return what a function finds at a path, None if nothing is there."""
+    """Return what a function returns for a path, None if it does not exist."""
     try:
         return look(path)
     except OSError as error:
@@ -615,7 +618,7 @@ def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time: inode numbers are reused."""
+    """Return device, inode and time (inodes are reused)."""
     status = if_exists(os.stat, path)
     return status and (status.st_dev, status.st_ino, status.st_mtime_ns)
 
@@ -664,9 +667,10 @@ def driver_version(settings: Settings) -> str | None:
 
 
 def can_be_bound(function: PciFunction) -> bool:
-    """Return whether the driver has a function on the bus, or can have it."""
+    """Return whether the driver has, or can have, a function on the bus."""
     override = try_read(f"{function.directory}/driver_override")
-    return (function.driver or override or DRIVER) in (DRIVER, "(null)")
+    driver = function.driver or override or DRIVER
+    return function.driver is not None and driver in (DRIVER, "(null)")
 
 
 def pci_directory(settings: Settings, bdf: str = "") -> str:
@@ -676,7 +680,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 def scan(
     settings: Settings, known: Mapping[str, PciFunction | None]
 ) -> dict[str, PciFunction | None]:
-    """Return the functions on the PCI bus by address; None: another vendor's.
+    """Return the PCI functions by address; None: another vendor's.
 
     known: the last result, as IDs are read once.
     """
@@ -698,8 +702,8 @@ def _read_function(settings: Settings, bdf: str) -> PciFunction | None:
 
 
 def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
-    """Return a function with its driver and device file as they are now."""
-    # Not by the name in the class: after a renumbering it leads to another chip.
+    """Return a function with its present driver and device file."""
+    # Not from the class: after a renumbering, a name there leads to another chip.
     for name in names_in(f"{function.directory}/{DRIVER}"):
         ordinal = decimal(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
@@ -711,7 +715,7 @@ def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
 
 
 def file_fault_now(function: PciFunction) -> str | None:
-    """Return why a device file cannot be used at this moment."""
+    """Return why a device file cannot be used now."""
     path = function.path
     number = read_attribute(f"{function.sysfs}/dev")
     status = if_exists(os.stat, path)
@@ -743,7 +747,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
 def link_path(settings: Settings, function: PciFunction) -> str | None:
     """Return udev's link to a chip's device file, if it points there now.
 
-    It outlives a renumbering: runtimes resolve links for each container (containerd 1.6, 2.1).
+    Runtimes resolve it for each container (containerd 1.6, 2.1): it outlives a renumbering.
     """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with suppress(OSError):
@@ -799,7 +803,7 @@ class AttributeFiles:
         self._hwmon = ""
 
 
-_ID = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"  # a half of all ones: torn by a reset
+_ID = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"  # a half can be all ones during a reset
 _IDENTITY = {  # attributes and forms by Identity's fields
     "tt_card_type": "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]",
     "tt_serial": _ID,
@@ -823,7 +827,7 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     texts = [(raw.get(name, ""), form) for name, form in _IDENTITY.items()]
     return Telemetry(
         Identity(*(text if re.fullmatch(form, text) else None for text, form in texts)),
-        decimal(raw.get("tt_heartbeat")),  # all ones, too: that heartbeat stalls
+        decimal(raw.get("tt_heartbeat")),  # even all ones: it stalls
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
         _below(ALL_ONES, raw.get("tt_therm_trip_count")),
@@ -877,7 +881,7 @@ _CLOCK = "Clock frequency in hertz."
 _ERRORS = "PCIe errors reported by AER, by severity."
 _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
-# hwmon's are µW, mA, mV and rpm, tt_* MHz (tt-kmd's telemetry.c), the others the PCI function's.
+# hwmon's are in µW, mA, mV and rpm, tt_* in MHz (tt-kmd's telemetry.c).
 SENSORS = (
     Sensor("power1_input", "power_watts", "Power draw in watts.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
@@ -929,13 +933,13 @@ def _sensor_value(attribute: str, text: str) -> float | None:
 
 # ==== HEALTH: per chip, with a reason. Pure: a verdict follows from the last one =================
 
-HYSTERESIS = 5.0  # °C below a limit at which a hot chip counts as cool again
+HYSTERESIS = 5.0  # °C by which a hot chip must cool down
 READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
-FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after the driver was rebound
+FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after a rebind
 
 
 class Fault(Enum):
-    """Why a chip is unhealthy. A change of it is logged, other numbers in the reason are not."""
+    """Why a chip is unhealthy. Each change of it is logged."""
 
     GONE = "gone"
     NODE = "node"
@@ -955,7 +959,7 @@ LOAD_DRIVER = "run: modprobe tenstorrent"
 REMEDIES = {
     Fault.NODE: "remove the file that is there, then run: "
     "udevadm trigger --subsystem-match=tenstorrent",
-    # Seen on a Blackhole whose firmware was not ready at the end of a reset.
+    # For a Blackhole whose firmware was late at the end of a reset.
     Fault.RESETTING: "if this persists, rebind the driver: "
     f"cd {_BIND} && echo {{bdf}} > unbind && echo {{bdf}} > bind",
     Fault.NO_RESPONSE: _RESET,
@@ -973,14 +977,14 @@ class Verdict(NamedTuple):
 
     fault: Fault | None = None
     problem: str | None = None  # without remedy
-    throttles: bool = False  # the card has reached its own limit, which is not a fault
+    throttles: bool = False  # it has reached its own limit
 
 
 class Vitals(NamedTuple):
     """Values that the next verdict depends on."""
 
     heartbeat: int | None = None  # at the last poll
-    misses: int = 0  # polls in a row without a change of it
+    misses: int = 0  # polls in a row without a change
     hot: bool = False  # at the operator's limit
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
@@ -990,13 +994,13 @@ class Vitals(NamedTuple):
 def judge(
     verdict: Verdict, vitals: Vitals, reading: Reading, settings: HealthSettings, *, was_seen: bool
 ) -> tuple[Verdict, Vitals]:
-    """Judge a chip by a reading. was_seen: whether it had telemetry since boot."""
+    """Judge a chip by a reading. was_seen: it had telemetry since boot."""
     telemetry = reading.telemetry
     if telemetry.error:
         return _judge_error(*telemetry.error), vitals
     if telemetry.all_ones:
         return Verdict(Fault.NO_RESPONSE, "chip does not respond (registers read as ones)"), vitals
-    if telemetry == Telemetry() and was_seen:  # attributes only vanish when the driver is rebound
+    if telemetry == Telemetry() and was_seen:  # the driver was rebound
         since = reading.at if vitals.empty_since is None else vitals.empty_since
         if reading.at - since >= FIRMWARE_TIMEOUT:
             verdict = Verdict(Fault.SILENT, "no telemetry since the driver was rebound")
@@ -1063,7 +1067,7 @@ def _judge_vitals(
 
 
 class Chip(NamedTuple):
-    """A Tenstorrent PCI function. Once it was seen it stays known, also while it is absent."""
+    """A Tenstorrent PCI function, known until the daemon ends."""
 
     function: PciFunction
     identity: Identity = Identity()  # the last one that its firmware reported
@@ -1108,32 +1112,32 @@ class Chip(NamedTuple):
 
     @property
     def tray(self) -> tuple[object, ...]:
-        """Return its tray in a Galaxy, by the high nibble of the bus; () in any other machine."""
+        """Return its Galaxy tray, by the high nibble of the bus; (): no Galaxy."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return what the chips of its board have in common."""
+        """Return what only chips of its board have in common."""
         return (*self.tray, self.identity.serial or self.bdf)
 
     @property
     def device_chips(self) -> int:
-        """Return how many chips a device has with unit = "board"."""
+        """Return how many chips a device of unit = "board" has."""
         if self.tray:
             return 8
         return 2 if self.board_type == "p300" else 1
 
     @property
     def device_id(self) -> str | None:
-        """Return the ID of that device: a tray's buses ("0000:c0"), else the board's serial."""
+        """Return its ID: a tray's buses ("0000:c0"), else the board's serial."""
         return f"{self.bdf[:-6]}0" if self.tray else self.identity.serial
 
 
 @dataclass(slots=True)
 class ChipRecord:
-    """Everything known of a chip; `chip` is the part that decisions depend on."""
+    """All that is known of a chip; decisions depend on `chip`."""
 
     chip: Chip
     vitals: Vitals
@@ -1148,7 +1152,7 @@ class ChipRecord:
 
     def vanish(self, driver: str | None) -> None:
         if self.chip.present:
-            # The verdict counts once the device has returned, until its telemetry is read.
+            # For the time from its return until its telemetry is read.
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
@@ -1160,7 +1164,7 @@ class ChipRecord:
         verdict, self.vitals = judge(*state, reading, settings, was_seen=self.was_seen)
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # The first one replaces it as a whole: another card can be in the slot.
+            # The first one replaces it: another card can be in the slot.
             former = identity if self.telemetry else Identity()
             identity = telemetry.identity.or_else(former)
         if telemetry != Telemetry() and not telemetry.error and not telemetry.all_ones:
@@ -1201,7 +1205,7 @@ class Inventory:
     """The chips of the node since boot."""
 
     def __init__(self, state: Mapping[str, Sequence[Any]]) -> None:
-        # No record is removed. A chip from the state is absent until it is seen.
+        # No record is ever removed.
         self.records = {bdf: ChipRecord.from_state(each) for bdf, each in state.items()}
         self.driver: str | None = None  # see driver_version()
         self._bus: Mapping[str, PciFunction | None] = {}
@@ -1250,27 +1254,27 @@ class Inventory:
 # ==== ALLOCATIONS: which pod holds which chips, according to the kubelet's checkpoint =============
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
-KUBELET_SOCKET = "kubelet.sock"  # likewise; each kubelet that starts creates a new one
-ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # the variable of each answer with the chips' addresses
-ANSWER_VALIDITY = 20.0  # seconds for which an answer to Allocate is evidence
-GRACE_PERIOD = 10.0  # seconds for which an allocation is in force after the last evidence
-LOOK_INTERVAL = 5.0  # seconds between two looks at all pods' cgroups
-BUSY_INTERVAL = 0.1  # seconds between two looks at one that had processes
-ROOT_DEPTH = 4  # levels of cgroups that are searched for kubepods
+KUBELET_SOCKET = "kubelet.sock"  # likewise; each kubelet creates a new one
+ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # an answer's chips, by PCI address
+ANSWER_VALIDITY = 20.0  # seconds for which an answer is evidence
+GRACE_PERIOD = 10.0  # seconds that an allocation outlasts its evidence
+LOOK_INTERVAL = 5.0  # seconds between looks at all pods' cgroups
+BUSY_INTERVAL = 0.1  # seconds between looks at one that had processes
+ROOT_DEPTH = 4  # levels searched for kubepods
 QOS_CLASS = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
 
-Label = Callable[["Allocation"], str]  # the name of a pod, for texts
+Label = Callable[["Allocation"], str]  # its pod's name
 PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
 Key = tuple[str, ...]  # of an allocation
 
 
 class Allocation(NamedTuple):
-    """Devices that a container was given by one answer to Allocate."""
+    """A container's devices, from one answer to Allocate."""
 
     resource: str
     ids: frozenset[str]
     chips: frozenset[str]  # PCI addresses
-    pod: str = ""  # UID; "": pending, no checkpoint has contained it yet
+    pod: str = ""  # UID; "": pending, in no checkpoint yet
     container: str = ""
 
     @property
@@ -1281,15 +1285,15 @@ class Allocation(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """The kubelet's checkpoint (kubernetes' devicemanager/checkpoint), other vendors left out."""
+    """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors."""
 
-    # Each with its answer's device files if that names no chips: another plugin's.
+    # Each with device files, if the answer names no chips: it is another plugin's.
     entries: Sequence[tuple[Allocation, Sequence[str]]] = ()
     registered: Mapping[str, frozenset[str]] = {}  # healthy IDs, by resource
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
-    """Return a checkpoint's contents; raises ValueError. Odd entries are skipped."""
+    """Return a checkpoint without odd entries; raises ValueError."""
     odd = (LookupError, TypeError, AttributeError, ValueError, RecursionError, DecodeError)
     try:
         data = json.loads(content)["Data"]
@@ -1320,9 +1324,9 @@ def _names(value: list[Any]) -> frozenset[str]:
     return frozenset(value)
 
 
-@functools.lru_cache(maxsize=1024)  # a checkpoint is written at each change of any resource
+@functools.lru_cache(maxsize=1024)  # checkpoints are written often
 def _parse_answer(answer: str) -> tuple[frozenset[str], Sequence[str]]:
-    """Return the chips of an answer to Allocate, else its device files."""
+    """Return an answer's chips, else its device files."""
     content = base64.b64decode(answer)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
         return frozenset(), ()
@@ -1343,7 +1347,7 @@ class Cgroups:
         self.roots: list[str] = []  # searched for at the next look if empty
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._paths: dict[str, list[str]] = {}  # by UID, with "_" for "-" as systemd has it
+        self._paths: dict[str, list[str]] = {}  # by UID with "_" for "-"
         self._busy_at: dict[str, float] = {}  # when a pod last had processes
 
     def look(self) -> None:
@@ -1362,7 +1366,7 @@ class Cgroups:
         return self._paths.get(pod.replace("-", "_"), [])
 
     def has_processes(self, pod: str, now: float) -> bool:
-        """Return whether a process is in a pod's cgroup now, or was a moment ago."""
+        """Return whether a process is, or just was, in a pod's cgroup."""
         if now - self._busy_at.get(pod, -inf) < BUSY_INTERVAL:
             return True
         self.look()
@@ -1373,12 +1377,12 @@ class Cgroups:
         return False
 
     def _is_populated(self, directory: str) -> bool:
-        """Return whether a process is in a cgroup or below it, or whether that is unknown."""
+        """Return whether a process is, or may be, in a cgroup or below it."""
         try:
             if self._is_v2:
                 with open(f"{directory}/cgroup.events", "rb", 0) as file:
                     return b"populated 1" in file.read()
-            # Not cgroup.procs: on old kernels it was empty when a leader had ended before a thread.
+            # Not cgroup.procs: old kernels leave out threads whose leader has ended.
             with open(f"{directory}/tasks", "rb", 0) as file:
                 if file.read(1):
                     return True
@@ -1389,21 +1393,21 @@ class Cgroups:
         return any(map(self._is_populated, below))
 
     def _find_roots(self) -> list[str]:
-        """Return root's kubepods directories, those nearest to the mount point."""
+        """Return root's kubepods directories nearest to the mount point."""
         names = names_in(self._mount)
         self._is_v2 = "cgroup.controllers" in names
         v1 = [name for name in ("devices", "memory", "systemd") if name in names]
         level = [self._mount if self._is_v2 or not v1 else f"{self._mount}/{v1[0]}"]
         ends = ("/kubepods", "/kubepods.slice", "-kubepods.slice")
         for _ in range(ROOT_DEPTH):
-            level = [path for directory in level for path in _directories_of_root(directory)]
+            level = [*chain(*map(_directories_of_root, level))]
             if roots := [path for path in level if path.endswith(ends)]:
                 return roots
         return []
 
 
 def _directories_of_root(directory: str) -> Iterator[str]:
-    """Yield directories that no other user has made, except users' sessions."""
+    """Yield the directories of root, except users' sessions."""
     for name in names_in(directory):
         path = f"{directory}/{name}"
         status = if_exists(os.lstat, path)
@@ -1414,29 +1418,29 @@ def _directories_of_root(directory: str) -> Iterator[str]:
 
 @dataclass(slots=True)
 class AllocationRecord:
-    """An allocation, and the evidence that its pod still holds it."""
+    """An allocation, and its evidence."""
 
     allocation: Allocation
-    answered_at: float | None = None  # when Allocate was; None: by another daemon
-    evident_at: float = -inf  # when there last was evidence
+    answered_at: float | None = None  # None: by another daemon
+    evident_at: float = -inf  # at the last evidence
 
     def is_in_force(self, now: float) -> bool:
         return now - self.evident_at <= GRACE_PERIOD
 
 
 class AllocationTracker:
-    """Tracks which allocations are in force: while there is evidence, and GRACE_PERIOD longer."""
+    """Tracks which allocations are in force: with evidence, and GRACE_PERIOD longer."""
 
     def __init__(self, settings: Settings, state: Sequence[Any], now: float) -> None:
         self.checkpoint = Checkpoint()
         self.has_read = False  # a checkpoint was parsed
-        self.unreadable: str | None = None  # why the present one cannot be
+        self.unreadable: str | None = None  # why the present one was not
         self.names: dict[str, str] = {}  # "namespace/name" by UID
         self._cgroups = Cgroups(settings.sysfs_root)
         self._directory = settings.device_plugin_dir
-        self._file: FileIdentity | None = None  # the checkpoint that was read
-        self._kubelet: FileIdentity | None = None  # the socket of the last one
-        self._seen: frozenset[str] = frozenset()  # pods with a cgroup since it started
+        self._file: FileIdentity | None = None  # that was read
+        self._kubelet: FileIdentity | None = None  # the last one's socket
+        self._seen: frozenset[str] = frozenset()  # pods with a cgroup since then
         self._looked_at = -inf
         self._records: dict[Key, AllocationRecord] = {}
         for resource, ids, chips, pod, container, answered_at in state:
@@ -1495,7 +1499,7 @@ class AllocationTracker:
             self.has_read = True
 
     def _add(self, entries: Mapping[Key, Allocation]) -> bool:
-        """Record new entries, each in place of its pending answer; return whether there are any."""
+        """Record new entries in place of pending answers; return whether there are any."""
         is_new = False
         for key, allocation in entries.items():
             record = self._records.get(key)
@@ -1524,15 +1528,15 @@ class AllocationTracker:
             return True
         if self.unreadable and record.is_in_force(now):
             return True
-        # Up to 1.31 the entry of the pod admitted last stays. An empty cgroup does not show that a
+        # Up to 1.31 the last admitted pod's entry stays. An empty cgroup does not show that a
         # pod has ended: volumes are being mounted, or the sandbox is being replaced.
         if has_entry and (exists or pod not in self._seen):
             return True
-        # A forced deletion removes the entry while containers run on.
+        # A forced deletion removes the entry at once.
         return exists and self._cgroups.has_processes(pod, now)
 
     def add_pending(self, allocation: Allocation, now: float) -> None:
-        """Record an answer to Allocate. The kubelet writes it to the checkpoint in milliseconds."""
+        """Record an answer to Allocate, until the checkpoint contains it."""
         self._records.pop(allocation.key, None)
         self._records[allocation.key] = AllocationRecord(allocation, now, now)
 
@@ -1602,14 +1606,14 @@ def _explain_absence(function: PciFunction, driver: str | None) -> str:
 
 
 class Device(NamedTuple):
-    """A chip or a board, which the kubelet knows under an ID, or under several if it is shared."""
+    """A chip or a board; if it is shared, it has several IDs."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # how many chips it should have
-    holder: str | None = None  # the pod that holds one of its chips under another name or ID
-    withheld: str | None = None  # the reason that follows from that
-    is_retained: bool = False  # held by a pod, and no longer what the configuration gives
+    whole: int = 1  # number of chips it should have
+    holder: str | None = None  # the pod for which it is withheld
+    withheld: str | None = None  # the reason, if it is
+    is_retained: bool = False  # held by a pod, and no longer configured
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -1640,9 +1644,9 @@ class Resource:
 
     name: str  # "tenstorrent.com/n300"
     devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
-    replicas: int = 0  # containers a device; 0: it is not shared
-    max_one_replica: bool = False  # a container gets one replica at most
-    base_name: str = ""  # its name unshared, without the domain
+    replicas: int = 0  # per device; 0: not shared
+    max_one_replica: bool = False  # per container
+    base_name: str = ""  # unshared, without the domain
 
     @property
     def short_name(self) -> str:
@@ -1674,7 +1678,7 @@ def is_replica(identifier: str) -> bool:
 
 
 def short_name(chip: Chip, settings: Settings) -> str:
-    """Return the name of a chip's resource, unshared and without the domain."""
+    """Return a chip's resource, unshared and without the domain."""
     arch = chip.function.arch or "unknown"
     names = {"card": chip.card_type or arch, "arch": arch}
     is_board = settings.unit == "board" and chip.device_chips > 1
@@ -1686,21 +1690,18 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
 
     A p300's chip without a serial belongs to no board yet, and waits.
     """
-    devices = defaultdict[str, list[Device]](list)
-    boards = defaultdict[tuple[str, str], list[Chip]](list)
+    is_board = settings.unit == "board"
+    groups: dict[tuple[str, str], list[Chip]] = {}
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
-        name = short_name(chip, settings)
-        if settings.unit == "chip" or chip.device_chips == 1:
-            devices[name].append(Device(chip.bdf, (chip,)))
-        elif chip.device_id:
-            boards[name, chip.device_id].append(chip)
-    for (name, board), members in boards.items():
-        whole = members[0].device_chips
-        if len(members) > whole:  # the card was in another slot before
+        identifier = chip.device_id if is_board and chip.device_chips > 1 else chip.bdf
+        if identifier:
+            groups.setdefault((short_name(chip, settings), identifier), []).append(chip)
+    devices: dict[str, list[Device]] = {}
+    for (name, identifier), members in groups.items():
+        whole = members[0].device_chips if is_board else 1
+        if len(members) > whole:  # the card was moved
             members = [chip for chip in members if chip.present]
-        devices[name].append(Device(board, tuple(members), whole))
-    for found in devices.values():
-        found.sort(key=lambda device: address(device.chips[0].bdf))
+        devices.setdefault(name, []).append(Device(identifier, tuple(members), whole))
     return dict(sorted(devices.items()))
 
 
@@ -1766,7 +1767,7 @@ def resources(
 def _withheld(
     device: Device, resource: Resource, holders: Mapping[str, list[Allocation]], label: Label
 ) -> Device:
-    """Return a device, withheld if a pod holds one of its chips under another name or ID."""
+    """Withhold a device if a pod holds a chip of it under another name or ID."""
     replicas = replica_ids(device.identifier, resource.replicas)
     for chip in device.chips:
         for each in holders.get(chip.bdf, ()):
@@ -1778,7 +1779,7 @@ def _withheld(
 
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
-    """Return the chips of each ID of an allocation: of unknown IDs, those of no other ID."""
+    """Return each ID's chips; those of unknown IDs are the rest."""
     found: dict[str, frozenset[str]] = {}
     for identifier in allocation.ids:
         device = resource.devices.get(identifier)
@@ -1806,7 +1807,7 @@ def aliases(device: Device) -> set[str]:
 
 
 def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
-    """Yield a message for each shared resource or device that does not exist."""
+    """Yield messages for shared resources and devices that do not exist."""
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
@@ -1828,19 +1829,19 @@ class RequestError(Exception):
 
 
 class Cost(NamedTuple):
-    """Cost of a choice, compared field by field. Costs of disjoint sets add up."""
+    """The cost of a choice, compared field by field. Costs add up."""
 
     must_include: int = 0  # minus their number
-    busy: int = 0  # IDs of chips on which a pod still runs that the kubelet does not know
-    again: int = 0  # how often a shared device was chosen before
-    users: int = 0  # of the shared devices, before this choice
+    busy: int = 0  # IDs on which a pod runs that the kubelet does not know
+    again: int = 0  # number of replicas chosen before, of a device
+    users: int = 0  # of its device, before this choice
     boards: int = 0
     trays: int = 0
     numa_nodes: int = 0
-    whole_boards: int = 0  # of which all listed devices are available
+    whole_boards: int = 0  # with all listed devices available
     whole_trays: int = 0
     whole_numa_nodes: int = 0
-    addresses: int = 0  # minus a bit for each ID, the highest for the lowest address
+    addresses: int = 0  # minus one bit per ID, the highest for the first
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
         return tuple.__new__(Cost, map(operator.add, self, other))
@@ -1848,13 +1849,13 @@ class Cost(NamedTuple):
 
 NO_COST = Cost()
 
-BySize = list[Cost]  # the least costs of choosing no device of a group, one, two, and so on
+BySize = list[Cost]  # the least costs of 0, 1, 2, … devices
 
 
 class Candidate(NamedTuple):
     """An available ID, and its place."""
 
-    cost: Cost  # without the groups that it is in
+    cost: Cost  # without its groups
     board: object
     tray: object
     numa_nodes: frozenset[int | None]  # {None}: unknown, one group
@@ -1915,13 +1916,13 @@ def _check_question(
 
 
 class _Search(NamedTuple):
-    """Computes the least costs by number of devices: board, tray, NUMA nodes, host."""
+    """Computes the least costs by number of devices."""
 
-    partly_used: Collection[object]  # boards, trays and NUMA nodes with a device that is taken
+    partly_used: Collection[object]  # boards, trays, NUMA nodes with a taken device
     size: int
 
     def solve(self, candidates: Sequence[Candidate]) -> BySize:
-        """Search separately the NUMA nodes that no tray or device connects."""
+        """Search NUMA nodes separately, unless a tray or device connects them."""
         parts: list[frozenset[int | None]] = []
         for tray in _grouped(candidates, "tray"):
             nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
@@ -1935,7 +1936,7 @@ class _Search(NamedTuple):
     def _numa_nodes(
         self, touched: Collection[int | None], candidates: Sequence[Candidate]
     ) -> BySize:
-        """Try every subset of NUMA nodes: a node costs nothing only if no device on it is used."""
+        """Try every subset of NUMA nodes: only an unused node costs nothing."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
         for chosen in chain(*(itertools.combinations(touched, n) for n in counts)):
@@ -1956,7 +1957,7 @@ class _Search(NamedTuple):
         return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], group_cost)
 
     def _joined(self, parts: Iterable[BySize], group_cost: Cost = NO_COST) -> BySize:
-        """Return the least costs over the parts; group_cost: of using any device at all."""
+        """Return the least costs over all parts. group_cost: of using any device."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
             joined: BySize = []
@@ -1981,13 +1982,13 @@ def _grouped(
 # ==== CONTAINER EDITS: from a request for devices to the changes in a container. Pure =============
 
 
-Containers = Sequence[Sequence[str]]  # the IDs that each requests
+Containers = Sequence[Sequence[str]]  # IDs
 Edits = pb.ContainerAllocateResponse
 DeviceList = pb.ListAndWatchResponse
 
 
 def check_request(resource: Resource, containers: Containers) -> None:
-    """Raise RequestError if these IDs, per container, cannot be allocated."""
+    """Raise RequestError if these IDs cannot be allocated."""
     counts = Counter(chain(*containers))
     unknown = [identifier for identifier in counts if identifier not in resource.devices]
     duplicates = [identifier for identifier, count in counts.items() if count > 1]
@@ -2020,12 +2021,12 @@ def check_request(resource: Resource, containers: Containers) -> None:
 def container_edits(
     chips: Iterable[Chip], links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
 ) -> Edits:
-    """Return the changes that a runtime makes to a container. links: udev's, by address."""
+    """Return a container's changes. links: udev's, by address."""
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
     edits = Edits(envs={ADDRESSES: addresses})
-    # tt-umd reads it inside the container: a colon makes an address, an integer is an index into
-    # the devices that *the container* sees, so a host's ordinal would be wrong.
+    # For tt-umd an integer is an index into the devices inside the container: a host's number
+    # would be wrong.
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
@@ -2033,7 +2034,7 @@ def container_edits(
     for chip in chips:
         if settings.device_list_strategy == "cdi":
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
-        else:  # under the host's number: tt-umd names its files and locks after it
+        else:  # tt-umd names its locks after the host's number
             path = f"/dev/tenstorrent/{chip.function.ordinal}"
             host_path = links.get(chip.bdf, chip.function.path)
             edits.devices.add(container_path=path, host_path=host_path, permissions="rw")
@@ -2044,9 +2045,9 @@ def container_edits(
 
 
 def device_list(resource: Resource) -> DeviceList:
-    """Return the kubelet's list, by ID: chips that swap ordinals leave it unchanged."""
+    """Return the kubelet's list, by ID: renumbering leaves it unchanged."""
     message = DeviceList()
-    common: dict[int, dict[str, Any]] = {}  # by device: a shared one has up to 100 IDs
+    common: dict[int, dict[str, Any]] = {}  # by device, for up to 100 IDs
     for identifier, device in sorted(resource.devices.items()):
         if id(device) not in common:
             nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
@@ -2063,7 +2064,7 @@ CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
 REGISTERED = "registered with kubelet"  # the state of a session
 
-# MiB of one device, by board: the GDDR6 behind one device file.
+# MiB of GDDR6 behind one device file, by board.
 MEMORY = {
     "n150": 12288,
     "n300": 24576,
@@ -2079,7 +2080,7 @@ MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0), None without chips. Runtimes refuse links in it."""
+    """Return a CDI file (spec 0.5.0, without links), None without chips."""
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
@@ -2122,12 +2123,12 @@ def cdi_nodes(spec: str) -> dict[str, str]:
 def feature_file(
     advertised: Iterable[Resource], chips: Iterable[Chip], settings: Settings, driver: str | None
 ) -> str:
-    """Return labels for NFD's local source, of devices that exist, healthy or not."""
+    """Return labels of existing devices, for NFD's local source."""
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in advertised:
         if resource.name != f"{settings.resource_domain}/{resource.short_name}":
-            continue  # held by a pod, of a previous domain
+            continue  # of a previous domain
         for key, value in _resource_labels(resource).items():
             labels[f"{resource.short_name}.{key}"] = value
     labels |= _version_labels("driver", driver or "")
@@ -2135,7 +2136,7 @@ def feature_file(
     labels["plugin.version"] = __version__
     lines = []
     for key, value in sorted(labels.items()):
-        # Kubernetes takes 63 characters each, alphanumeric at both ends.
+        # Kubernetes' limits: 63 characters, alphanumeric at both ends.
         value = re.sub(r"[^A-Za-z0-9._-]+", "_", value)[:63].strip("._-")
         if value and len(key) <= 63:
             lines.append(f"{settings.resource_domain}/{key}={value}\n")
@@ -2170,7 +2171,7 @@ def _memory_of(chip: Chip) -> int:
 
 
 def _common(values: Iterable[str | None]) -> str:
-    """Return the value that all have, "mixed" if they differ."""
+    """Return the common value, "mixed" if they differ."""
     found = {value for value in values if value}
     return "mixed" if len(found) > 1 else "".join(found)
 
@@ -2194,7 +2195,7 @@ class Samples:
             self._series[name][f"{{{text}}}" if text else ""] = value
 
     def text(self) -> str:
-        """Return Prometheus' text format: no metric without a sample, no series twice."""
+        """Return Prometheus' text format, without metrics that have no sample."""
         lines: list[str] = []
         for name, help in self._helps.items():
             metric = f"{self._prefix}{name}"
@@ -2205,7 +2206,7 @@ class Samples:
         return "".join(f"{line}\n" for line in lines)
 
 
-@functools.lru_cache(maxsize=4096, typed=True)  # the same ones every few seconds
+@functools.lru_cache(maxsize=4096, typed=True)  # the same every few seconds
 def _label(key: str, value: object) -> str:
     text = "" if value is None else str(value)
     escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
@@ -2225,7 +2226,7 @@ CHIP_METRICS = {
 
 
 def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
-    """Return the metrics of chips that had a device file since boot."""
+    """Return the metrics of chips that were seen since boot."""
     samples = Samples("tt_device_", CHIP_METRICS)
     for bdf, chip in decision.chips.items():
         if not chip.seen:
@@ -2253,7 +2254,7 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
     return samples.text()
 
 
-# REGISTERED or why it is not, and how many registrations succeeded, by resource.
+# By resource: REGISTERED, or why it is not; registrations.
 States = Mapping[str, tuple[str, int]]
 PLUGIN_METRICS = {
     "driver_info": "Version of the loaded driver, value is always 1.",
@@ -2374,7 +2375,7 @@ User = Mapping[str, str]  # namespace, pod (else its UID) and container
 
 
 class Observation(NamedTuple):
-    """Everything that decisions depend on, at one moment."""
+    """Everything that decisions depend on."""
 
     settings: Settings
     chips: Mapping[str, Chip]  # by PCI address
@@ -2389,7 +2390,7 @@ class Observation(NamedTuple):
 class Decision:
     """The desired state: what is advertised, written and reported."""
 
-    chips: Mapping[str, Chip]  # with their reasons, and those that pods hold though they are gone
+    chips: Mapping[str, Chip]  # with reasons, also those that only pods know
     resources: Mapping[str, Resource]  # as advertised, by name
     lists: Mapping[str, DeviceList]
     users: Mapping[str, list[User]]  # by PCI address
@@ -2402,7 +2403,7 @@ class Decision:
 
     @functools.cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
-        """Return the resource and device of each chip, a configured one before a retained one."""
+        """Return each chip's resource and device, rather a configured than a retained one."""
         found: dict[str, tuple[Resource, Device]] = {}
         for resource in self.resources.values():
             for device in resource.unique_devices:
@@ -2413,7 +2414,7 @@ class Decision:
 
     @functools.cached_property
     def withheld(self) -> dict[str, str]:
-        """Return the reasons of devices that are withheld, by resource and ID."""
+        """Return the reasons why devices are withheld, by resource and ID."""
         found = {}
         for name, resource in self.resources.items():
             for device in resource.unique_devices:
@@ -2421,14 +2422,8 @@ class Decision:
                     found[f"{name} {device.identifier}"] = device.withheld
         return found
 
-    @property
-    def unlisted(self) -> list[PciFunction]:
-        """Return the functions on the bus that are no device."""
-        functions = [chip.function for chip in self.chips.values() if not chip.listed]
-        return [function for function in functions if function.driver is not None]
-
     def advertises(self, chip: Chip) -> bool:
-        """Return whether a chip is a device, or will be once its board is known."""
+        """Return whether a chip is a device, or waits for its board's serial."""
         return chip.listed or chip.bdf in self.owners
 
 
@@ -2461,7 +2456,7 @@ def decide(seen: Observation) -> Decision:
 
 
 def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
-    """Return the chips with their reasons, and absent ones that only a pod knows."""
+    """Return the chips with reasons, and absent ones that only a pod knows."""
     chips = dict(seen.chips)
     pods = defaultdict[str, list[str]](list)
     for allocation in seen.allocations:
@@ -2482,7 +2477,7 @@ def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
 
 
 def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
-    """Yield log lines, with their levels, for the differences between two decisions."""
+    """Yield levels and log lines for the differences."""
     if after.driver_problem and after.driver is None and before.driver_problem is None:
         yield logging.WARNING, after.driver_problem
     for chip in after.chips.values():
@@ -2527,7 +2522,7 @@ def _introduction(chip: Chip) -> str:
 
 # ==== THREADS: telemetry, which the driver can block for seconds, is read off the loop ============
 
-SLOW_AFTER = 0.1  # seconds after which nothing waits for a read
+SLOW_AFTER = 0.1  # seconds for which reads are waited for
 
 Wake = Callable[[], None]  # has the loop make a turn
 Read = Callable[[PciFunction, AttributeFiles], Telemetry]
@@ -2535,7 +2530,7 @@ Read = Callable[[PciFunction, AttributeFiles], Telemetry]
 
 @contextmanager
 def log_and_continue(subject: str) -> Iterator[None]:
-    """The boundary at which the daemon survives an error of its own."""
+    """Survive an internal error."""
     try:
         yield
     except Exception:
@@ -2561,18 +2556,18 @@ class TelemetryReaders:
         self._wake = wake
         self._read = read
         self._jobs: queue.SimpleQueue[ReadJob] = queue.SimpleQueue()
-        # What was read; nothing yet: when it began; no job: a thread ends.
+        # A job and when it began, then what was read; without a job: a thread ends.
         self._results: queue.SimpleQueue[tuple[ReadJob | None, float | Reading | OSError | None]]
         self._results = queue.SimpleQueue()
-        self._files: dict[PciFunction, AttributeFiles] = {}  # of chips that are not being read
-        self._pending: dict[str, float | None] = {}  # when each read began; None: it waits
-        self._again: dict[str, tuple[PciFunction, Settings | None]] = {}  # to be read afterwards
+        self._files: dict[PciFunction, AttributeFiles] = {}  # not in use
+        self._pending: dict[str, float | None] = {}  # when it began; None: it waits
+        self._again: dict[str, tuple[PciFunction, Settings | None]] = {}  # read afterwards
         self._threads = 0
 
     def submit(
         self, functions: Iterable[PciFunction], *, periodic: bool, details: Settings | None = None
     ) -> None:
-        """Read these chips; one that is being read is read again for an event."""
+        """Read these chips; one that is being read is read again after an event."""
         for function in functions:
             bdf = function.bdf
             if bdf not in self._pending:
@@ -2615,7 +2610,7 @@ class TelemetryReaders:
         return bool(self._pending)
 
     def slow(self, now: float) -> dict[str, float]:
-        """Return for how long reads that take too long have been under way, by address."""
+        """Return the ages of reads that take long, by address."""
         ages = {bdf: now - began for bdf, began in self._pending.items() if began is not None}
         return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
@@ -2628,7 +2623,7 @@ class TelemetryReaders:
             self._files.pop(function).close()
 
     def _start_thread(self, now: float) -> None:
-        """Start a thread if jobs wait and every other is blocked."""
+        """Start a thread if jobs wait and all others are blocked."""
         if not self._jobs.empty() and self._threads <= len(self.slow(now)):
             try:
                 _thread.start_new_thread(self._run, (asyncio.get_running_loop(),))
@@ -2650,14 +2645,14 @@ class TelemetryReaders:
             loop.call_soon_threadsafe(self._wake)
 
     def _read_chip(self, job: ReadJob) -> Reading | OSError:
-        """Return a reading, or an error of the daemon itself."""
+        """Return a reading, or the daemon's own error."""
         function = job.function
         sensors = processes = None
         try:
             if job.details:
                 sensors = read_sensors(function, job.files.hwmon(function))
                 processes = processes_on(job.details, function.ordinal or 0)
-            # After the sensors: it shows whether the chip was alive when they were read.
+            # Afterwards, to show that the chip was alive when its sensors were read.
             telemetry = self._read(function, job.files)
         except OSError as error:
             return error
@@ -2670,9 +2665,9 @@ class TelemetryReaders:
 
 
 class OutputFile:
-    """A file that is written as a whole when its text changes.
+    """A file that is replaced when its text changes.
 
-    If a new version cannot be written, the stale file is removed; that works even on a full disk.
+    If that fails, the stale file is removed, which works even on a full disk.
     """
 
     def __init__(self, path: str, mode: int = 0o644) -> None:
@@ -2695,7 +2690,7 @@ class OutputFile:
         self._kept = None
         try:
             with suppress(FileNotFoundError):
-                os.unlink(new)  # left by a daemon that was killed
+                os.unlink(new)  # a killed daemon's
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -2731,7 +2726,7 @@ class StateFile:
     VERSION = 1
 
     def __init__(self, settings: Settings) -> None:
-        self.files: list[str] = []  # written by a previous daemon, in any boot
+        self.files: list[str] = []  # of previous daemons, in any boot
         self.chips: dict[str, Any] = {}
         self.allocations: list[Any] = []
         self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
@@ -2769,7 +2764,7 @@ def _checksum(text: str) -> str:
 
 
 class OutputFiles:
-    """The files for others, and those of previous configurations until they are removed."""
+    """The files for others, also those of former configurations until they are removed."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._by_path = {path: OutputFile(path) for path in paths}
@@ -2779,7 +2774,7 @@ class OutputFiles:
         return sorted(self._by_path)
 
     def keep(self, wanted: Mapping[str, str | None], others: Collection[str]) -> None:
-        """Write these texts by path; None: no file for now. others: paths for touch()."""
+        """Write texts by path; None: no file for now. others: paths for touch()."""
         for path in {*wanted, *self._by_path}.difference(others):
             file = self._by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
@@ -2787,12 +2782,12 @@ class OutputFiles:
                 del self._by_path[path]
 
     def touch(self, path: str, text: str) -> None:
-        """Write a file even if it is unchanged: its time shows that the daemon is alive."""
+        """Write a file even if unchanged: its time shows that the daemon is alive."""
         self._by_path.setdefault(path, OutputFile(path)).write(text)
 
 
 def make_lock_directory(path: str) -> None:
-    """Create a directory where any container can make locks, and none can remove another's.
+    """Create a directory where containers can make locks, and remove only their own.
 
     Its parent must belong to root; a container may own its /dev/shm.
     """
@@ -2810,14 +2805,14 @@ def make_lock_directory(path: str) -> None:
 
 
 class ServiceManager:
-    """Notifies systemd, as a service of Type=notify does (sd_notify(3))."""
+    """Notifies systemd (sd_notify(3))."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Environment) -> None:
         self.status = ""
         self._environ = environ
         self._notifier = sdnotify.SystemdNotifier()
         if self._notifier.socket:
-            self._notifier.socket.setblocking(False)  # a manager that hangs must not block us
+            self._notifier.socket.setblocking(False)  # a manager can hang
         own = str(os.getpid())
         self._has_watchdog = environ.get("WATCHDOG_PID", own) == own and "WATCHDOG_USEC" in environ
 
@@ -2844,7 +2839,7 @@ class ServiceManager:
 
 
 class _JournalFormatter(logging.Formatter):
-    """Formats lines with the priority prefix of sd-daemon(3)."""
+    """Adds sd-daemon(3)'s priorities."""
 
     def format(self, record: logging.LogRecord) -> str:
         priorities = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}
@@ -2859,14 +2854,14 @@ def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
     return True
 
 
-def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
-    """Log one event a line on stderr; the journal adds timestamps itself."""
+def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
+    """Log to stderr, an event a line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_without_traceback_of_garbage)
     form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
     handler.setFormatter(logging.Formatter(form))
     with suppress(OSError):
-        status = os.fstat(2)  # systemd.exec(5): else it was redirected
+        status = os.fstat(2)  # it may have been redirected: systemd.exec(5)
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2877,25 +2872,25 @@ def set_up_logging(environ: Mapping[str, str], *, has_timestamps: bool) -> None:
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 SOCKET_PREFIX = "tt-"
-EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR: it cannot be written; systemd starts the daemon again
-EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL: another process has locked the directory
+EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR; systemd starts the daemon again
+EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_uevent_socket() -> socket.socket:
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
-    kernel.bind((0, 1))  # the kernel's group; udevd's own messages go to group 2
+    kernel.bind((0, 1))  # group 1: the kernel's, 2: udevd's
     return kernel
 
 
 def sent_by_kernel(sender: object) -> bool:
-    """Return whether a netlink message is the kernel's, which alone has port ID 0."""
+    """Return whether a netlink message is the kernel's: port ID 0."""
     return isinstance(sender, tuple) and sender[0] == 0
 
 
 class UeventSocket:
-    """Notices the kernel's uevents about Tenstorrent devices, functions and their driver."""
+    """Receives the kernel's uevents about Tenstorrent devices and functions."""
 
     def __init__(self, wake: Wake) -> None:
         self.has_events = False
@@ -2935,14 +2930,14 @@ class DirectoryError(Exception):
 
 
 class PluginDirectory:
-    """The kubelet's device plugin directory: it exists, is locked by one daemon, and watched."""
+    """The kubelet's device plugin directory: locked by one daemon, and watched."""
 
-    # Moved from, moved to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
+    # Moved from, to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
     MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
 
-    def __init__(self, path: str, wake: Callable[[], None]) -> None:
+    def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
-        self.names: set[str] = set()  # of others' files, without the checkpoint
+        self.names: set[str] = set()  # others' files, without the checkpoint
         self._wake = wake
         self._locked = -1  # descriptor
         self._inotify = -1
@@ -2964,7 +2959,7 @@ class PluginDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory if it is another one now; raises DirectoryError."""
+        """Create, lock and watch the directory if it is a new one; raises DirectoryError."""
         try:
             if not isdir(self.path):
                 os.makedirs(self.path, 0o750, exist_ok=True)
@@ -3020,14 +3015,14 @@ class Node:
         self.inventory = Inventory(self.state.chips)
         self.allocations = AllocationTracker(settings, self.state.allocations, monotonic())
         self.readers = TelemetryReaders(wake)
-        self.rejected = ""  # why the configuration on disk is not the one in force
+        self.rejected = ""  # why the configuration on disk is not in force
         self.scanned_at = -inf
         self.polled_at = -inf
-        self.kubelet: FileIdentity | None = None  # the kubelet's socket at the last observation
+        self.kubelet: FileIdentity | None = None  # its socket
         self._decided: tuple[Observation, Decision] | None = None
 
     def look(self, now: float, *, periodic: bool, details: bool = False) -> None:
-        """Look for chips, and read each one, the only way to see one die.
+        """Look for chips, and read each: nothing else shows that one has died.
 
         periodic: by a poll; details: sensors and processes, too.
         """
@@ -3058,7 +3053,7 @@ class Node:
         self.kubelet = self.allocations.observe(ours, self.inventory.chip_at, now)
 
     def decide(self, now: float) -> Decision:
-        """Return the desired state, the same object while nothing has changed."""
+        """Return the desired state, the same object until something changes."""
         observation = Observation(
             self.settings,
             self.inventory.chips,
@@ -3073,7 +3068,7 @@ class Node:
         return self._decided[1]
 
     def view(self, decision: Decision, states: States, status: str | None) -> dict[str, Any]:
-        """Return everything that `list` and `check` show. status: the daemon's, if it runs."""
+        """Return what `list` and `check` show. status: None without a daemon."""
         knows_pods = self.allocations.has_read
         chips = []
         for bdf, chip in decision.chips.items():
@@ -3100,22 +3095,22 @@ class Node:
 
 # ==== REQUESTS: the kubelet's calls, each of which observes, decides and answers ==================
 
-LINK_TIMEOUT = 1.0  # seconds that udev has to make a link
+LINK_TIMEOUT = 1.0  # seconds that udev has for a link
 LINK_INTERVAL = 0.02
-GATE_TIMEOUT = 25.0  # seconds; the kubelet's deadline for PreStartContainer is 30
+GATE_TIMEOUT = 25.0  # seconds; the kubelet waits 30
 GATE_INTERVAL = 0.1
 
 
 class Allocator:
-    """Answers requests for devices, and delays starts of containers on chips still in use."""
+    """Answers requests for devices, and delays starts of containers on busy chips."""
 
     def __init__(self, node: Node) -> None:
-        self.counts = Counter[tuple[str, str]]()  # of answers by resource and result
+        self.counts = Counter[tuple[str, str]]()  # by resource and result
         self.is_closing = False
         self._node = node
 
     def _resource(self, name: str, now: float) -> Resource:
-        """Return a resource as it is advertised at this moment."""
+        """Return a resource as it is now."""
         self._node.observe_allocations(now)
         return self._node.decide(now).resources.get(name, Resource(name, {}))
 
@@ -3135,7 +3130,7 @@ class Allocator:
     def _answer(self, name: str, containers: Containers, *, may_wait: bool) -> list[Edits] | None:
         """Return the answer, None to wait for a link.
 
-        A kubelet keeps the answer for a pod's life: a link is better than the device file.
+        The kubelet keeps the answer for the pod's life, so links are better than device files.
         """
         now = monotonic()
         settings = self._node.settings
@@ -3144,7 +3139,7 @@ class Allocator:
         chips = [resource.chips(ids) for ids in containers]
         links = {}
         for chip in chain(*chips):
-            if fault := file_fault_now(chip.function):  # its event is under way
+            if fault := file_fault_now(chip.function):  # before its event
                 reason = f"device {chip.bdf}: device file is invalid: {fault}"
                 raise RequestError(Status.FAILED_PRECONDITION, reason)
             if link := link_path(settings, chip.function):
@@ -3192,7 +3187,7 @@ class Allocator:
             pod = self._other_pod(name, ids)
 
     def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
-        """Return another pod that runs on these chips, unless they share them."""
+        """Return another pod that runs on these chips without sharing them."""
         now = monotonic()
         allocations = self._node.allocations
         addresses = {chip.bdf for chip in self._resource(name, now).chips(ids)}
@@ -3208,7 +3203,7 @@ class Allocator:
 
 
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
-    """Create and return the /dev/shm of containers with replicas; raises RequestError."""
+    """Create and return the /dev/shm of replicas; raises RequestError."""
     path = settings.sharing.lock_dir
     if not path or not any(map(is_replica, ids)):
         return None
@@ -3226,12 +3221,12 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
 # ==== SESSION: a resource's device list, socket and registration (device plugin API v1beta1) ======
 
 REGISTER_TIMEOUT = 10.0  # seconds
-STREAM_DELAY = 0.05  # seconds in which a kubelet notices that a stream has ended
-CHECKPOINT_TIMEOUT = 1.0  # seconds in which a kubelet has written a list to its checkpoint
+STREAM_DELAY = 0.05  # seconds until a kubelet notices a stream's end
+CHECKPOINT_TIMEOUT = 1.0  # seconds until a list is in the checkpoint
 MAX_RESENDS = 2
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
 CHANNEL_OPTIONS = (
-    # By default channels share subchannels, and so the back-off from a dead socket.
+    # Else channels share the back-off from a dead socket.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
 )
@@ -3247,7 +3242,7 @@ class RegistrationError(Exception):
 
 
 class DeviceListStream:
-    """The device list of a resource, for all its open ListAndWatch streams."""
+    """A resource's device list, for all open ListAndWatch streams."""
 
     def __init__(self) -> None:
         self.message = DeviceList()
@@ -3265,7 +3260,7 @@ class DeviceListStream:
             self.resend()
 
     def resend(self) -> None:
-        """Send the list, even unchanged: the kubelet then writes its checkpoint."""
+        """Send the list again: the kubelet then writes its checkpoint."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -3282,12 +3277,12 @@ class Attempt(rpc.DevicePluginServicer):
 
     def __init__(self, session: KubeletSession, path: str) -> None:
         self.path = path
-        self.file: FileIdentity | None = None  # the socket, while it is bound
-        self.kubelet: FileIdentity | None = None  # the kubelet that was sent Register
+        self.file: FileIdentity | None = None  # its socket, while bound
+        self.kubelet: FileIdentity | None = None  # the one that was sent Register
         self.appeared = asyncio.Event()  # the kubelet's socket
-        self.is_watched = False  # the kubelet has opened its stream
+        self.is_watched = False  # by the kubelet
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
-        self.retry_at = -inf  # when the next attempt is due, once this one has ended
+        self.retry_at = -inf  # when the next one is due, once this has ended
         self._session = session
         self.task = asyncio.create_task(session.run(self))
 
@@ -3352,7 +3347,7 @@ async def _rejecting(context: Context, subject: str) -> AsyncIterator[None]:
 
 
 async def completed(work: Awaitable[object]) -> None:
-    """Wait until something has ended, even if this task is cancelled meanwhile."""
+    """Wait for something, even if this task is cancelled meanwhile."""
     future = asyncio.ensure_future(work)
     try:
         await asyncio.wait({future})
@@ -3365,7 +3360,7 @@ def grpc_message(error: grpc.aio.AioRpcError) -> str:
 
 
 def connection_error(path: str) -> int:
-    """Return the errno of an attempt to connect to a unix socket, 0 if it accepts."""
+    """Return the errno of connecting to a unix socket, or 0."""
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as probe:
         number = probe.connect_ex(path)
@@ -3373,7 +3368,7 @@ def connection_error(path: str) -> int:
 
 
 def remove_dead_sockets(directory: str) -> None:
-    """Remove the sockets of a daemon that was killed: none runs while this one has the lock."""
+    """Remove the sockets of a daemon that was killed."""
     for name in names_in(directory):
         if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
             with suppress(OSError):
@@ -3390,7 +3385,7 @@ class KubeletSession:
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
         self.name = name
-        self.state = ""  # REGISTERED, or why it is not; "": no attempt has come that far
+        self.state = ""  # REGISTERED, or why it is not; "": unknown
         self.registrations = 0  # that succeeded
         self.stream = DeviceListStream()
         self.allocator = allocator
@@ -3399,11 +3394,11 @@ class KubeletSession:
         self._kubelet: FileIdentity | None = None  # its socket now
         self._attempt: Attempt | None = None
         self._backoff = BACKOFF[0]
-        self._mismatch: tuple[float, int] | None = None  # since when, and lists sent since
+        self._mismatch: tuple[float, int] | None = None  # since when; lists sent since
 
     @property
     def retry_at(self) -> float:
-        """Return when the next attempt is due; inf while one is under way."""
+        """Return when the next attempt is due; inf: one is under way."""
         if self._attempt is None:
             return -inf
         return self._attempt.retry_at if self._attempt.task.done() else inf
@@ -3425,7 +3420,7 @@ class KubeletSession:
         is_outdated = attempt is not None and attempt.is_outdated(kubelet)
         if attempt and is_outdated:
             attempt.task.cancel()
-        # A kubelet that starts replaces its socket at once: the directory has the same names.
+        # A kubelet replaces its socket within a turn: the names stay the same.
         if disturbed or is_outdated or kubelet not in (None, self._kubelet):
             self._backoff = BACKOFF[0]
             disturbed = True
@@ -3455,13 +3450,13 @@ class KubeletSession:
 
     async def _serve(self, attempt: Attempt) -> None:
         """Bind, register and serve; raises RegistrationError in the end."""
-        # A connection without a handshake is closed; the default is after two minutes.
+        # Connections without a handshake are closed; by default after two minutes.
         server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
         rpc.add_DevicePluginServicer_to_server(attempt, server)  # type: ignore[no-untyped-call]
         try:
             try:
                 server.add_insecure_port(f"unix:{attempt.path}")
-            except RuntimeError:  # gRPC does not pass on the error of bind()
+            except RuntimeError:  # gRPC hides bind()'s error
                 raise RegistrationError(f"cannot create sockets in {self._directory}") from None
             attempt.file = file_identity(attempt.path)
             await completed(server.start())
@@ -3474,11 +3469,11 @@ class KubeletSession:
             raise RegistrationError(await attempt.ended)
         finally:
             was_watched = attempt.is_watched and attempt.kubelet == self._kubelet
-            attempt.file = attempt.kubelet = None  # from here on it is not outdated
+            attempt.file = attempt.kubelet = None  # no longer outdated
             await completed(server.stop(0.1 if self.allocator.is_closing else None))
             if was_watched:
-                # Before 1.37 the end of any stream makes the kubelet forget the resource's newest
-                # registration (manager.go, PluginDisconnected): so it comes before the next one.
+                # Before 1.37 the end of any stream ends the newest registration (manager.go,
+                # PluginDisconnected), so it must come before the next one.
                 await asyncio.sleep(STREAM_DELAY)
 
     async def _register(self, attempt: Attempt) -> None:
@@ -3487,7 +3482,7 @@ class KubeletSession:
         if not attempt.appeared.is_set():
             self._set_state(f"waiting for kubelet ({path} does not exist)")
             await attempt.appeared.wait()
-        for pause in (0.001, 0.002, 0.004, 0.008):  # bind() makes the file before listen()
+        for pause in (0.001, 0.002, 0.004, 0.008):  # it is bound before it listens
             if connection_error(path):
                 await asyncio.sleep(pause)
         if connection_error(path):
@@ -3573,13 +3568,13 @@ class Sessions:
         *,
         disturbed: bool,
     ) -> None:
-        """Bring the sessions in line with these lists, and with the checkpoint's healthy IDs."""
+        """Bring the sessions in line with these lists and the checkpoint's healthy IDs."""
         for name in self.by_name.keys() - lists.keys():
             log.info("%s: no devices left; endpoint closed", name)
             self._closing[name] = asyncio.create_task(self.by_name.pop(name).close())
             self._closing[name].add_done_callback(lambda _: self._wake())
         self._closing = {name: task for name, task in self._closing.items() if not task.done()}
-        for name in lists.keys() - self._closing.keys():  # it returns once the former one has ended
+        for name in lists.keys() - self._closing.keys():  # not while the former one ends
             session = self.by_name.get(name)
             if session is None:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
@@ -3606,7 +3601,7 @@ NAMES_TIMEOUT = 1.0  # seconds
 
 
 class PodResources:
-    """Asks which pods have devices (pod resources API v1), one request at a time.
+    """Asks for pods' names (pod resources API v1), one request at a time.
 
     The request also makes the kubelet release the devices of ended pods (manager.go, GetDevices).
     """
@@ -3661,12 +3656,12 @@ class MetricsServer:
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
-        self._rendering: asyncio.Task[None] | None = None  # for all that ask meanwhile
+        self._rendering: asyncio.Task[None] | None = None  # shared
         self._last = ""
         self._open: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
 
     async def text(self) -> str:
-        """Return the metrics; simultaneous calls share one rendering."""
+        """Return the metrics, rendered once for simultaneous calls."""
         if self._rendering is None or self._rendering.done():
             self._rendering = asyncio.create_task(self._refresh())
         await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
@@ -3723,12 +3718,12 @@ class MetricsServer:
 
 # ==== DAEMON: one loop that observes, decides and applies =========================================
 
-TICK = 1.0  # seconds between two turns of the loop without an event
+TICK = 1.0  # seconds between turns without an event
 START_TICK = 0.02  # likewise, before READY=1
-DEBOUNCE = 0.05  # seconds in which further kernel events are handled together
-BIND_TIMEOUT = 10.0  # seconds that the driver has to bind to the cards
-METRICS_INTERVAL = 15.0  # seconds between two readings of sensors for metrics
-SETTLE_INTERVAL = 0.01  # seconds between two looks at reads under way
+DEBOUNCE = 0.05  # seconds for which kernel events are gathered
+BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
+METRICS_INTERVAL = 15.0  # seconds between readings of sensors
+SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way
 STATUS_SOCKET = "status.sock"  # in the runtime directory
 
 
@@ -3740,13 +3735,13 @@ class Reporter:
         self._node = node
         self._sessions = sessions
         self._started = time.time()
-        self._details_at = -inf  # when sensors and processes were last read
-        self._written_at = -inf  # when the metrics file was
+        self._details_at = -inf  # sensors' and processes'
+        self._written_at = -inf  # the metrics file's
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None  # on the status socket
 
     async def open(self, sockets: Iterable[socket.socket]) -> None:
-        """Serve the metrics on these sockets, and the view on the status socket."""
+        """Serve metrics on these sockets, and the view on the status socket."""
         for each in sockets:
             self._start(self.metrics.serve(each))
         if directory := self._node.settings.runtime_dir:
@@ -3776,7 +3771,7 @@ class Reporter:
         return "; ".join(filter(None, [status, self._node.rejected]))
 
     def write_metrics(self, files: OutputFiles, now: float) -> None:
-        """Write the metrics file, if its directory exists and it is old enough."""
+        """Write the metrics file if it is old and its directory exists."""
         path = self._node.settings.metrics_file
         if now - self._written_at >= METRICS_INTERVAL and path and isdir(dirname(path)):
             self._written_at = now
@@ -3818,13 +3813,13 @@ class Reporter:
 
 @dataclass(slots=True)
 class Condition:
-    """The stage of the daemon's life, and what its events have recorded."""
+    """The daemon's stage, and what events have recorded."""
 
     stage: Literal["starting", "binding", "linking", "ready"] = "starting"
     since: float = 0.0  # when this stage began
     exit_status: int | None = None
     wants_reload: bool = False
-    failure: str = ""  # why the last observation failed
+    failure: str = ""  # of the last observation
 
     def enter(self, stage: Literal["binding", "linking", "ready"], now: float) -> None:
         self.stage = stage
@@ -3832,7 +3827,7 @@ class Condition:
 
 
 class Daemon:
-    """The life of the service. Events only record work and wake the loop."""
+    """The service. Events only record work and wake the loop."""
 
     def __init__(
         self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
@@ -3949,7 +3944,7 @@ class Daemon:
             self._manager.feed_watchdog()
 
     def _observe(self, now: float) -> bool:
-        """Look at everything that may have changed; return whether it was a poll."""
+        """Look at what may have changed; return whether it was a poll."""
         node = self.node
         is_poll = now - node.polled_at >= node.settings.health.interval
         if is_poll or (self._uevents.has_events and now - node.scanned_at >= DEBOUNCE):
@@ -3984,7 +3979,7 @@ class Daemon:
 
     def _write_files(self, decision: Decision) -> None:
         settings = self.node.settings
-        for resource in decision.resources.values():  # containers start with them again
+        for resource in decision.resources.values():  # containers start again with it
             with suppress(RequestError):  # Allocate answers with it
                 lock_path(resource, resource.devices, settings)
         wanted: dict[str, str | None] = {}
@@ -4003,14 +3998,14 @@ class Daemon:
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
-        """Pass the stages up to READY=1; return a status while the driver is waited for."""
+        """Pass the stages up to READY=1; return a status while waiting for the driver."""
         condition = self._condition
         settings = self.node.settings
         present = self.node.inventory.present
         driver = f"driver {decision.driver or 'is not loaded'}"
         if condition.stage == "binding":
-            unlisted = decision.unlisted if decision.driver else []
-            missing = [each.bdf for each in unlisted if can_be_bound(each)]
+            unlisted = [each.function for each in decision.chips.values() if not each.listed]
+            missing = [each.bdf for each in unlisted if decision.driver and can_be_bound(each)]
             if missing and now - condition.since < BIND_TIMEOUT:
                 return f"waiting for the driver to create a device file for {missing[0]}"
             if missing:
@@ -4032,7 +4027,7 @@ class Daemon:
         return None
 
     def _reload(self) -> None:
-        """Apply a new configuration as far as a running daemon can; nothing of an invalid one."""
+        """Apply a new configuration, as far as that needs no restart."""
         self._condition.wants_reload = False
         try:
             loaded = self._load()
@@ -4041,29 +4036,25 @@ class Daemon:
             self.node.rejected = f"the configuration on disk is rejected: {error}"
             return
         self.node.rejected = ""
-        self.node.settings = changed_settings(self.node.settings, loaded)
+        before = self.node.settings
+        kept = {key: getattr(before, key) for key in (*NEEDS_RESTART, "state_dir", "runtime_dir")}
+        for key in NEEDS_RESTART:
+            if getattr(loaded, key) != kept[key]:
+                log.warning("%s changes only with a restart; still %s", key, kept[key])
+        self.node.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
         log.info("configuration reloaded")
-
-
-def changed_settings(before: Settings, loaded: Settings) -> Settings:
-    """Return the loaded settings, without the changes that need a restart."""
-    kept = {key: getattr(before, key) for key in (*NEEDS_RESTART, "state_dir", "runtime_dir")}
-    for key in NEEDS_RESTART:
-        if getattr(loaded, key) != kept[key]:
-            log.warning("%s changes only with a restart; still %s", key, kept[key])
-    return replace(loaded, **kept)
 
 
 # ==== COMMAND LINE ================================================================================
 
 View = Mapping[str, Any]  # see Node.view()
-Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; text, with the remedy
+Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; text
 
 VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
-WIDTH = 110  # columns of `list`, at most
+WIDTH = 110  # columns
 
-COLUMNS = {  # of `list`, by the keys of a row
+COLUMNS = {  # by keys of a row
     "N": "index",
     "ADDRESS": "bdf",
     "ID": "id",
@@ -4132,7 +4123,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its exit status (see EPILOG)."""
     words = sys.argv[1:] if arguments is None else arguments
-    if "run" in words:  # a SIGHUP waits until the daemon handles it
+    if "run" in words:  # until the daemon handles it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     options = _parsed_options(words)
     set_up_logging(os.environ, has_timestamps=options.command == "run")
@@ -4140,11 +4131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "run":
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        log.setLevel("ERROR")  # the answer has everything that sampling would log
+        log.setLevel("ERROR")  # the answer contains it
     problem = None
     try:
         settings = load()
-    except ConfigError as error:  # which keeps nobody from looking
+    except ConfigError as error:  # looking is possible
         problem = str(error)
         settings = Settings()
         with suppress(ConfigError):
@@ -4162,7 +4153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser()
-    # The word after a bare switch is not its value, but for example a command.
+    # The word after a bare switch is not its value.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
     if options.command is None:
@@ -4175,7 +4166,7 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def print_safely(text: str, stream: Any = None) -> None:
-    """Print a text that may contain others' names; an ASCII terminal gets ASCII."""
+    """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
     stream = stream or sys.stdout
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
@@ -4188,7 +4179,7 @@ NOT_RUNNING = "is not running"
 
 
 def get_view(settings: Settings) -> tuple[View, str | None]:
-    """Return the daemon's view, or a sample of the node and why the daemon has not answered."""
+    """Return the daemon's view; else a sample, and why the daemon does not answer."""
     path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
     problem = NOT_RUNNING
     if settings.runtime_dir:
@@ -4210,7 +4201,7 @@ def get_view(settings: Settings) -> tuple[View, str | None]:
 
 
 async def sample(settings: Settings) -> View:
-    """Look at the node twice, a second apart: a stalled heartbeat shows only then."""
+    """Look at the node twice, a second apart, to see heartbeats stall."""
     rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
     node = Node(rules, wake=lambda: None)
     for pause in (0.0, 1.0):
@@ -4221,7 +4212,7 @@ async def sample(settings: Settings) -> View:
             await asyncio.sleep(SETTLE_INTERVAL)
             node.collect(monotonic())
     with suppress(OSError):  # not root
-        for _ in range(2):  # another plugin's entries count under names that the first one decides
+        for _ in range(2):  # the first decides under which names entries count
             node.observe_allocations(monotonic())
             node.decide(monotonic())
     with suppress(grpc.aio.AioRpcError, DecodeError):
@@ -4274,7 +4265,7 @@ def _reasons(view: View) -> Iterator[str]:
 
 
 def _table_lines(view: View, width: int) -> Iterator[str]:
-    """Yield the table. Columns are left out until it fits, then lines are cut."""
+    """Yield the table, without columns that do not fit."""
     table = [_cells(row, view["faults"]) for row in view["chips"]]
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
@@ -4303,7 +4294,7 @@ def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
 
 
 def _users(row: View) -> str:
-    """Return who uses a chip: two names and a count. A process of a pod is the pod."""
+    """Return a chip's users: two names and a count. A pod's process is the pod."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
     users = [*dict.fromkeys(pods)]
     for process in row["processes"] or ():
@@ -4316,7 +4307,7 @@ def _users(row: View) -> str:
 
 
 def check(settings: Settings, problem: str | None, *, config_only: bool) -> int:
-    """Report whether a node is fit; return 1 if anything FAILs. problem: of the configuration."""
+    """Print findings; return 1 if any FAILs. problem: of the configuration."""
     findings: list[Finding] = [("ok", "configuration", "valid")]
     if problem:
         more = "" if config_only else "; everything else is checked without the file"
@@ -4379,7 +4370,7 @@ def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
 
 
 def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
-    """Check for 4 pages of 1 GiB for each chip of a Wormhole without an IOMMU that translates."""
+    """Check for 4 GiB for each Wormhole chip without an IOMMU that translates."""
     required = []
     for row in view["chips"]:
         group = try_read(f"{pci_directory(settings, row['bdf'])}/iommu_group/type") or ""
@@ -4396,7 +4387,7 @@ def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
 
 
 def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
-    """Check what containers get: mounts, common locks, CDI."""
+    """Check what containers get."""
     for mount in settings.mounts:
         if not os.path.exists(mount.host):
             yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
@@ -4428,7 +4419,7 @@ def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
 
 
 def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
-    """Check the directory, the kubelet, and the resources' standing with it."""
+    """Check the kubelet and its directory."""
     directory = settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
