@@ -71,6 +71,10 @@ else:
 
 __version__ = "0.2.0"
 
+Json = dict[str, Any]
+Names = frozenset[str]  # resources, IDs or PCI addresses
+Task = asyncio.Task[None]
+
 log = logging.getLogger("tt-device-plugin")
 
 
@@ -237,7 +241,7 @@ class SharedResource:
     )
 
     @property
-    def listed(self) -> frozenset[str]:
+    def listed(self) -> Names:
         """Return the devices that it selects one by one."""
         return frozenset(self.devices if isinstance(self.devices, tuple) else ())
 
@@ -396,7 +400,7 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
     return rule.convert(value)
 
 
-def _read_config_file(path: str, shown: str, named_by: str) -> dict[str, Any]:
+def _read_config_file(path: str, shown: str, named_by: str) -> Json:
     """Return arguments for Settings. named_by: what named this path."""
     try:
         with open(path, "rb") as file:
@@ -421,7 +425,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _arguments(file: str, heading: str, table: object, kind: Any) -> dict[str, Any]:
+def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
     """Return arguments for a dataclass. heading: "[health]"; "": the whole file."""
     name = heading.strip("[]")
     if not isinstance(table, dict):
@@ -527,6 +531,18 @@ CARDS = {
     0x202: "galaxy-blackhole",  # with 7 of 8 memory tiles (tt-smi 6.8)
 }
 
+# MiB of GDDR6 behind one device file, by board.
+MEMORY = {
+    "n150": 12288,
+    "n300": 24576,
+    "p100": 28672,
+    "p150": 32768,
+    "p300": 32768,
+    "galaxy-wormhole": 12288,
+    "galaxy-blackhole": 32768,
+}
+MEMORY_BY_SUBSYSTEM = {0x202: 28672}
+
 ALL_ONES = 0xFFFFFFFF  # a register of a dead chip
 DEAD_TEMPERATURE = 65535999  # m°C: all ones, converted by hwmon
 DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
@@ -571,9 +587,6 @@ class Identity(NamedTuple):
     serial: str | None = None  # the board's, 16 hex digits
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # the bundle's version, "19.4.0.0"
-
-    def or_else(self, former: Identity) -> Identity:
-        return Identity(*(new or old for new, old in zip(self, former, strict=True)))
 
 
 class Telemetry(NamedTuple):
@@ -687,7 +700,7 @@ def scan(
     found: dict[str, PciFunction | None] = {}
     for bdf in sorted(filter(BDF.fullmatch, names_in(pci_directory(settings))), key=address):
         function = known[bdf] if bdf in known else _read_function(settings, bdf)
-        found[bdf] = function and _with_device(settings, function)
+        found[bdf] = _with_device(settings, function) if function else None
     return found
 
 
@@ -991,13 +1004,21 @@ class Vitals(NamedTuple):
     empty_since: float | None = None  # since when telemetry has been missing
 
 
+_BY_ERRNO = {
+    errno.ENODATA: Verdict(Fault.RESETTING, "resetting (no telemetry)"),
+    errno.ENODEV: Verdict(Fault.GONE, "PCI device is being removed"),
+}
+
+
 def judge(
     verdict: Verdict, vitals: Vitals, reading: Reading, settings: HealthSettings, *, was_seen: bool
 ) -> tuple[Verdict, Vitals]:
     """Judge a chip by a reading. was_seen: it had telemetry since boot."""
     telemetry = reading.telemetry
     if telemetry.error:
-        return _judge_error(*telemetry.error), vitals
+        attribute, number = telemetry.error
+        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
+        return _BY_ERRNO.get(number, Verdict(Fault.READ_ERROR, problem)), vitals
     if telemetry.all_ones:
         return Verdict(Fault.NO_RESPONSE, "chip does not respond (registers read as ones)"), vitals
     if telemetry == Telemetry() and was_seen:  # the driver was rebound
@@ -1011,15 +1032,6 @@ def judge(
     throttles = _reaches(telemetry.temperature, telemetry.throttles_at, verdict.throttles)
     vitals = _next_vitals(vitals, reading, limit)
     return Verdict(*_judge_vitals(vitals, reading, settings, limit), throttles), vitals
-
-
-def _judge_error(attribute: str, number: int) -> Verdict:
-    if number == errno.ENODATA:
-        return Verdict(Fault.RESETTING, "resetting (no telemetry)")
-    if number == errno.ENODEV:
-        return Verdict(Fault.GONE, "PCI device is being removed")
-    problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
-    return Verdict(Fault.READ_ERROR, problem)
 
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
@@ -1111,6 +1123,12 @@ class Chip(NamedTuple):
         return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
 
     @property
+    def memory(self) -> int:
+        """Return the MiB of GDDR6 behind its device file, 0: unknown."""
+        usual = MEMORY.get(self.board_type, 0)
+        return MEMORY_BY_SUBSYSTEM.get(self.function.subsystem, usual)
+
+    @property
     def tray(self) -> tuple[object, ...]:
         """Return its Galaxy tray, by the high nibble of the bus; (): no Galaxy."""
         domain, bus, *_ = address(self.bdf)
@@ -1166,7 +1184,8 @@ class ChipRecord:
         if telemetry.identity != Identity():
             # The first one replaces it: another card can be in the slot.
             former = identity if self.telemetry else Identity()
-            identity = telemetry.identity.or_else(former)
+            both = zip(telemetry.identity, former, strict=True)
+            identity = Identity(*(new or old for new, old in both))
         if telemetry != Telemetry() and not telemetry.error and not telemetry.all_ones:
             self.telemetry = telemetry
             self.was_seen = True
@@ -1272,8 +1291,8 @@ class Allocation(NamedTuple):
     """A container's devices, from one answer to Allocate."""
 
     resource: str
-    ids: frozenset[str]
-    chips: frozenset[str]  # PCI addresses
+    ids: Names
+    chips: Names  # PCI addresses
     pod: str = ""  # UID; "": pending, in no checkpoint yet
     container: str = ""
 
@@ -1289,7 +1308,7 @@ class Checkpoint(NamedTuple):
 
     # Each with device files, if the answer names no chips: it is another plugin's.
     entries: Sequence[tuple[Allocation, Sequence[str]]] = ()
-    registered: Mapping[str, frozenset[str]] = {}  # healthy IDs, by resource
+    registered: Mapping[str, Names] = {}  # healthy IDs, by resource
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
@@ -1306,7 +1325,7 @@ def parse_checkpoint(content: bytes) -> Checkpoint:
     for item in items:
         with suppress(*odd):
             chips, paths = _parse_answer(item["AllocResp"])
-            ids = frozenset[str]().union(*map(_names, item["DeviceIDs"].values()))
+            ids = Names().union(*map(_names, item["DeviceIDs"].values()))
             names = [item["ResourceName"], item["PodUID"], item["ContainerName"]]
             if (chips or paths) and ids and "" not in _names(names):
                 resource, pod, container = names
@@ -1317,7 +1336,7 @@ def parse_checkpoint(content: bytes) -> Checkpoint:
     return Checkpoint(entries, healthy)
 
 
-def _names(value: list[Any]) -> frozenset[str]:
+def _names(value: list[Any]) -> Names:
     """Return a list's names; raises what odd JSON raises."""
     if not isinstance(value, list) or not all(name.isprintable() for name in value):
         raise ValueError("not a list of names")
@@ -1325,7 +1344,7 @@ def _names(value: list[Any]) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1024)  # checkpoints are written often
-def _parse_answer(answer: str) -> tuple[frozenset[str], Sequence[str]]:
+def _parse_answer(answer: str) -> tuple[Names, Sequence[str]]:
     """Return an answer's chips, else its device files."""
     content = base64.b64decode(answer)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
@@ -1440,7 +1459,7 @@ class AllocationTracker:
         self._directory = settings.device_plugin_dir
         self._file: FileIdentity | None = None  # that was read
         self._kubelet: FileIdentity | None = None  # the last one's socket
-        self._seen: frozenset[str] = frozenset()  # pods with a cgroup since then
+        self._seen: Names = frozenset()  # pods with a cgroup since then
         self._looked_at = -inf
         self._records: dict[Key, AllocationRecord] = {}
         for resource, ids, chips, pod, container, answered_at in state:
@@ -1616,7 +1635,7 @@ class Device(NamedTuple):
     is_retained: bool = False  # held by a pod, and no longer configured
 
     @property
-    def addresses(self) -> frozenset[str]:
+    def addresses(self) -> Names:
         return frozenset(chip.bdf for chip in self.chips)
 
     @property
@@ -1654,7 +1673,7 @@ class Resource:
 
     @functools.cached_property
     def ids_of_devices(self) -> list[list[str]]:
-        found = defaultdict[tuple[str, frozenset[str]], list[str]](list)
+        found = defaultdict[tuple[str, Names], list[str]](list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
         return list(found.values())
@@ -1778,9 +1797,9 @@ def _withheld(
     return device
 
 
-def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, frozenset[str]]:
+def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Names]:
     """Return each ID's chips; those of unknown IDs are the rest."""
-    found: dict[str, frozenset[str]] = {}
+    found: dict[str, Names] = {}
     for identifier in allocation.ids:
         device = resource.devices.get(identifier)
         named = frozenset([identifier.partition("::")[0]])
@@ -1899,9 +1918,7 @@ def preferred_allocation(
     return [identifier for identifier in ids if bits[identifier] & -best.addresses]
 
 
-def _check_question(
-    resource: Resource, free: frozenset[str], required: frozenset[str], size: int
-) -> None:
+def _check_question(resource: Resource, free: Names, required: Names, size: int) -> None:
     available = f"{len(free)} available devices, {len(required)} of them must-include"
     reason = f"cannot choose {size} of {available}"
     if unknown := sorted((free | required) - resource.devices.keys()):
@@ -2047,7 +2064,7 @@ def container_edits(
 def device_list(resource: Resource) -> DeviceList:
     """Return the kubelet's list, by ID: renumbering leaves it unchanged."""
     message = DeviceList()
-    common: dict[int, dict[str, Any]] = {}  # by device, for up to 100 IDs
+    common: dict[int, Json] = {}  # by device, for up to 100 IDs
     for identifier, device in sorted(resource.devices.items()):
         if id(device) not in common:
             nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
@@ -2064,18 +2081,6 @@ CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
 REGISTERED = "registered with kubelet"  # the state of a session
 
-# MiB of GDDR6 behind one device file, by board.
-MEMORY = {
-    "n150": 12288,
-    "n300": 24576,
-    "p100": 28672,
-    "p150": 32768,
-    "p300": 32768,
-    "galaxy-wormhole": 12288,
-    "galaxy-blackhole": 32768,
-}
-MEMORY_BY_SUBSYSTEM = {0x202: 28672}
-
 
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
@@ -2088,23 +2093,17 @@ def cdi_spec(
     if not nodes:
         return None
     nodes["all"] = [*chain(*nodes.values())]
-    binds = [
-        {
-            "hostPath": mount.host,
-            "containerPath": mount.container,
-            "options": ["rbind", "ro" if mount.read_only else "rw"],
-        }
-        for mount in mounts
-    ]
-    spec = {
-        "cdiVersion": "0.5.0",
-        "kind": f"{settings.resource_domain}/device",
-        "devices": [
-            {"name": name, "containerEdits": {"deviceNodes": theirs}}
-            for name, theirs in nodes.items()
-        ],
-        **({"containerEdits": {"mounts": binds}} if binds else {}),
-    }
+    devices = []
+    for name, theirs in nodes.items():
+        devices.append({"name": name, "containerEdits": {"deviceNodes": theirs}})
+    kind = f"{settings.resource_domain}/device"
+    spec: dict[str, object] = {"cdiVersion": "0.5.0", "kind": kind, "devices": devices}
+    binds = []
+    for mount in mounts:
+        options = ["rbind", "ro" if mount.read_only else "rw"]
+        binds.append({"hostPath": mount.host, "containerPath": mount.container, "options": options})
+    if binds:
+        spec["containerEdits"] = {"mounts": binds}
     return json.dumps(spec, indent=1)
 
 
@@ -2146,28 +2145,23 @@ def feature_file(
 def _resource_labels(resource: Resource) -> dict[str, str]:
     unique = {each.addresses: each for each in resource.unique_devices}  # a retained ID adds none
     devices = [each for each in unique.values() if any(chip.present for chip in each.chips)]
-    chips = [chip for device in devices for chip in device.chips if chip.present]
+    chips = [chip for chip in chain(*(each.chips for each in devices)) if chip.present]
     product = _common(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
-    memory = {sum(map(_memory_of, device.chips)) for device in devices}
+    memory = {sum(chip.memory for chip in device.chips) for device in devices}
     counts = Counter(chip.board for chip in chips)
     whole = {chip.board for chip in chips if counts[chip.board] == chip.device_chips}
-    return {
-        "count": str(len(devices)),
-        "product": product,
-        "replicas": str(resource.replicas or 1),
-        "sharing": str(resource.replicas > 0).lower(),
-        "memory": str(*memory) if len(memory) == 1 and 0 not in memory else "",
-        "boards": str(len(whole)),
-        "numa-nodes": str(len({chip.function.numa_node for chip in chips} - {None}) or ""),
-        **_version_labels("firmware", _common(chip.identity.firmware for chip in chips)),
-    }
-
-
-def _memory_of(chip: Chip) -> int:
-    usual = MEMORY.get(chip.board_type, 0)
-    return MEMORY_BY_SUBSYSTEM.get(chip.function.subsystem, usual)
+    numa_nodes = {chip.function.numa_node for chip in chips} - {None}
+    labels = _version_labels("firmware", _common(chip.identity.firmware for chip in chips))
+    labels["count"] = str(len(devices))
+    labels["product"] = product
+    labels["replicas"] = str(resource.replicas or 1)
+    labels["sharing"] = str(resource.replicas > 0).lower()
+    labels["memory"] = str(*memory) if len(memory) == 1 and 0 not in memory else ""
+    labels["boards"] = str(len(whole))
+    labels["numa-nodes"] = str(len(numa_nodes) or "")
+    return labels
 
 
 def _common(values: Iterable[str | None]) -> str:
@@ -2177,8 +2171,10 @@ def _common(values: Iterable[str | None]) -> str:
 
 
 def _version_labels(subject: str, version: str) -> dict[str, str]:
-    keys = (f"{subject}.version", f"{subject}.major", f"{subject}.minor")
-    return dict(zip(keys, [version, *re.findall(r"\d+", version)], strict=False))
+    labels = {f"{subject}.version": version}
+    for part, number in zip(("major", "minor"), re.findall(r"\d+", version), strict=False):
+        labels[f"{subject}.{part}"] = number
+    return labels
 
 
 class Samples:
@@ -2233,10 +2229,17 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
             continue
         resource, _ = decision.owners.get(bdf, (None, None))
         add = functools.partial(samples.add, device=bdf)
-        facts = {"board": chip.board_type, "card": chip.card_type, "arch": chip.function.arch}
-        facts |= {"serial": chip.identity.serial, "firmware": chip.identity.firmware}
-        name = resource.name if resource else None
-        add("info", 1, **facts, numa_node=chip.function.numa_node, resource=name)
+        add(
+            "info",
+            1,
+            board=chip.board_type,
+            card=chip.card_type,
+            arch=chip.function.arch,
+            serial=chip.identity.serial,
+            firmware=chip.identity.firmware,
+            numa_node=chip.function.numa_node,
+            resource=resource.name if resource else None,
+        )
         add("healthy", chip.fault is None)
         if chip.fault:
             add("fault", 1, kind=chip.fault.value)
@@ -2269,10 +2272,7 @@ PLUGIN_METRICS = {
 
 
 def plugin_metrics(
-    decision: Decision,
-    states: States,
-    counts: Mapping[tuple[str, str], int],
-    started: float,
+    decision: Decision, states: States, counts: Mapping[tuple[str, str], int], started: float
 ) -> str:
     """Return the metrics of node and daemon. started: Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
@@ -2336,9 +2336,7 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
     return names.get(allocation.pod, f"pod {allocation.pod}")
 
 
-def chip_row(
-    decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool
-) -> dict[str, Any]:
+def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool) -> Json:
     """Return a chip as `list --json` shows it."""
     function = chip.function
     resource, device = decision.owners.get(chip.bdf, (None, None))
@@ -2486,7 +2484,7 @@ def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
         if name not in before.withheld:
             yield logging.WARNING, f"{name}: withheld: {reason}"
     for name in before.withheld.keys() - after.withheld.keys():
-        yield logging.INFO, f"{name}: no longer held by a pod under another name"
+        yield logging.INFO, f"{name}: no longer withheld"
     for message in after.unselected:
         if message not in before.unselected:
             yield logging.INFO, f"sharing: {message}"
@@ -2561,22 +2559,17 @@ class TelemetryReaders:
         self._results = queue.SimpleQueue()
         self._files: dict[PciFunction, AttributeFiles] = {}  # not in use
         self._pending: dict[str, float | None] = {}  # when it began; None: it waits
-        self._again: dict[str, tuple[PciFunction, Settings | None]] = {}  # read afterwards
         self._threads = 0
 
     def submit(
         self, functions: Iterable[PciFunction], *, periodic: bool, details: Settings | None = None
     ) -> None:
-        """Read these chips; one that is being read is read again after an event."""
+        """Read these chips, except those that are being read."""
         for function in functions:
-            bdf = function.bdf
-            if bdf not in self._pending:
-                self._pending[bdf] = None
+            if function.bdf not in self._pending:
+                self._pending[function.bdf] = None
                 files = self._files.pop(function, None) or AttributeFiles()
                 self._jobs.put(ReadJob(function, periodic, details, files))
-            elif not periodic:
-                _, former = self._again.get(bdf, (None, None))
-                self._again[bdf] = (function, details or former)
         self._start_thread(monotonic())
 
     def collect(self, now: float) -> list[Reading]:
@@ -2597,9 +2590,6 @@ class TelemetryReaders:
             if isinstance(result, Reading):
                 readings.append(result)
             error = result if isinstance(result, OSError) else error
-            if bdf in self._again:
-                function, details = self._again.pop(bdf)
-                self.submit([function], periodic=False, details=details)
         self._start_thread(now)
         if error:
             raise error
@@ -2727,7 +2717,7 @@ class StateFile:
 
     def __init__(self, settings: Settings) -> None:
         self.files: list[str] = []  # of previous daemons, in any boot
-        self.chips: dict[str, Any] = {}
+        self.chips: Json = {}
         self.allocations: list[Any] = []
         self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
         self._file: OutputFile | None = None
@@ -3021,15 +3011,15 @@ class Node:
         self.kubelet: FileIdentity | None = None  # its socket
         self._decided: tuple[Observation, Decision] | None = None
 
-    def look(self, now: float, *, periodic: bool, details: bool = False) -> None:
+    def look(self, *, periodic: bool, details: bool = False) -> None:
         """Look for chips, and read each: nothing else shows that one has died.
 
         periodic: by a poll; details: sensors and processes, too.
         """
         self.inventory.observe(self.settings)
-        self.scanned_at = now
+        self.scanned_at = monotonic()
         if periodic:
-            self.polled_at = now
+            self.polled_at = self.scanned_at
         present = self.inventory.present
         self.readers.close_files(present)
         settings = self.settings if details else None
@@ -3067,7 +3057,7 @@ class Node:
             self._decided = (observation, decide(observation))
         return self._decided[1]
 
-    def view(self, decision: Decision, states: States, status: str | None) -> dict[str, Any]:
+    def view(self, decision: Decision, states: States, status: str | None) -> Json:
         """Return what `list` and `check` show. status: None without a daemon."""
         knows_pods = self.allocations.has_read
         chips = []
@@ -3225,10 +3215,10 @@ STREAM_DELAY = 0.05  # seconds until a kubelet notices a stream's end
 CHECKPOINT_TIMEOUT = 1.0  # seconds until a list is in the checkpoint
 MAX_RESENDS = 2
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
+# Else channels share the back-off from a dead socket. Messages are limited as the kubelet's.
 CHANNEL_OPTIONS = (
-    # Else channels share the back-off from a dead socket.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 16 << 20),  # the kubelet's own limit
+    ("grpc.max_receive_message_length", 16 << 20),
 )
 PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
@@ -3246,7 +3236,7 @@ class DeviceListStream:
 
     def __init__(self) -> None:
         self.message = DeviceList()
-        self.healthy: frozenset[str] = frozenset()
+        self.healthy: Names = frozenset()
         self.ever_advertised: set[str] = set()
         self.sent_at = -inf
         self._changed = asyncio.Event()
@@ -3460,8 +3450,6 @@ class KubeletSession:
                 raise RegistrationError(f"cannot create sockets in {self._directory}") from None
             attempt.file = file_identity(attempt.path)
             await completed(server.start())
-            if attempt.file is None:
-                raise RegistrationError(f"{attempt.path} was deleted while being created")
             await self._register(attempt)
             await asyncio.wait({attempt.ended}, timeout=REGISTER_TIMEOUT)
             if not attempt.is_watched:
@@ -3506,7 +3494,7 @@ class KubeletSession:
         log.info("%s: %s, %s", self.name, REGISTERED, count)
         self._set_state(REGISTERED)
 
-    def compare(self, registered: frozenset[str], now: float) -> None:
+    def compare(self, registered: Names, now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
         They differ if the list's write was overtaken by an older one: it is sent again. Or another
@@ -3549,7 +3537,7 @@ class Sessions:
         self.allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._closing: dict[str, asyncio.Task[None]] = {}
+        self._closing: dict[str, Task] = {}
 
     @property
     def states(self) -> States:
@@ -3564,7 +3552,7 @@ class Sessions:
         self,
         lists: Mapping[str, DeviceList],
         kubelet: FileIdentity | None,
-        registered: Mapping[str, frozenset[str]],
+        registered: Mapping[str, Names],
         *,
         disturbed: bool,
     ) -> None:
@@ -3607,7 +3595,7 @@ class PodResources:
     """
 
     def __init__(self, apply: Callable[[PodNames], None]) -> None:
-        self.task: asyncio.Task[None] | None = None
+        self.task: Task | None = None
         self._apply = apply
         self._has_failed = False  # which was logged
 
@@ -3656,9 +3644,9 @@ class MetricsServer:
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
-        self._rendering: asyncio.Task[None] | None = None  # shared
+        self._rendering: Task | None = None  # shared
         self._last = ""
-        self._open: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self._open: dict[Task, socket.socket] = {}  # the oldest first
 
     async def text(self) -> str:
         """Return the metrics, rendered once for simultaneous calls."""
@@ -3737,7 +3725,7 @@ class Reporter:
         self._started = time.time()
         self._details_at = -inf  # sensors' and processes'
         self._written_at = -inf  # the metrics file's
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[Task] = set()
         self._server: asyncio.AbstractServer | None = None  # on the status socket
 
     async def open(self, sockets: Iterable[socket.socket]) -> None:
@@ -3802,11 +3790,15 @@ class Reporter:
 
     async def _read_details(self, max_age: float) -> None:
         """Have sensors and processes read; the loop collects what was read."""
+        await self._settle()
         now = monotonic()
         if now - self._details_at >= max_age:
             self._details_at = now
             with suppress(OSError):  # which the loop logs
-                self._node.look(now, periodic=False, details=True)
+                self._node.look(periodic=False, details=True)
+            await self._settle()
+
+    async def _settle(self) -> None:
         while not self._node.readers.is_settled(monotonic()):
             await asyncio.sleep(SETTLE_INTERVAL)
 
@@ -3948,8 +3940,9 @@ class Daemon:
         node = self.node
         is_poll = now - node.polled_at >= node.settings.health.interval
         if is_poll or (self._uevents.has_events and now - node.scanned_at >= DEBOUNCE):
-            node.look(now, periodic=is_poll)
-            self._uevents.has_events = False
+            is_complete = node.readers.is_settled(now)
+            node.look(periodic=is_poll)
+            self._uevents.has_events = not is_complete  # a chip was being read: look once more
         node.collect(now)
         node.observe_allocations(now)
         if self._condition.stage == "starting" and node.readers.is_settled(now):
@@ -4206,7 +4199,7 @@ async def sample(settings: Settings) -> View:
     node = Node(rules, wake=lambda: None)
     for pause in (0.0, 1.0):
         await asyncio.sleep(pause)
-        node.look(monotonic(), periodic=True, details=True)
+        node.look(periodic=True, details=True)
         deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
         while node.readers.is_reading and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)

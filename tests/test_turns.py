@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,26 +130,3 @@ async def test_a_session_can_end_while_its_server_starts(
         await session.close()
     assert "internal error" not in caplog.text
     assert plugin_sockets(directory) == []
-
-
-async def test_a_chip_that_is_renumbered_while_it_is_read_is_read_again_as_it_is_now() -> None:
-    """Not under the former number: that reading would be discarded."""
-    go_on = threading.Event()
-
-    def read(function: ttdp.PciFunction, _: ttdp.AttributeFiles) -> ttdp.Telemetry:
-        go_on.wait(10)
-        return ttdp.Telemetry(heartbeat=1)
-
-    readers = ttdp.TelemetryReaders(lambda: None, read)
-    former = ttdp.PciFunction("0000:01:00.0", ordinal=0)
-    readers.submit([former], periodic=True)
-    readers.submit([former._replace(ordinal=1)], periodic=False)
-    go_on.set()
-    found: list[ttdp.Reading] = []
-
-    def is_read() -> bool:
-        found.extend(readers.collect(time.monotonic()))
-        return len(found) == 2
-
-    await until(is_read)
-    assert [reading.function.ordinal for reading in found] == [0, 1]
