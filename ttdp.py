@@ -576,6 +576,9 @@ class PciFunction(NamedTuple):
         """Return the directory of its class device, with the tt_* attributes."""
         return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
 
+    def is_same_card(self, other: PciFunction) -> bool:
+        return (self.arch, self.subsystem) == (other.arch, other.subsystem)
+
     def without_device(self, driver: str | None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
@@ -1244,15 +1247,13 @@ class Inventory:
         self.driver = driver_version(settings)
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
-            known = self.records[bdf].chip.function if bdf in self.records else None
-            ids = (function.arch, function.subsystem)
-            if known is None or (known.arch, known.subsystem) != ids:  # another card
-                known = None
-                self.records[bdf] = ChipRecord(Chip(function), Vitals())
+            record = self.records.get(bdf)
+            if record is None or not record.chip.function.is_same_card(function):
+                record = self.records[bdf] = ChipRecord(Chip(function), Vitals())
             if function.ordinal is None:
-                self.records[bdf].vanish(function.driver)
-            elif function != known:
-                self.records[bdf].appear(function)
+                record.vanish(function.driver)
+            elif function != record.chip.function or not record.chip.seen:
+                record.appear(function)
         for bdf in self.records.keys() - functions.keys():
             self.records[bdf].vanish(None)
 
@@ -2006,28 +2007,23 @@ DeviceList = pb.ListAndWatchResponse
 
 def check_request(resource: Resource, containers: Containers) -> None:
     """Raise RequestError if these IDs cannot be allocated."""
-    counts = Counter(chain(*containers))
-    unknown = [identifier for identifier in counts if identifier not in resource.devices]
-    duplicates = [identifier for identifier, count in counts.items() if count > 1]
-    most = max(map(len, containers), default=0)
-    code = Status.INVALID_ARGUMENT
-    reason = ""
+    invalid = Status.INVALID_ARGUMENT
     if not containers:
-        reason = "no container"
-    elif not all(containers):
-        reason = "a container without devices"
-    elif unknown:
-        code = Status.NOT_FOUND
-        reason = f"{resource.name} has no device {abbreviate(unknown)}"
-    elif duplicates:
-        reason = f"duplicate device {abbreviate(duplicates)}"
-    elif resource.max_one_replica and most > 1:
-        limit = "at most 1, as it is shared (fail_requests_greater_than_one)"
-        reason = f"{most} of {resource.name} for one container: {limit}"
-    if reason:
-        raise RequestError(code, reason)
-    for identifier in counts:
-        device = resource.devices[identifier]
+        raise RequestError(invalid, "no container")
+    for ids in containers:
+        if not ids:
+            raise RequestError(invalid, "a container without devices")
+        if resource.max_one_replica and len(ids) > 1:
+            limit = "at most 1, as it is shared (fail_requests_greater_than_one)"
+            reason = f"{len(ids)} of {resource.name} for one container: {limit}"
+            raise RequestError(invalid, reason)
+    for identifier, count in Counter(chain(*containers)).items():
+        device = resource.devices.get(identifier)
+        if device is None:
+            reason = f"{resource.name} has no device {identifier[:63]!r}"
+            raise RequestError(Status.NOT_FOUND, reason)
+        if count > 1:
+            raise RequestError(invalid, f"duplicate device {identifier!r}")
         fault = device.reason
         if device.is_retained and not fault:
             fault = f"this ID no longer refers to {', '.join(sorted(device.addresses))}"
@@ -4002,8 +3998,7 @@ class Daemon:
             if missing and now - condition.since < BIND_TIMEOUT:
                 return f"waiting for the driver to create a device file for {missing[0]}"
             if missing:
-                late = f"no device file after {BIND_TIMEOUT:g} s; starting without it"
-                log.warning("%s: %s", missing[0], late)
+                log.warning("%s: no device file; starting without it", missing[0])
             if settings.fail_on_init_error and (decision.driver is None or not present):
                 self._exit(1, f"{driver}, {pluralize(len(present), 'device')}")
                 return None
