@@ -1,7 +1,6 @@
 """tt-device-plugin: makes Tenstorrent accelerators schedulable in Kubernetes, as a host daemon.
 
-One asyncio loop observes the node, decides by pure functions and applies the decision (see Daemon).
-A chapter uses only the chapters above it:
+One asyncio loop observes, decides and applies (see Daemon). A chapter uses only those above it:
 
     what the node shows     CONFIGURATION, INVENTORY, HEALTH, ALLOCATIONS
     pure decisions          RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, OUTPUTS, DECISION
@@ -696,10 +695,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 def scan(
     settings: Settings, known: Mapping[str, PciFunction | None]
 ) -> dict[str, PciFunction | None]:
-    """Return the PCI functions by address; None: another vendor's.
-
-    known: the last result, as IDs are read once.
-    """
+    """Return the PCI functions by address, None: another vendor's. known: the last result."""
     found: dict[str, PciFunction | None] = {}
     for bdf in sorted(filter(BDF.fullmatch, names_in(pci_directory(settings))), key=address):
         function = known[bdf] if bdf in known else _read_function(settings, bdf)
@@ -761,10 +757,8 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
 
 
 def link_path(settings: Settings, function: PciFunction) -> str | None:
-    """Return udev's link to a chip's device file, if it points there now.
-
-    Runtimes resolve it for each container (containerd 1.6, 2.1): it outlives a renumbering.
-    """
+    """Return udev's link to a chip's device file, if it points there now."""
+    # Runtimes resolve it for each container (containerd 1.6, 2.1): it outlives a renumbering.
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with suppress(OSError):
         if os.readlink(link) in (f"../{function.ordinal}", function.path):
@@ -787,10 +781,7 @@ def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
 
 
 class AttributeFiles:
-    """Attributes of a chip, kept open between polls: that halves a poll's cost.
-
-    Once the device is gone the kernel returns ENODEV.
-    """
+    """Attributes of a chip, kept open between polls: that halves a poll's cost."""
 
     def __init__(self) -> None:
         self._hwmon = ""
@@ -1038,12 +1029,9 @@ def judge(
 
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
-    """Return the vitals after a reading.
-
-    Any change of the heartbeat shows life: a reset restarts it. The next poll is compared with the
-    last poll, as no beat may have come since an event.
-    """
+    """Return the vitals after a reading."""
     telemetry = reading.telemetry
+    # Any change shows life: a reset restarts the heartbeat. Only polls are far enough apart.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
     is_compared = reading.periodic or vitals.heartbeat is None
     trips = vitals.trips if telemetry.trips is None else telemetry.trips
@@ -1357,11 +1345,7 @@ def _parse_answer(answer: str) -> tuple[Names, Sequence[str]]:
 
 
 class Cgroups:
-    """The cgroups of pods, in root's kubepods directories.
-
-    They are named after the pod's UID (kubernetes' pod_container_manager_linux.go), and exist from
-    before its first container until after its last one.
-    """
+    """The cgroups of pods, named after UIDs (kubernetes' pod_container_manager_linux.go)."""
 
     def __init__(self, sysfs_root: str) -> None:
         self.roots: list[str] = []  # searched for at the next look if empty
@@ -1470,10 +1454,7 @@ class AllocationTracker:
     def observe(
         self, ours: Collection[str], chip_at: Callable[[str], str | None], now: float
     ) -> FileIdentity | None:
-        """Read the checkpoint if it changed; update the evidence; return the kubelet's socket.
-
-        ours: resources whose entries count without addresses.
-        """
+        """Read checkpoint and evidence; return the kubelet's socket. ours: resources."""
         kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
         is_new_kubelet = kubelet not in (None, self._kubelet)
         if is_new_kubelet:
@@ -1482,7 +1463,7 @@ class AllocationTracker:
         self._read()
         entries: dict[Key, Allocation] = {}
         for allocation, paths in self.checkpoint.entries:
-            if paths and allocation.resource in ours:
+            if paths and allocation.resource in ours:  # another plugin's answer
                 chips = frozenset(filter(None, map(chip_at, paths)))
                 allocation = allocation._replace(chips=chips)
             if allocation.chips:
@@ -1592,10 +1573,7 @@ class AllocationTracker:
 def explain(
     chip: Chip, siblings: Sequence[str], pods: Sequence[str], driver: str | None
 ) -> str | None:
-    """Return why a chip is unhealthy, with the remedy and what else this affects.
-
-    siblings: addresses of its board's other chips; pods: those that hold one of these chips.
-    """
+    """Return why a chip is unhealthy, with the remedy and what else this affects."""
     fault = chip.fault
     if fault is None:
         return None
@@ -1706,15 +1684,12 @@ def short_name(chip: Chip, settings: Settings) -> str:
 
 
 def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list[Device]]:
-    """Return unshared devices by resource, in the order of addresses.
-
-    A p300's chip without a serial belongs to no board yet, and waits.
-    """
+    """Return unshared devices by resource, in the order of addresses."""
     is_board = settings.unit == "board"
     groups: dict[tuple[str, str], list[Chip]] = {}
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
         identifier = chip.device_id if is_board and chip.device_chips > 1 else chip.bdf
-        if identifier:
+        if identifier:  # else a p300's chip waits for its serial
             groups.setdefault((short_name(chip, settings), identifier), []).append(chip)
     devices: dict[str, list[Device]] = {}
     for (name, identifier), members in groups.items():
@@ -1757,9 +1732,8 @@ def resources(
 ) -> dict[str, Resource]:
     """Return the resources as they are advertised, by name.
 
-    An ID held by a pod keeps meaning the chips that the pod was given, even if the configuration
-    gives other ones. (Kubelets 1.35 to 1.37 crash at their start if such an ID is not listed:
-    topology_hints.go.) Other IDs are withheld while a pod holds one of their chips.
+    An ID held by a pod keeps meaning the chips that the pod was given: kubelets 1.35 to 1.37 crash
+    at their start if it is not listed (topology_hints.go).
     """
     held = defaultdict[str, dict[str, Device]](dict)  # by resource and ID
     holders = defaultdict[str, list[Allocation]](list)  # by chip
@@ -2541,10 +2515,7 @@ class ReadJob(NamedTuple):
 
 
 class TelemetryReaders:
-    """Reads chips on a thread, one after another; while a read blocks, another thread goes on.
-
-    A chip has one job at a time. Threads end with their work.
-    """
+    """Reads chips on a thread, one after another; while a read blocks, another thread goes on."""
 
     def __init__(self, wake: Wake, read: Read = read_telemetry) -> None:
         self._wake = wake
@@ -2651,10 +2622,7 @@ class TelemetryReaders:
 
 
 class OutputFile:
-    """A file that is replaced when its text changes.
-
-    If that fails, the stale file is removed, which works even on a full disk.
-    """
+    """A file that is replaced when its text changes; if that fails, the stale one is removed."""
 
     def __init__(self, path: str, mode: int = 0o644) -> None:
         self.path = path
@@ -2773,15 +2741,13 @@ class OutputFiles:
 
 
 def make_lock_directory(path: str) -> None:
-    """Create a directory where containers can make locks, and remove only their own.
-
-    Its parent must belong to root; a container may own its /dev/shm.
-    """
+    """Create a directory where containers can make locks, and remove only their own."""
     for directory in (dirname(path), path):
         with suppress(FileExistsError):
             os.mkdir(directory, 0o755)
             os.chmod(directory, 0o1777 if directory == path else 0o755)
         status = os.lstat(directory)
+        # A container may own its /dev/shm.
         is_trusted = directory == path or status.st_uid in (0, os.geteuid())
         if not stat.S_ISDIR(status.st_mode) or not is_trusted:
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
@@ -3008,10 +2974,7 @@ class Node:
         self._decided: tuple[Observation, Decision] | None = None
 
     def look(self, *, periodic: bool, details: bool = False) -> None:
-        """Look for chips, and read each: nothing else shows that one has died.
-
-        periodic: by a poll; details: sensors and processes, too.
-        """
+        """Look for chips, and read each. details: sensors and processes, too."""
         self.inventory.observe(self.settings)
         self.scanned_at = monotonic()
         if periodic:
@@ -3114,10 +3077,7 @@ class Allocator:
         return answer
 
     def _answer(self, name: str, containers: Containers, *, may_wait: bool) -> list[Edits] | None:
-        """Return the answer, None to wait for a link.
-
-        The kubelet keeps the answer for the pod's life, so links are better than device files.
-        """
+        """Return the answer, None to wait for a link: the kubelet keeps it for the pod's life."""
         now = monotonic()
         settings = self._node.settings
         resource = self._resource(name, now)
@@ -3158,8 +3118,8 @@ class Allocator:
     async def wait_until_free(self, name: str, ids: Collection[str]) -> None:
         """Wait until no other pod runs on these chips; raises RequestError.
 
-        A kubelet gives the device of a pod deleted by force to the next one while the first still
-        runs. It calls before each start, and again after an error (manager.go, PreStartContainer).
+        Kubelets pass on the device of a pod deleted by force while it runs. After an error they
+        call again (manager.go, PreStartContainer).
         """
         deadline = monotonic() + GATE_TIMEOUT
         pod = self._other_pod(name, ids)
@@ -3269,7 +3229,9 @@ class Attempt(rpc.DevicePluginServicer):
         self.is_watched = False  # by the kubelet
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self.retry_at = -inf  # when the next one is due, once this has ended
-        self._session = session
+        self._name = session.name
+        self._allocator = session.allocator
+        self._stream = session.stream
         self.task = asyncio.create_task(session.run(self))
 
     def is_outdated(self, kubelet: FileIdentity | None) -> bool:
@@ -3288,7 +3250,7 @@ class Attempt(rpc.DevicePluginServicer):
         is_kubelet = self.kubelet is not None and not self.is_watched
         self.is_watched |= is_kubelet
         try:
-            async for message in self._session.stream.messages():
+            async for message in self._stream.messages():
                 yield message
         finally:
             if is_kubelet:
@@ -3296,40 +3258,36 @@ class Attempt(rpc.DevicePluginServicer):
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
         response = pb.PreferredAllocationResponse()
-        name = self._session.name
-        async with _rejecting(context, f"{name}: rejected GetPreferredAllocation"):
+        async with self._rejecting(context, "rejected GetPreferredAllocation"):
             for each in request.container_requests:
-                ids = self._session.allocator.prefer(name, each)
+                ids = self._allocator.prefer(self._name, each)
                 response.container_responses.add(deviceIDs=ids)
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
         containers = [list(each.devices_ids) for each in request.container_requests]
-        name = self._session.name
-        async with _rejecting(context, f"{name}: rejected Allocate"):
-            answers = await self._session.allocator.allocate(name, containers)
+        async with self._rejecting(context, "rejected Allocate"):
+            answers = await self._allocator.allocate(self._name, containers)
         return pb.AllocateResponse(container_responses=answers)
 
     async def PreStartContainer(self, request: Any, context: Context) -> Any:
-        name = self._session.name
-        async with _rejecting(context, f"{name}: container start delayed"):
-            await self._session.allocator.wait_until_free(name, request.devices_ids)
+        async with self._rejecting(context, "container start delayed"):
+            await self._allocator.wait_until_free(self._name, request.devices_ids)
         return pb.PreStartContainerResponse()
 
-
-@asynccontextmanager
-async def _rejecting(context: Context, subject: str) -> AsyncIterator[None]:
-    """Turn errors into the call's status, and log them."""
-    try:
-        yield
-        return
-    except RequestError as error:
-        code, reason = error.args
-    except OSError as error:  # of the daemon itself
-        code = Status.UNAVAILABLE
-        reason = f"internal error: {error}"
-    log.warning("%s: %s", subject, reason)
-    await context.abort(code, reason)
+    @asynccontextmanager
+    async def _rejecting(self, context: Context, event: str) -> AsyncIterator[None]:
+        """Turn errors into the call's status, and log them."""
+        try:
+            yield
+            return
+        except RequestError as error:
+            code, reason = error.args
+        except OSError as error:  # of the daemon itself
+            code = Status.UNAVAILABLE
+            reason = f"internal error: {error}"
+        log.warning("%s: %s: %s", self._name, event, reason)
+        await context.abort(code, reason)
 
 
 async def completed(work: Awaitable[object]) -> None:
@@ -3364,9 +3322,8 @@ def remove_dead_sockets(directory: str) -> None:
 class KubeletSession:
     """Keeps one resource registered, by one attempt after another: bind, register, serve.
 
-    An attempt has a socket with a new name, "tt-n300.4711-1.sock": kubelet 1.37 rejects a name to
-    which it still has a connection (plugin/v1beta1/server.go), and gRPC unlinks a server's path
-    when it stops.
+    Each has a new socket name, "tt-n300.4711-1.sock": kubelet 1.37 rejects one to which it has a
+    connection (plugin/v1beta1/server.go), and a gRPC server that stops unlinks its path.
     """
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
@@ -3397,15 +3354,12 @@ class KubeletSession:
     def reconcile(
         self, devices: DeviceList, kubelet: FileIdentity | None, *, disturbed: bool
     ) -> None:
-        """Bring list and registration in line. disturbed: the directory has changed.
-
-        An attempt that is out of date is cancelled; once it has ended, the next turn makes another.
-        """
+        """Bring list and registration in line. disturbed: the directory has changed."""
         self.stream.update(devices)
         attempt = self._attempt
         is_outdated = attempt is not None and attempt.is_outdated(kubelet)
         if attempt and is_outdated:
-            attempt.task.cancel()
+            attempt.task.cancel()  # once it has ended, another turn makes the next one
         # A kubelet replaces its socket within a turn: the names stay the same.
         if disturbed or is_outdated or kubelet not in (None, self._kubelet):
             self._backoff = BACKOFF[0]
@@ -3493,9 +3447,8 @@ class KubeletSession:
     def compare(self, registered: Names, now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
-        They differ if the list's write was overtaken by an older one: it is sent again. Or another
-        plugin has registered our name: allocations go there, though our stream stays open
-        (manager.go, addEndpoint).
+        Either its write was overtaken, or another plugin has registered our name: allocations go
+        there, though our stream stays open (manager.go, addEndpoint).
         """
         if self.state != REGISTERED or registered == self.stream.healthy:
             self._mismatch = None
@@ -3585,10 +3538,7 @@ NAMES_TIMEOUT = 1.0  # seconds
 
 
 class PodResources:
-    """Asks for pods' names (pod resources API v1), one request at a time.
-
-    The request also makes the kubelet release the devices of ended pods (manager.go, GetDevices).
-    """
+    """Asks for pods' names, whereupon kubelets release ended pods' devices (GetDevices)."""
 
     def __init__(self, apply: Callable[[PodNames], None]) -> None:
         self.task: Task | None = None
