@@ -1222,12 +1222,11 @@ class Inventory:
 
     @property
     def chips(self) -> dict[str, Chip]:
-        return {bdf: self.records[bdf].chip for bdf in sorted(self.records, key=address)}
+        return {bdf: record.chip for bdf, record in self.records.items()}
 
     @property
     def present(self) -> list[PciFunction]:
-        chips = (record.chip for record in self.records.values())
-        return [chip.function for chip in chips if chip.present]
+        return [chip.function for chip in self.chips.values() if chip.present]
 
     def observe(self, settings: Settings) -> None:
         """Look at sysfs."""
@@ -1494,8 +1493,6 @@ class AllocationTracker:
                 self.unreadable = f"{CHECKPOINT} cannot be parsed"
                 self.checkpoint = self.checkpoint._replace(registered={})  # it is out of date
                 return
-            if self.unreadable:
-                log.info("%s can be parsed again", path)
             self.unreadable = None
             self.has_read = True
 
@@ -2446,8 +2443,6 @@ def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
 
 def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
     """Yield levels and log lines for the differences."""
-    if after.driver_problem and after.driver is None and before.driver_problem is None:
-        yield logging.WARNING, after.driver_problem
     for chip in after.chips.values():
         yield from _chip_changes(before, after, chip)
     for name, reason in after.withheld.items():
@@ -2485,7 +2480,7 @@ def _introduction(chip: Chip) -> str:
     identity = chip.identity
     facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
     known = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([chip.function.path, *(known or ["no firmware telemetry"])])
+    return ", ".join([chip.function.path, *known])
 
 
 # ==== THREADS: telemetry, which the driver can block for seconds, is read off the loop ============
@@ -2493,7 +2488,6 @@ def _introduction(chip: Chip) -> str:
 SLOW_AFTER = 0.1  # seconds for which reads are waited for
 
 Wake = Callable[[], None]  # has the loop make a turn
-Read = Callable[[PciFunction, AttributeFiles], Telemetry]
 
 
 @contextmanager
@@ -2517,7 +2511,7 @@ class ReadJob(NamedTuple):
 class TelemetryReaders:
     """Reads chips on a thread, one after another; while a read blocks, another thread goes on."""
 
-    def __init__(self, wake: Wake, read: Read = read_telemetry) -> None:
+    def __init__(self, wake: Wake, read: Callable[..., Telemetry] = read_telemetry) -> None:
         self._wake = wake
         self._read = read
         self._jobs: queue.SimpleQueue[ReadJob] = queue.SimpleQueue()
@@ -2525,7 +2519,7 @@ class TelemetryReaders:
         self._results: queue.SimpleQueue[tuple[ReadJob | None, float | Reading | OSError | None]]
         self._results = queue.SimpleQueue()
         self._files: dict[PciFunction, AttributeFiles] = {}  # not in use
-        self._pending: dict[str, float | None] = {}  # when it began; None: it waits
+        self.pending: dict[str, float | None] = {}  # when it began; None: it waits
         self._threads = 0
 
     def submit(
@@ -2533,8 +2527,8 @@ class TelemetryReaders:
     ) -> None:
         """Read these chips, except those that are being read."""
         for function in functions:
-            if function.bdf not in self._pending:
-                self._pending[function.bdf] = None
+            if function.bdf not in self.pending:
+                self.pending[function.bdf] = None
                 files = self._files.pop(function, None) or AttributeFiles()
                 self._jobs.put(ReadJob(function, periodic, details, files))
         self._start_thread(monotonic())
@@ -2550,9 +2544,9 @@ class TelemetryReaders:
                 continue
             bdf = job.function.bdf
             if isinstance(result, float):
-                self._pending[bdf] = result
+                self.pending[bdf] = result
                 continue
-            del self._pending[bdf]
+            del self.pending[bdf]
             self._files[job.function] = job.files
             if isinstance(result, Reading):
                 readings.append(result)
@@ -2562,18 +2556,14 @@ class TelemetryReaders:
             raise error
         return readings
 
-    @property
-    def is_reading(self) -> bool:
-        return bool(self._pending)
-
     def slow(self, now: float) -> dict[str, float]:
         """Return the ages of reads that take long, by address."""
-        ages = {bdf: now - began for bdf, began in self._pending.items() if began is not None}
+        ages = {bdf: now - began for bdf, began in self.pending.items() if began is not None}
         return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return len(self._pending) == len(self.slow(now))
+        return len(self.pending) == len(self.slow(now))
 
     def close_files(self, present: Collection[PciFunction]) -> None:
         for function in self._files.keys() - present:
@@ -2721,23 +2711,19 @@ class OutputFiles:
     """The files for others, also those of former configurations until they are removed."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._by_path = {path: OutputFile(path) for path in paths}
-
-    @property
-    def paths(self) -> list[str]:
-        return sorted(self._by_path)
+        self.by_path = {path: OutputFile(path) for path in paths}
 
     def keep(self, wanted: Mapping[str, str | None], others: Collection[str]) -> None:
         """Write texts by path; None: no file for now. others: paths for touch()."""
-        for path in {*wanted, *self._by_path}.difference(others):
-            file = self._by_path.setdefault(path, OutputFile(path))
+        for path in {*wanted, *self.by_path}.difference(others):
+            file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
             if path not in wanted and not os.path.lexists(path):
-                del self._by_path[path]
+                del self.by_path[path]
 
     def touch(self, path: str, text: str) -> None:
         """Write a file even if unchanged: its time shows that the daemon is alive."""
-        self._by_path.setdefault(path, OutputFile(path)).write(text)
+        self.by_path.setdefault(path, OutputFile(path)).write(text)
 
 
 def make_lock_directory(path: str) -> None:
@@ -3299,8 +3285,11 @@ async def completed(work: Awaitable[object]) -> None:
         await asyncio.wait({future})
 
 
-def grpc_message(error: grpc.aio.AioRpcError) -> str:
-    return " ".join((error.details() or error.code().name).split())
+def grpc_message(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, grpc.aio.AioRpcError):
+        text = error.details() or error.code().name
+    return " ".join(text.split())
 
 
 def connection_error(path: str) -> int:
@@ -3555,9 +3544,8 @@ class PodResources:
             names = await list_pods(path)
             self._has_failed = False
         except (grpc.aio.AioRpcError, DecodeError) as error:
-            reason = grpc_message(error) if isinstance(error, grpc.aio.AioRpcError) else error
             if not self._has_failed:
-                log.warning("cannot get pod names from the kubelet (%s): %s", path, reason)
+                log.warning("cannot get pod names from %s: %s", path, grpc_message(error))
             self._has_failed = True
         self._apply(names)
 
@@ -3844,7 +3832,7 @@ class Daemon:
             due.append(now + START_TICK)
         if self._uevents.has_events:
             due.append(node.scanned_at + DEBOUNCE)
-        if node.readers.is_reading:
+        if node.readers.pending:
             due.append(now + SLOW_AFTER)
         return max(0.0, min(due) - now)
 
@@ -3927,7 +3915,7 @@ class Daemon:
         if settings.labels_dir:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
         self._files.keep(wanted, [settings.metrics_file])
-        self.node.save_state(self._files.paths)
+        self.node.save_state(sorted(self._files.by_path))
 
     def _apply_names(self, names: PodNames) -> None:
         """Record pods' names. The kubelet has released ended pods: have it write that."""
@@ -4097,9 +4085,6 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    for option, command in (("json", "list"), ("config_only", "check")):
-        if getattr(options, option) and options.command != command:
-            parser.error(f"--{option.replace('_', '-')} requires {command}")
     return options
 
 
@@ -4146,7 +4131,7 @@ async def sample(settings: Settings) -> View:
         await asyncio.sleep(pause)
         node.look(periodic=True, details=True)
         deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
-        while node.readers.is_reading and monotonic() < deadline:
+        while node.readers.pending and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
             node.collect(monotonic())
     with suppress(OSError):  # not root
