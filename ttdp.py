@@ -53,7 +53,7 @@ from itertools import chain
 from math import inf
 from os.path import basename, dirname, isdir
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import sdnotify
@@ -202,6 +202,9 @@ class Mount:
     read_only: bool = _key(False, _SWITCH, "mount it read-only")
 
 
+Mounts = tuple[Mount, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Section [health]."""
@@ -320,7 +323,7 @@ class Settings:
     )
     health: HealthSettings = _section(HealthSettings(), HealthSettings)
     sharing: Sharing = _section(Sharing(), Sharing)
-    mounts: tuple[Mount, ...] = _section((), Mount)  # (): the hugepages below dev_root
+    mounts: Mounts = _section((), Mount)  # (): the hugepages below dev_root
     state_dir: str | None = None  # systemd's StateDirectory=; None: state is not saved
     runtime_dir: str | None = None  # systemd's RuntimeDirectory=; None: no status socket
 
@@ -458,7 +461,7 @@ def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
     return values
 
 
-def _checked_mounts(settings: Settings, source: str) -> tuple[Mount, ...]:
+def _checked_mounts(settings: Settings, source: str) -> Mounts:
     mounts: dict[str, Mount] = {}
     has_locks = settings.sharing.resources and settings.sharing.lock_dir
     for mount in settings.mounts:
@@ -507,10 +510,8 @@ def _sharing_conflict(
 
 # ==== INVENTORY: what sysfs, stat() and /proc show. No device is ever opened: that powers it up ==
 
-Arch = Literal["wormhole", "blackhole"]
-
 VENDOR = 0x1E52
-ARCHES: dict[int, Arch] = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
+ARCHES = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
 DRIVER = "tenstorrent"
 
 # By PCI subsystem ID (tt-kmd's telemetry.c), until the firmware reports the card type.
@@ -561,7 +562,7 @@ class PciFunction(NamedTuple):
     """A PCI function of a card, and its device file."""
 
     bdf: str  # PCI address "0000:03:00.0"
-    arch: Arch | None = None  # None: only its address is known
+    arch: str | None = None  # None: only its address is known
     subsystem: int = 0  # PCI subsystem ID
     numa_node: int | None = None  # None: unknown to the platform
     directory: str = ""  # in sysfs
@@ -580,6 +581,9 @@ class PciFunction(NamedTuple):
 
     def without_device(self, driver: str | None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
+
+
+Bus = dict[str, PciFunction | None]  # by address; None: another vendor's
 
 
 class Identity(NamedTuple):
@@ -692,11 +696,9 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
     return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
 
 
-def scan(
-    settings: Settings, known: Mapping[str, PciFunction | None]
-) -> dict[str, PciFunction | None]:
-    """Return the PCI functions by address, None: another vendor's. known: the last result."""
-    found: dict[str, PciFunction | None] = {}
+def scan(settings: Settings, known: Bus) -> Bus:
+    """Return the PCI functions. known: the last result."""
+    found: Bus = {}
     for bdf in sorted(filter(BDF.fullmatch, names_in(pci_directory(settings))), key=address):
         function = known[bdf] if bdf in known else _read_function(settings, bdf)
         found[bdf] = _with_device(settings, function) if function else None
@@ -773,7 +775,7 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-def existing_mounts(settings: Settings) -> tuple[Mount, ...]:
+def existing_mounts(settings: Settings) -> Mounts:
     """Return the configured mounts; without any, those hugepages that exist."""
     names = ("hugepages-1G", "hugepages")
     defaults = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
@@ -1144,6 +1146,9 @@ class Chip(NamedTuple):
         return f"{self.bdf[:-6]}0" if self.tray else self.identity.serial
 
 
+Chips = Iterable[Chip]
+
+
 @dataclass(slots=True)
 class ChipRecord:
     """All that is known of a chip; decisions depend on `chip`."""
@@ -1218,7 +1223,7 @@ class Inventory:
         # No record is ever removed.
         self.records = {bdf: ChipRecord.from_state(each) for bdf, each in state.items()}
         self.driver: str | None = None  # see driver_version()
-        self._bus: Mapping[str, PciFunction | None] = {}
+        self._bus: Bus = {}
 
     @property
     def chips(self) -> dict[str, Chip]:
@@ -1664,6 +1669,9 @@ class Resource:
         return list({chip.bdf: chip for chip in chips}.values())
 
 
+Resources = dict[str, Resource]  # by name
+
+
 def replica_ids(identifier: str, replicas: int) -> list[str]:
     return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
 
@@ -1680,7 +1688,7 @@ def short_name(chip: Chip, settings: Settings) -> str:
     return names.get(settings.resource_naming, chip.board_type) + ("-board" if is_board else "")
 
 
-def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list[Device]]:
+def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]:
     """Return unshared devices by resource, in the order of addresses."""
     is_board = settings.unit == "board"
     groups: dict[tuple[str, str], list[Chip]] = {}
@@ -1697,10 +1705,10 @@ def devices_by_name(chips: Iterable[Chip], settings: Settings) -> dict[str, list
     return dict(sorted(devices.items()))
 
 
-def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str, Resource]:
+def configured_resources(chips: Chips, settings: Settings) -> Resources:
     """Return the resources that the configuration gives, by name."""
     sharing = settings.sharing
-    found: dict[str, Resource] = {}
+    found: Resources = {}
 
     def add(short: str, base_name: str, devices: Iterable[Device], replicas: int) -> None:
         by_id: dict[str, Device] = {}
@@ -1722,11 +1730,11 @@ def configured_resources(chips: Iterable[Chip], settings: Settings) -> dict[str,
 
 
 def resources(
-    configured: Mapping[str, Resource],
+    configured: Resources,
     chips: Mapping[str, Chip],
     allocations: Iterable[Allocation],
     label: Label,
-) -> dict[str, Resource]:
+) -> Resources:
     """Return the resources as they are advertised, by name.
 
     An ID held by a pod keeps meaning the chips that the pod was given: kubelets 1.35 to 1.37 crash
@@ -1797,7 +1805,7 @@ def aliases(device: Device) -> set[str]:
     return {device.identifier, *device.addresses, *numbers}
 
 
-def unselected(chips: Iterable[Chip], settings: Settings) -> Iterator[str]:
+def unselected(chips: Chips, settings: Settings) -> Iterator[str]:
     """Yield messages for shared resources and devices that do not exist."""
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
@@ -1959,12 +1967,10 @@ class _Search(NamedTuple):
         return total[:1] + [each + group_cost for each in total[1 : self.size + 1]]
 
 
-def _grouped(
-    candidates: Iterable[Candidate], key: Literal["board", "tray"]
-) -> list[list[Candidate]]:
+def _grouped(candidates: Iterable[Candidate], key: str) -> list[list[Candidate]]:
     groups = defaultdict[object, list[Candidate]](list)
     for candidate in candidates:
-        groups[candidate.board if key == "board" else candidate.tray].append(candidate)
+        groups[getattr(candidate, key)].append(candidate)
     return list(groups.values())
 
 
@@ -2003,7 +2009,7 @@ def check_request(resource: Resource, containers: Containers) -> None:
 
 
 def container_edits(
-    chips: Iterable[Chip], links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
+    chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
 ) -> Edits:
     """Return a container's changes. links: udev's, by address."""
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
@@ -2087,7 +2093,7 @@ def cdi_nodes(spec: str) -> dict[str, str]:
 
 
 def feature_file(
-    advertised: Iterable[Resource], chips: Iterable[Chip], settings: Settings, driver: str | None
+    advertised: Iterable[Resource], chips: Chips, settings: Settings, driver: str | None
 ) -> str:
     """Return labels of existing devices, for NFD's local source."""
     present = [chip for chip in chips if chip.present]
@@ -2226,6 +2232,7 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
 
 # By resource: REGISTERED, or why it is not; registrations.
 States = Mapping[str, tuple[str, int]]
+Counts = Counter[tuple[str, str]]  # of answers to Allocate, by resource and result
 PLUGIN_METRICS = {
     "driver_info": "Version of the loaded driver, value is always 1.",
     "pci_functions": "Tenstorrent PCI functions by bound driver.",
@@ -2238,9 +2245,7 @@ PLUGIN_METRICS = {
 }
 
 
-def plugin_metrics(
-    decision: Decision, states: States, counts: Mapping[tuple[str, str], int], started: float
-) -> str:
+def plugin_metrics(decision: Decision, states: States, counts: Counts, started: float) -> str:
     """Return the metrics of node and daemon. started: Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
     if decision.driver:
@@ -2263,7 +2268,7 @@ def plugin_metrics(
     return samples.text()
 
 
-def driver_problem(chips: Iterable[Chip], driver: str | None) -> str | None:
+def driver_problem(chips: Chips, driver: str | None) -> str | None:
     unbound = [chip.bdf for chip in chips if chip.function.driver == ""]
     count = pluralize(len(unbound), "Tenstorrent PCI function")
     if not unbound:
@@ -2348,7 +2353,7 @@ class Observation(NamedTuple):
     allocations: tuple[Allocation, ...]  # in force, the newest last
     names: Mapping[str, str]  # of pods, "namespace/name" by UID
     unreadable: str | None  # why the checkpoint cannot be parsed
-    mounts: tuple[Mount, ...]
+    mounts: Mounts
 
 
 @dataclass(frozen=True)
@@ -2356,7 +2361,7 @@ class Decision:
     """The desired state: what is advertised, written and reported."""
 
     chips: Mapping[str, Chip]  # with reasons, also those that only pods know
-    resources: Mapping[str, Resource]  # as advertised, by name
+    resources: Resources  # as advertised, by name
     lists: Mapping[str, DeviceList]
     users: Mapping[str, list[User]]  # by PCI address
     driver: str | None
@@ -2441,7 +2446,10 @@ def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
     return found
 
 
-def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
+LogLines = Iterator[tuple[int, str]]  # with levels
+
+
+def changes(before: Decision, after: Decision) -> LogLines:
     """Yield levels and log lines for the differences."""
     for chip in after.chips.values():
         yield from _chip_changes(before, after, chip)
@@ -2455,7 +2463,7 @@ def changes(before: Decision, after: Decision) -> Iterator[tuple[int, str]]:
             yield logging.INFO, f"sharing: {message}"
 
 
-def _chip_changes(before: Decision, after: Decision, chip: Chip) -> Iterator[tuple[int, str]]:
+def _chip_changes(before: Decision, after: Decision, chip: Chip) -> LogLines:
     former = before.chips.get(chip.bdf, Chip(PciFunction(chip.bdf)))
     if not after.advertises(chip):
         if chip.function.file_fault and not former.function.file_fault:
@@ -2508,16 +2516,18 @@ class ReadJob(NamedTuple):
     files: AttributeFiles
 
 
+# A job and when it began, then what was read (None: an internal error); no job: a thread ends.
+ReadResult = tuple[ReadJob | None, float | Reading | OSError | None]
+
+
 class TelemetryReaders:
     """Reads chips on a thread, one after another; while a read blocks, another thread goes on."""
 
     def __init__(self, wake: Wake, read: Callable[..., Telemetry] = read_telemetry) -> None:
         self._wake = wake
         self._read = read
-        self._jobs: queue.SimpleQueue[ReadJob] = queue.SimpleQueue()
-        # A job and when it began, then what was read; without a job: a thread ends.
-        self._results: queue.SimpleQueue[tuple[ReadJob | None, float | Reading | OSError | None]]
-        self._results = queue.SimpleQueue()
+        self._jobs = queue.SimpleQueue[ReadJob]()
+        self._results = queue.SimpleQueue[ReadResult]()
         self._files: dict[PciFunction, AttributeFiles] = {}  # not in use
         self.pending: dict[str, float | None] = {}  # when it began; None: it waits
         self._threads = 0
@@ -3040,7 +3050,7 @@ class Allocator:
     """Answers requests for devices, and delays starts of containers on busy chips."""
 
     def __init__(self, node: Node) -> None:
-        self.counts = Counter[tuple[str, str]]()  # by resource and result
+        self.counts = Counts()
         self.is_closing = False
         self._node = node
 
@@ -3741,13 +3751,13 @@ class Reporter:
 class Condition:
     """The daemon's stage, and what events have recorded."""
 
-    stage: Literal["starting", "binding", "linking", "ready"] = "starting"
+    stage: str = "starting"  # then "binding", "linking", "ready"
     since: float = 0.0  # when this stage began
     exit_status: int | None = None
     wants_reload: bool = False
     failure: str = ""  # of the last observation
 
-    def enter(self, stage: Literal["binding", "linking", "ready"], now: float) -> None:
+    def enter(self, stage: str, now: float) -> None:
         self.stage = stage
         self.since = now
 
@@ -3975,7 +3985,8 @@ class Daemon:
 # ==== COMMAND LINE ================================================================================
 
 View = Mapping[str, Any]  # see Node.view()
-Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # subject; text
+Finding = tuple[str, str, str]  # "ok", "warn" or "FAIL"; subject; text
+Findings = Iterator[Finding]
 
 VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
 WIDTH = 110  # columns
@@ -4246,7 +4257,7 @@ def check(settings: Settings, problem: str | None, *, config_only: bool) -> int:
     return int(any(level == "FAIL" for level, _, _ in findings))
 
 
-def _check_service(view: View, problem: str | None) -> Iterator[Finding]:
+def _check_service(view: View, problem: str | None) -> Findings:
     if problem == NOT_RUNNING:
         yield "FAIL", "service", "not running; start it: systemctl start tt-device-plugin"
     elif problem:
@@ -4265,7 +4276,7 @@ def _check_service(view: View, problem: str | None) -> Iterator[Finding]:
         yield "ok", "driver", version
 
 
-def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
+def _check_chips(view: View, settings: Settings) -> Findings:
     if not view["chips"]:
         yield "warn", "devices", "none on this node; list PCI devices with: lspci -d 1e52:"
     for row in view["chips"]:
@@ -4292,7 +4303,7 @@ def _check_chips(view: View, settings: Settings) -> Iterator[Finding]:
                 yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {remedy}"
 
 
-def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
+def _check_hugepages(view: View, settings: Settings) -> Findings:
     """Check for 4 GiB for each Wormhole chip without an IOMMU that translates."""
     required = []
     for row in view["chips"]:
@@ -4309,7 +4320,7 @@ def _check_hugepages(view: View, settings: Settings) -> Iterator[Finding]:
         yield "ok", "hugepages", f"{available} × 1 GiB{'' if required else ', not needed'}"
 
 
-def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
+def _check_files(view: View, settings: Settings) -> Findings:
     """Check what containers get."""
     for mount in settings.mounts:
         if not os.path.exists(mount.host):
@@ -4341,7 +4352,7 @@ def _check_files(view: View, settings: Settings) -> Iterator[Finding]:
         yield "ok", "CDI", f"{path} describes the devices"
 
 
-def _check_kubelet(view: View, settings: Settings) -> Iterator[Finding]:
+def _check_kubelet(view: View, settings: Settings) -> Findings:
     """Check the kubelet and its directory."""
     directory = settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
