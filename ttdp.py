@@ -19,7 +19,6 @@ import ctypes
 import difflib
 import errno
 import fcntl
-import functools
 import itertools
 import json
 import logging
@@ -49,9 +48,10 @@ from collections.abc import (
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from math import inf
-from os.path import basename, dirname, isdir
+from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,7 +116,7 @@ class Rule(NamedTuple):
 
 
 def _one_of(*choices: str) -> Rule:
-    valid = " or ".join([", ".join(choices[:-1]), choices[-1]])
+    valid = f"{', '.join(choices[:-1])} or {choices[-1]}"
     return Rule(valid, lambda value: value in choices, choices=choices)
 
 
@@ -133,8 +133,8 @@ def _text(valid: str, form: str, check: Callable[[str], object] = lambda text: T
 
 
 def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    rule = _text(valid, form, lambda path: len(os.fsencode(os.path.abspath(path))) <= most)
-    return rule._replace(convert=lambda path: os.path.abspath(path) if path else "")
+    rule = _text(valid, form, lambda path: len(os.fsencode(abspath(path))) <= most)
+    return rule._replace(convert=lambda path: abspath(path) if path else "")
 
 
 def _absolute(valid: str, *forbidden: str) -> Rule:
@@ -621,7 +621,7 @@ class Reading(NamedTuple):
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
 
-@functools.lru_cache(maxsize=1024)  # every poll sorts by it
+@lru_cache(maxsize=1024)  # every poll sorts by it
 def address(bdf: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
@@ -699,7 +699,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 def scan(settings: Settings, known: Bus) -> Bus:
     """Return the PCI functions. known: the last result."""
     found: Bus = {}
-    for bdf in sorted(filter(BDF.fullmatch, names_in(pci_directory(settings))), key=address):
+    for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         function = known[bdf] if bdf in known else _read_function(settings, bdf)
         found[bdf] = _with_device(settings, function) if function else None
     return found
@@ -770,7 +770,7 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 def expects_links(settings: Settings) -> bool:
     """Return whether the package's udev rule is in force."""
-    if settings.dev_root == "/dev" and os.path.exists(UDEV_RULE):
+    if settings.dev_root == "/dev" and exists(UDEV_RULE):
         return True
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
@@ -779,7 +779,7 @@ def existing_mounts(settings: Settings) -> Mounts:
     """Return the configured mounts; without any, those hugepages that exist."""
     names = ("hugepages-1G", "hugepages")
     defaults = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
-    return settings.mounts or tuple(each for each in defaults if os.path.exists(each.host))
+    return settings.mounts or tuple(each for each in defaults if exists(each.host))
 
 
 class AttributeFiles:
@@ -833,9 +833,12 @@ def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
     shown = [raw[name] == dead for name, dead in _DEAD.items() if name in raw]
     if len(shown) > 1 and all(shown):
         return Telemetry(all_ones=True)
-    texts = [(raw.get(name, ""), form) for name, form in _IDENTITY.items()]
+    identity = []
+    for name, form in _IDENTITY.items():
+        text = raw.get(name, "")
+        identity.append(text if re.fullmatch(form, text) else None)
     return Telemetry(
-        Identity(*(text if re.fullmatch(form, text) else None for text, form in texts)),
+        Identity(*identity),
         decimal(raw.get("tt_heartbeat")),  # even all ones: it stalls
         _celsius(raw.get("temp1_input")),
         _celsius(raw.get("temp1_max")),
@@ -1336,7 +1339,7 @@ def _names(value: list[Any]) -> Names:
     return frozenset(value)
 
 
-@functools.lru_cache(maxsize=1024)  # checkpoints are written often
+@lru_cache(maxsize=1024)  # checkpoints are written often
 def _parse_answer(answer: str) -> tuple[Names, Sequence[str]]:
     """Return an answer's chips, else its device files."""
     content = base64.b64decode(answer)
@@ -1652,7 +1655,7 @@ class Resource:
     def short_name(self) -> str:
         return self.name.partition("/")[2]
 
-    @functools.cached_property
+    @cached_property
     def ids_of_devices(self) -> list[list[str]]:
         found = defaultdict[tuple[str, Names], list[str]](list)
         for identifier, device in self.devices.items():
@@ -1851,13 +1854,16 @@ NO_COST = Cost()
 BySize = list[Cost]  # the least costs of 0, 1, 2, … devices
 
 
+Nodes = frozenset[int]
+
+
 class Candidate(NamedTuple):
     """An available ID, and its place."""
 
     cost: Cost  # without its groups
     board: object
     tray: object
-    numa_nodes: frozenset[int | None]  # {None}: unknown, one group
+    numa_nodes: Nodes  # {-1}: unknown
 
 
 def preferred_allocation(
@@ -1879,10 +1885,9 @@ def preferred_allocation(
         device = resource.devices[replicas[0]]
         board = device.chips[0].board
         tray = device.chips[0].tray or board
-        nodes = frozenset(device.numa_nodes or (None,))
-        left = sorted(
-            free.intersection(replicas), key=lambda each: (each not in required, -bits[each])
-        )
+        nodes = frozenset(device.numa_nodes or (-1,))
+        left = [each for each in replicas if each in free]
+        left.sort(key=lambda each: (each not in required, -bits[each]))
         if not left:
             partly_used |= {board, tray, *nodes}
         for again, identifier in enumerate(left[:size]):  # at most `size` of them can be chosen
@@ -1912,27 +1917,29 @@ def _check_question(resource: Resource, free: Names, required: Names, size: int)
     raise RequestError(Status.INVALID_ARGUMENT, reason)
 
 
+Candidates = Iterable[Candidate]
+
+
 class _Search(NamedTuple):
     """Computes the least costs by number of devices."""
 
     partly_used: Collection[object]  # boards, trays, NUMA nodes with a taken device
     size: int
 
-    def solve(self, candidates: Sequence[Candidate]) -> BySize:
+    def solve(self, candidates: Candidates) -> BySize:
         """Search NUMA nodes separately, unless a tray or device connects them."""
-        parts: list[frozenset[int | None]] = []
+        parts: list[Nodes] = []
         for tray in _grouped(candidates, "tray"):
-            nodes = frozenset[int | None]().union(*(each.numa_nodes for each in tray))
+            nodes = Nodes().union(*(each.numa_nodes for each in tray))
             connected = nodes.union(*(part for part in parts if part & nodes))
             parts = [part for part in parts if not part & nodes] + [connected]
-        return self._joined(
-            self._numa_nodes(part, [each for each in candidates if each.numa_nodes & part])
-            for part in parts
-        )
+        costs = []
+        for part in parts:
+            inside = [each for each in candidates if each.numa_nodes & part]
+            costs.append(self._numa_nodes(part, inside))
+        return self._joined(costs)
 
-    def _numa_nodes(
-        self, touched: Collection[int | None], candidates: Sequence[Candidate]
-    ) -> BySize:
+    def _numa_nodes(self, touched: Nodes, candidates: Candidates) -> BySize:
         """Try every subset of NUMA nodes: only an unused node costs nothing."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
@@ -1944,14 +1951,16 @@ class _Search(NamedTuple):
             best = [*map(min, best, costs), *best[len(costs) :]] if best else costs
         return best
 
-    def _tray(self, candidates: Sequence[Candidate]) -> BySize:
-        group_cost = Cost(trays=1, whole_trays=candidates[0].tray not in self.partly_used)
+    def _tray(self, candidates: list[Candidate]) -> BySize:
+        is_whole = candidates[0].tray not in self.partly_used
+        group_cost = Cost(trays=1, whole_trays=is_whole)
         return self._joined(map(self._board, _grouped(candidates, "board")), group_cost)
 
-    def _board(self, candidates: Sequence[Candidate]) -> BySize:
-        own = sorted(each.cost for each in candidates)
-        group_cost = Cost(boards=1, whole_boards=candidates[0].board not in self.partly_used)
-        return self._joined([[*itertools.accumulate(own, initial=NO_COST)]], group_cost)
+    def _board(self, candidates: list[Candidate]) -> BySize:
+        is_whole = candidates[0].board not in self.partly_used
+        costs = sorted(each.cost for each in candidates)
+        by_size = [*itertools.accumulate(costs, initial=NO_COST)]
+        return self._joined([by_size], Cost(boards=1, whole_boards=is_whole))
 
     def _joined(self, parts: Iterable[BySize], group_cost: Cost = NO_COST) -> BySize:
         """Return the least costs over all parts. group_cost: of using any device."""
@@ -1967,7 +1976,7 @@ class _Search(NamedTuple):
         return total[:1] + [each + group_cost for each in total[1 : self.size + 1]]
 
 
-def _grouped(candidates: Iterable[Candidate], key: str) -> list[list[Candidate]]:
+def _grouped(candidates: Candidates, key: str) -> list[list[Candidate]]:
     groups = defaultdict[object, list[Candidate]](list)
     for candidate in candidates:
         groups[getattr(candidate, key)].append(candidate)
@@ -2175,7 +2184,7 @@ class Samples:
         return "".join(f"{line}\n" for line in lines)
 
 
-@functools.lru_cache(maxsize=4096, typed=True)  # the same every few seconds
+@lru_cache(maxsize=4096, typed=True)  # the same every few seconds
 def _label(key: str, value: object) -> str:
     text = "" if value is None else str(value)
     escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
@@ -2201,7 +2210,7 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
         if not chip.seen:
             continue
         resource, _ = decision.owners.get(bdf, (None, None))
-        add = functools.partial(samples.add, device=bdf)
+        add = partial(samples.add, device=bdf)
         add(
             "info",
             1,
@@ -2254,7 +2263,7 @@ def plugin_metrics(decision: Decision, states: States, counts: Counts, started: 
     for driver, number in Counter(each for each in drivers if each is not None).items():
         samples.add("pci_functions", number, driver=driver)
     for name, resource in decision.resources.items():
-        add = functools.partial(samples.add, resource=name)
+        add = partial(samples.add, resource=name)
         unhealthy = sum(device.reason is not None for device in resource.devices.values())
         add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
         add("resource_devices", unhealthy, health="unhealthy")
@@ -2371,7 +2380,7 @@ class Decision:
     cdi: str | None
     labels: str
 
-    @functools.cached_property
+    @cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
         """Return each chip's resource and device, rather a configured than a retained one."""
         found: dict[str, tuple[Resource, Device]] = {}
@@ -2382,7 +2391,7 @@ class Decision:
                         found[chip.bdf] = (resource, device)
         return found
 
-    @functools.cached_property
+    @cached_property
     def withheld(self) -> dict[str, str]:
         """Return the reasons why devices are withheld, by resource and ID."""
         found = {}
@@ -2399,7 +2408,7 @@ class Decision:
 
 def decide(seen: Observation) -> Decision:
     settings = seen.settings
-    label = functools.partial(pod_label, names=seen.names)
+    label = partial(pod_label, names=seen.names)
     chips = _explained_chips(seen, label)
     listed = [chip for chip in chips.values() if chip.listed]
     configured = configured_resources(listed, settings)
@@ -3134,11 +3143,13 @@ class Allocator:
         allocations = self._node.allocations
         addresses = {chip.bdf for chip in self._resource(name, now).chips(ids)}
         in_force = allocations.in_force(now)
-        answer = (name, frozenset(ids))
-        own = [each.pod for each in in_force if (each.resource, each.ids) == answer][-1:]
+        own = ""
+        for each in in_force:
+            if (each.resource, each.ids) == (name, frozenset(ids)):
+                own = each.pod  # of the newest answer
         for each in in_force:
             shares_device = each.resource == name and all(map(is_replica, {*each.ids, *ids}))
-            is_other = each.pod not in own and not addresses.isdisjoint(each.chips)
+            is_other = each.pod != own and not addresses.isdisjoint(each.chips)
             if is_other and not shares_device and allocations.is_running(each, now):
                 return pod_label(each, allocations.names)
         return None
@@ -4064,7 +4075,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     options = _parsed_options(words)
     set_up_logging(os.environ, has_timestamps=options.command == "run")
-    load = functools.partial(load_settings, vars(options), os.environ)
+    load = partial(load_settings, vars(options), os.environ)
     if options.command != "run":
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
@@ -4323,7 +4334,7 @@ def _check_hugepages(view: View, settings: Settings) -> Findings:
 def _check_files(view: View, settings: Settings) -> Findings:
     """Check what containers get."""
     for mount in settings.mounts:
-        if not os.path.exists(mount.host):
+        if not exists(mount.host):
             yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
     lock_dir = settings.sharing.lock_dir
     if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
@@ -4341,7 +4352,7 @@ def _check_files(view: View, settings: Settings) -> Findings:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
         by_cdi = settings.device_list_strategy == "cdi"
-        if by_cdi or (settings.cdi_dir and os.path.exists(path)):
+        if by_cdi or (settings.cdi_dir and exists(path)):
             reason = getattr(error, "strerror", None) or error
             yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
         return
