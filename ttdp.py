@@ -2,8 +2,8 @@
 
 One asyncio loop observes, decides and applies (see Daemon). A chapter uses only those above it:
 
-    what the node shows     CONFIGURATION, INVENTORY, HEALTH, ALLOCATIONS
-    pure decisions          RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, OUTPUTS, DECISION
+    what the node shows     CONFIGURATION, INVENTORY, HEALTH, CHIPS, ALLOCATIONS
+    pure decisions          RESOURCES to REPORTS
     infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, NODE
     the kubelet's API       REQUESTS, SESSION, POD RESOURCES
     what ties it together   METRICS SERVER, DAEMON, COMMAND LINE
@@ -87,10 +87,10 @@ def abbreviate(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-# ==== CONFIGURATION: flag, then environment variable, then file, then default ====================
+# ==== CONFIGURATION: flag, variable, file, default ================================================
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
-EXIT_CONFIG = 78  # EX_CONFIG; systemd does not restart
+EXIT_CONFIG = 78  # EX_CONFIG; systemd does not restart it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 
 SOCKET_PATH_MAX = 107  # sun_path without its NUL
@@ -508,7 +508,7 @@ def _sharing_conflict(
     return None
 
 
-# ==== INVENTORY: what sysfs, stat() and /proc show. No device is ever opened: that powers it up ==
+# ==== INVENTORY: sysfs and /proc. Devices are never opened: that powers them up ===================
 
 VENDOR = 0x1E52
 ARCHES = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
@@ -943,7 +943,7 @@ def _sensor_value(attribute: str, text: str) -> float | None:
     return float(match[1]) if match else None
 
 
-# ==== HEALTH: per chip, with a reason. Pure: a verdict follows from the last one =================
+# ==== HEALTH: per chip, with a reason. Pure =======================================================
 
 HYSTERESIS = 5.0  # °C by which a hot chip must cool down
 READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
@@ -1071,7 +1071,7 @@ def _judge_vitals(
     return None, None
 
 
-# ==== CHIPS: the node's chips, followed over time =================================================
+# ==== CHIPS: followed over time ===================================================================
 
 
 class Chip(NamedTuple):
@@ -1266,7 +1266,7 @@ class Inventory:
         return None
 
 
-# ==== ALLOCATIONS: which pod holds which chips, according to the kubelet's checkpoint =============
+# ==== ALLOCATIONS: which pod holds which chips, by the kubelet's checkpoint =======================
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 KUBELET_SOCKET = "kubelet.sock"  # likewise; each kubelet creates a new one
@@ -1450,8 +1450,8 @@ class AllocationTracker:
         self._cgroups = Cgroups(settings.sysfs_root)
         self._directory = settings.device_plugin_dir
         self._file: FileIdentity | None = None  # that was read
-        self._kubelet: FileIdentity | None = None  # the last one's socket
-        self._seen: Names = frozenset()  # pods with a cgroup since then
+        self._kubelet: FileIdentity | None = None  # the last kubelet's socket
+        self._seen: Names = frozenset()  # pods with a cgroup since it started
         self._looked_at = -inf
         self._records: dict[Key, AllocationRecord] = {}
         for resource, ids, chips, pod, container, answered_at in state:
@@ -1529,17 +1529,17 @@ class AllocationTracker:
 
     def _is_evident(self, record: AllocationRecord, now: float, *, has_entry: bool) -> bool:
         pod = record.allocation.pod
-        exists = bool(self._cgroups.paths(pod))
+        has_cgroup = bool(self._cgroups.paths(pod))
         if record.answered_at is not None and now - record.answered_at < ANSWER_VALIDITY:
             return True
         if self.unreadable and record.is_in_force(now):
             return True
         # Up to 1.31 the last admitted pod's entry stays. An empty cgroup does not show that a
         # pod has ended: volumes are being mounted, or the sandbox is being replaced.
-        if has_entry and (exists or pod not in self._seen):
+        if has_entry and (has_cgroup or pod not in self._seen):
             return True
         # A forced deletion removes the entry at once.
-        return exists and self._cgroups.has_processes(pod, now)
+        return has_cgroup and self._cgroups.has_processes(pod, now)
 
     def add_pending(self, allocation: Allocation, now: float) -> None:
         """Record an answer to Allocate, until the checkpoint contains it."""
@@ -1572,7 +1572,7 @@ class AllocationTracker:
         return state
 
 
-# ==== RESOURCES: which devices exist, their names and places. Pure ===============================
+# ==== RESOURCES: which devices exist, and their names. Pure =======================================
 
 
 def explain(
@@ -1983,7 +1983,7 @@ def _grouped(candidates: Candidates, key: str) -> list[list[Candidate]]:
     return list(groups.values())
 
 
-# ==== CONTAINER EDITS: from a request for devices to the changes in a container. Pure =============
+# ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
 
 
 Containers = Sequence[Sequence[str]]  # IDs
@@ -2057,11 +2057,10 @@ def device_list(resource: Resource) -> DeviceList:
     return message
 
 
-# ==== OUTPUTS: texts and values for others: CDI, labels, metrics, status, list. Pure ==============
+# ==== CDI AND LABELS: descriptions of the devices for others. Pure ================================
 
 CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
-REGISTERED = "registered with kubelet"  # the state of a session
 
 
 def cdi_spec(
@@ -2157,6 +2156,180 @@ def _version_labels(subject: str, version: str) -> dict[str, str]:
     for part, number in zip(("major", "minor"), re.findall(r"\d+", version), strict=False):
         labels[f"{subject}.{part}"] = number
     return labels
+
+
+# ==== DECISION: the desired state. Pure ===========================================================
+
+
+User = Mapping[str, str]  # namespace, pod (else its UID) and container
+
+
+class Observation(NamedTuple):
+    """Everything that decisions depend on."""
+
+    settings: Settings
+    chips: Mapping[str, Chip]  # by PCI address
+    driver: str | None  # see driver_version()
+    allocations: tuple[Allocation, ...]  # in force, the newest last
+    names: Mapping[str, str]  # of pods, "namespace/name" by UID
+    unreadable: str | None  # why the checkpoint cannot be parsed
+    mounts: Mounts
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The desired state: what is advertised, written and reported."""
+
+    chips: Mapping[str, Chip]  # with reasons, also those that only pods know
+    resources: Resources  # as advertised, by name
+    lists: Mapping[str, DeviceList]
+    users: Mapping[str, list[User]]  # by PCI address
+    driver: str | None
+    driver_problem: str | None
+    unreadable: str | None
+    unselected: Sequence[str]  # see unselected()
+    cdi: str | None
+    labels: str
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[Resource, Device]]:
+        """Return each chip's resource and device, rather a configured than a retained one."""
+        found: dict[str, tuple[Resource, Device]] = {}
+        for resource in self.resources.values():
+            for device in resource.unique_devices:
+                for chip in device.chips:
+                    if chip.bdf not in found or not device.is_retained:
+                        found[chip.bdf] = (resource, device)
+        return found
+
+    @cached_property
+    def withheld(self) -> dict[str, str]:
+        """Return the reasons why devices are withheld, by resource and ID."""
+        found = {}
+        for name, resource in self.resources.items():
+            for device in resource.unique_devices:
+                if device.withheld:
+                    found[f"{name} {device.identifier}"] = device.withheld
+        return found
+
+    def advertises(self, chip: Chip) -> bool:
+        """Return whether a chip is a device, or waits for its board's serial."""
+        return chip.listed or chip.bdf in self.owners
+
+
+def driver_problem(chips: Chips, driver: str | None) -> str | None:
+    unbound = [chip.bdf for chip in chips if chip.function.driver == ""]
+    count = pluralize(len(unbound), "Tenstorrent PCI function")
+    if not unbound:
+        return None
+    if driver is None:
+        return f"driver not loaded, {count}; {LOAD_DRIVER}"
+    return f"{count} without a driver: {', '.join(unbound[:3])}; check dmesg"
+
+
+def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
+    if not allocation.pod:
+        return "a pod that is being admitted"
+    return names.get(allocation.pod, f"pod {allocation.pod}")
+
+
+def decide(seen: Observation) -> Decision:
+    settings = seen.settings
+    label = partial(pod_label, names=seen.names)
+    chips = _explained_chips(seen, label)
+    listed = [chip for chip in chips.values() if chip.listed]
+    configured = configured_resources(listed, settings)
+    advertised = resources(configured, chips, seen.allocations, label)
+    usable = [each.function for each in listed if each.present and not each.function.file_fault]
+    users = defaultdict[str, list[User]](list)
+    for allocation in seen.allocations:
+        namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
+        user = {"namespace": namespace, "pod": pod, "container": allocation.container}
+        for bdf in allocation.chips if pod else ():
+            users[bdf].append(user)
+    return Decision(
+        chips=chips,
+        resources=advertised,
+        lists={name: device_list(resource) for name, resource in advertised.items()},
+        users=users,
+        driver=seen.driver,
+        driver_problem=driver_problem(chips.values(), seen.driver),
+        unreadable=seen.unreadable,
+        unselected=[*unselected(listed, settings)],
+        cdi=cdi_spec(usable, settings, seen.mounts),
+        labels=feature_file(advertised.values(), listed, settings, seen.driver),
+    )
+
+
+def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
+    """Return the chips with reasons, and absent ones that only a pod knows."""
+    chips = dict(seen.chips)
+    pods = defaultdict[str, list[str]](list)
+    for allocation in seen.allocations:
+        for bdf in allocation.chips:
+            chips.setdefault(bdf, Chip(PciFunction(bdf), seen=True))
+            pods[bdf].append(label(allocation))
+    boards = defaultdict[object, list[str]](list)
+    for bdf, chip in chips.items():
+        if chip.present and chip.device_chips == 2:
+            boards[chip.board].append(bdf)
+    found = {}
+    for bdf in sorted(chips, key=address):
+        chip = chips[bdf]
+        siblings = [each for each in boards[chip.board] if each != bdf]
+        users = dict.fromkeys(chain(*(pods[each] for each in (bdf, *siblings))))
+        found[bdf] = chip._replace(reason=explain(chip, siblings, [*users], seen.driver))
+    return found
+
+
+LogLines = Iterator[tuple[int, str]]  # with levels
+
+
+def changes(before: Decision, after: Decision) -> LogLines:
+    """Yield levels and log lines for the differences."""
+    for chip in after.chips.values():
+        yield from _chip_changes(before, after, chip)
+    for name, reason in after.withheld.items():
+        if name not in before.withheld:
+            yield logging.WARNING, f"{name}: withheld: {reason}"
+    for name in before.withheld.keys() - after.withheld.keys():
+        yield logging.INFO, f"{name}: no longer withheld"
+    for message in after.unselected:
+        if message not in before.unselected:
+            yield logging.INFO, f"sharing: {message}"
+
+
+def _chip_changes(before: Decision, after: Decision, chip: Chip) -> LogLines:
+    former = before.chips.get(chip.bdf, Chip(PciFunction(chip.bdf)))
+    if not after.advertises(chip):
+        if chip.function.file_fault and not former.function.file_fault:
+            yield logging.WARNING, f"not listed: {chip.label}: {chip.reason}"
+        return
+    if not before.advertises(former):
+        former = Chip(PciFunction(chip.bdf, ordinal=0))  # without a fault
+    introduction = _introduction(chip)
+    if chip.present and introduction != _introduction(former):
+        yield logging.INFO, f"{chip.label}: {introduction}"
+    if chip.fault and chip.fault != former.fault:
+        yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
+    elif former.fault and not chip.fault:
+        yield logging.INFO, f"{chip.label}: healthy again"
+    if not chip.fault and former.verdict.throttles != chip.verdict.throttles:
+        reached = "has reached its own temperature limit and throttles"
+        state = reached if chip.verdict.throttles else "no longer throttles"
+        yield logging.INFO, f"{chip.label}: {state}"
+
+
+def _introduction(chip: Chip) -> str:
+    identity = chip.identity
+    facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
+    known = [f"{name} {value}" for name, value in facts.items() if value]
+    return ", ".join([chip.function.path, *known])
+
+
+# ==== REPORTS: metrics, status, list. Pure ========================================================
+
+REGISTERED = "registered with kubelet"  # the state of a session
 
 
 class Samples:
@@ -2277,16 +2450,6 @@ def plugin_metrics(decision: Decision, states: States, counts: Counts, started: 
     return samples.text()
 
 
-def driver_problem(chips: Chips, driver: str | None) -> str | None:
-    unbound = [chip.bdf for chip in chips if chip.function.driver == ""]
-    count = pluralize(len(unbound), "Tenstorrent PCI function")
-    if not unbound:
-        return None
-    if driver is None:
-        return f"driver not loaded, {count}; {LOAD_DRIVER}"
-    return f"{count} without a driver: {', '.join(unbound[:3])}; check dmesg"
-
-
 def resource_summary(resource: Resource) -> str:
     devices = resource.unique_devices
     unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
@@ -2309,12 +2472,6 @@ def status_line(decision: Decision, states: States) -> str:
     if decision.unreadable:
         texts.add(decision.unreadable)
     return "; ".join([*parts, *sorted(filter(None, texts))])
-
-
-def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
-    if not allocation.pod:
-        return "a pod that is being admitted"
-    return names.get(allocation.pod, f"pod {allocation.pod}")
 
 
 def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool) -> Json:
@@ -2347,160 +2504,7 @@ def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: 
     }
 
 
-# ==== DECISION: the desired state of everything. Pure =============================================
-
-
-User = Mapping[str, str]  # namespace, pod (else its UID) and container
-
-
-class Observation(NamedTuple):
-    """Everything that decisions depend on."""
-
-    settings: Settings
-    chips: Mapping[str, Chip]  # by PCI address
-    driver: str | None  # see driver_version()
-    allocations: tuple[Allocation, ...]  # in force, the newest last
-    names: Mapping[str, str]  # of pods, "namespace/name" by UID
-    unreadable: str | None  # why the checkpoint cannot be parsed
-    mounts: Mounts
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The desired state: what is advertised, written and reported."""
-
-    chips: Mapping[str, Chip]  # with reasons, also those that only pods know
-    resources: Resources  # as advertised, by name
-    lists: Mapping[str, DeviceList]
-    users: Mapping[str, list[User]]  # by PCI address
-    driver: str | None
-    driver_problem: str | None
-    unreadable: str | None
-    unselected: Sequence[str]  # see unselected()
-    cdi: str | None
-    labels: str
-
-    @cached_property
-    def owners(self) -> dict[str, tuple[Resource, Device]]:
-        """Return each chip's resource and device, rather a configured than a retained one."""
-        found: dict[str, tuple[Resource, Device]] = {}
-        for resource in self.resources.values():
-            for device in resource.unique_devices:
-                for chip in device.chips:
-                    if chip.bdf not in found or not device.is_retained:
-                        found[chip.bdf] = (resource, device)
-        return found
-
-    @cached_property
-    def withheld(self) -> dict[str, str]:
-        """Return the reasons why devices are withheld, by resource and ID."""
-        found = {}
-        for name, resource in self.resources.items():
-            for device in resource.unique_devices:
-                if device.withheld:
-                    found[f"{name} {device.identifier}"] = device.withheld
-        return found
-
-    def advertises(self, chip: Chip) -> bool:
-        """Return whether a chip is a device, or waits for its board's serial."""
-        return chip.listed or chip.bdf in self.owners
-
-
-def decide(seen: Observation) -> Decision:
-    settings = seen.settings
-    label = partial(pod_label, names=seen.names)
-    chips = _explained_chips(seen, label)
-    listed = [chip for chip in chips.values() if chip.listed]
-    configured = configured_resources(listed, settings)
-    advertised = resources(configured, chips, seen.allocations, label)
-    usable = [each.function for each in listed if each.present and not each.function.file_fault]
-    users = defaultdict[str, list[User]](list)
-    for allocation in seen.allocations:
-        namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
-        user = {"namespace": namespace, "pod": pod, "container": allocation.container}
-        for bdf in allocation.chips if pod else ():
-            users[bdf].append(user)
-    return Decision(
-        chips=chips,
-        resources=advertised,
-        lists={name: device_list(resource) for name, resource in advertised.items()},
-        users=users,
-        driver=seen.driver,
-        driver_problem=driver_problem(chips.values(), seen.driver),
-        unreadable=seen.unreadable,
-        unselected=[*unselected(listed, settings)],
-        cdi=cdi_spec(usable, settings, seen.mounts),
-        labels=feature_file(advertised.values(), listed, settings, seen.driver),
-    )
-
-
-def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
-    """Return the chips with reasons, and absent ones that only a pod knows."""
-    chips = dict(seen.chips)
-    pods = defaultdict[str, list[str]](list)
-    for allocation in seen.allocations:
-        for bdf in allocation.chips:
-            chips.setdefault(bdf, Chip(PciFunction(bdf), seen=True))
-            pods[bdf].append(label(allocation))
-    boards = defaultdict[object, list[str]](list)
-    for bdf, chip in chips.items():
-        if chip.present and chip.device_chips == 2:
-            boards[chip.board].append(bdf)
-    found = {}
-    for bdf in sorted(chips, key=address):
-        chip = chips[bdf]
-        siblings = [each for each in boards[chip.board] if each != bdf]
-        users = dict.fromkeys(chain(*(pods[each] for each in (bdf, *siblings))))
-        found[bdf] = chip._replace(reason=explain(chip, siblings, [*users], seen.driver))
-    return found
-
-
-LogLines = Iterator[tuple[int, str]]  # with levels
-
-
-def changes(before: Decision, after: Decision) -> LogLines:
-    """Yield levels and log lines for the differences."""
-    for chip in after.chips.values():
-        yield from _chip_changes(before, after, chip)
-    for name, reason in after.withheld.items():
-        if name not in before.withheld:
-            yield logging.WARNING, f"{name}: withheld: {reason}"
-    for name in before.withheld.keys() - after.withheld.keys():
-        yield logging.INFO, f"{name}: no longer withheld"
-    for message in after.unselected:
-        if message not in before.unselected:
-            yield logging.INFO, f"sharing: {message}"
-
-
-def _chip_changes(before: Decision, after: Decision, chip: Chip) -> LogLines:
-    former = before.chips.get(chip.bdf, Chip(PciFunction(chip.bdf)))
-    if not after.advertises(chip):
-        if chip.function.file_fault and not former.function.file_fault:
-            yield logging.WARNING, f"not listed: {chip.label}: {chip.reason}"
-        return
-    if not before.advertises(former):
-        former = Chip(PciFunction(chip.bdf, ordinal=0))  # without a fault
-    introduction = _introduction(chip)
-    if chip.present and introduction != _introduction(former):
-        yield logging.INFO, f"{chip.label}: {introduction}"
-    if chip.fault and chip.fault != former.fault:
-        yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
-    elif former.fault and not chip.fault:
-        yield logging.INFO, f"{chip.label}: healthy again"
-    if not chip.fault and former.verdict.throttles != chip.verdict.throttles:
-        reached = "has reached its own temperature limit and throttles"
-        state = reached if chip.verdict.throttles else "no longer throttles"
-        yield logging.INFO, f"{chip.label}: {state}"
-
-
-def _introduction(chip: Chip) -> str:
-    identity = chip.identity
-    facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
-    known = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([chip.function.path, *known])
-
-
-# ==== THREADS: telemetry, which the driver can block for seconds, is read off the loop ============
+# ==== THREADS: telemetry is read off the loop =====================================================
 
 SLOW_AFTER = 0.1  # seconds for which reads are waited for
 
@@ -2627,7 +2631,7 @@ class TelemetryReaders:
         return Reading(function, telemetry, monotonic(), job.periodic, sensors, processes)
 
 
-# ==== FILES: written for others, and to survive a restart =========================================
+# ==== FILES: for others, and to survive a restart =================================================
 
 
 class OutputFile:
@@ -2758,7 +2762,7 @@ def make_lock_directory(path: str) -> None:
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
 
 
-# ==== SYSTEMD: readiness, status, watchdog, and log lines with a priority =========================
+# ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
 
 
 class ServiceManager:
@@ -2824,7 +2828,7 @@ def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
 
 
-# ==== KERNEL EVENTS: of devices (netlink), and in the kubelet's directory (inotify) ===============
+# ==== KERNEL EVENTS: of devices, and in the kubelet's directory ===================================
 
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
@@ -2960,7 +2964,7 @@ class PluginDirectory:
         self._wake()
 
 
-# ==== NODE: observes this machine and decides. The daemon and the commands share it ===============
+# ==== NODE: observes this machine, and decides ====================================================
 
 
 class Node:
@@ -3047,7 +3051,7 @@ class Node:
         }
 
 
-# ==== REQUESTS: the kubelet's calls, each of which observes, decides and answers ==================
+# ==== REQUESTS: observe, decide, answer ===========================================================
 
 LINK_TIMEOUT = 1.0  # seconds that udev has for a link
 LINK_INTERVAL = 0.02
@@ -3171,7 +3175,7 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
     return path
 
 
-# ==== SESSION: a resource's device list, socket and registration (device plugin API v1beta1) ======
+# ==== SESSION: device list, socket, registration (v1beta1) ========================================
 
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet notices a stream's end
@@ -3542,7 +3546,7 @@ class Sessions:
         await asyncio.gather(*closing, *self._closing.values())
 
 
-# ==== POD RESOURCES: the kubelet's names for pods, on which nothing depends =======================
+# ==== POD RESOURCES: pods' names, on which nothing depends ========================================
 
 NAMES_TIMEOUT = 1.0  # seconds
 
@@ -3586,7 +3590,7 @@ async def list_pods(path: str) -> PodNames:
     return names
 
 
-# ==== METRICS SERVER: Prometheus' HTTP requests, on a socket that systemd passes in ===============
+# ==== METRICS SERVER: on a socket that systemd passes in ==========================================
 
 
 class MetricsServer:
@@ -3659,7 +3663,7 @@ class MetricsServer:
         await loop.sock_sendall(connection, "\r\n".join([*lines, "", text]).encode())
 
 
-# ==== DAEMON: one loop that observes, decides and applies =========================================
+# ==== DAEMON: observe, decide, apply ==============================================================
 
 TICK = 1.0  # seconds between turns without an event
 START_TICK = 0.02  # likewise, before READY=1
@@ -4019,16 +4023,15 @@ DESCRIPTION = """\
 Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
 
 commands:
-  run     the daemon: serves the kubelet's device plugin API until SIGTERM; SIGHUP reloads the
-          configuration
+  run     the daemon: serves the kubelet's device plugin API; SIGHUP reloads the configuration
   list    one row per chip: health, resource and users; --json for programs
   check   preflight for this node: service, driver, devices, hugepages, kubelet, configuration
 """
 
 EPILOG = """\
-Each option can also be set by the environment variable in brackets, or in the configuration file
-by the flag's name with underscores. Precedence: flag, environment variable, file, default. Only
-the file has [health], [sharing], [[sharing.resources]] and [[mounts]]; see tt-device-plugin(8).
+Options can also be set by the environment variable in brackets, or in the configuration file, with
+underscores. Precedence: flag, environment variable, file, default. Only the file has [health],
+[sharing], [[sharing.resources]] and [[mounts]]; see tt-device-plugin(8).
 
 exit status: 0 success; 1 check failed, or no device with --fail-on-init-error; 2 usage;
 74 directory unusable; 75 already running; 78 invalid configuration
@@ -4079,7 +4082,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "run":
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        log.setLevel("ERROR")  # the answer contains it
+        log.setLevel("ERROR")  # the command prints the rest
     problem = None
     try:
         settings = load()
