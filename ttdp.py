@@ -1786,7 +1786,7 @@ def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Names]:
     for identifier in allocation.ids:
         device = resource.devices.get(identifier)
         named = frozenset([identifier.partition("::")[0]])
-        if device and device.addresses <= allocation.chips:
+        if device and not device.incomplete and device.addresses <= allocation.chips:
             found[identifier] = device.addresses
         elif named <= allocation.chips:
             found[identifier] = named
