@@ -1803,8 +1803,7 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
 
 
 def aliases(device: Device) -> set[str]:
-    ordinals = (chip.function.ordinal for chip in device.chips)
-    numbers = (str(ordinal) for ordinal in ordinals if ordinal is not None)
+    numbers = {str(chip.function.ordinal) for chip in device.chips}
     return {device.identifier, *device.addresses, *numbers}
 
 
@@ -2107,7 +2106,7 @@ def feature_file(
     present = [chip for chip in chips if chip.present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in advertised:
-        if resource.name != f"{settings.resource_domain}/{resource.short_name}":
+        if not resource.name.startswith(f"{settings.resource_domain}/"):
             continue  # of a previous domain
         for key, value in _resource_labels(resource).items():
             labels[f"{resource.short_name}.{key}"] = value
@@ -2126,7 +2125,7 @@ def feature_file(
 def _resource_labels(resource: Resource) -> dict[str, str]:
     unique = {each.addresses: each for each in resource.unique_devices}  # a retained ID adds none
     devices = [each for each in unique.values() if any(chip.present for chip in each.chips)]
-    chips = [chip for chip in chain(*(each.chips for each in devices)) if chip.present]
+    chips = [chip for chip in resource.chips(resource.devices) if chip.present]
     product = _common(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
@@ -2180,13 +2179,12 @@ class Observation(NamedTuple):
 class Decision:
     """The desired state: what is advertised, written and reported."""
 
+    seen: Observation
     chips: Mapping[str, Chip]  # with reasons, also those that only pods know
     resources: Resources  # as advertised, by name
     lists: Mapping[str, DeviceList]
     users: Mapping[str, list[User]]  # by PCI address
-    driver: str | None
     driver_problem: str | None
-    unreadable: str | None
     unselected: Sequence[str]  # see unselected()
     cdi: str | None
     labels: str
@@ -2248,13 +2246,12 @@ def decide(seen: Observation) -> Decision:
         for bdf in allocation.chips if pod else ():
             users[bdf].append(user)
     return Decision(
+        seen,
         chips=chips,
         resources=advertised,
         lists={name: device_list(resource) for name, resource in advertised.items()},
         users=users,
-        driver=seen.driver,
         driver_problem=driver_problem(chips.values(), seen.driver),
-        unreadable=seen.unreadable,
         unselected=[*unselected(listed, settings)],
         cdi=cdi_spec(usable, settings, seen.mounts),
         labels=feature_file(advertised.values(), listed, settings, seen.driver),
@@ -2430,8 +2427,8 @@ PLUGIN_METRICS = {
 def plugin_metrics(decision: Decision, states: States, counts: Counts, started: float) -> str:
     """Return the metrics of node and daemon. started: Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
-    if decision.driver:
-        samples.add("driver_info", 1, version=decision.driver)
+    if version := decision.seen.driver:
+        samples.add("driver_info", 1, version=version)
     drivers = [chip.function.driver for chip in decision.chips.values()]
     for driver, number in Counter(each for each in drivers if each is not None).items():
         samples.add("pci_functions", number, driver=driver)
@@ -2469,8 +2466,7 @@ def status_line(decision: Decision, states: States) -> str:
     texts = {*found.values()}
     if len(texts) > 1:
         texts = {f"{name} {state}" for name, state in found.items() if state != REGISTERED}
-    if decision.unreadable:
-        texts.add(decision.unreadable)
+    texts.add(decision.seen.unreadable or "")
     return "; ".join([*parts, *sorted(filter(None, texts))])
 
 
@@ -2980,7 +2976,7 @@ class Node:
         self.scanned_at = -inf
         self.polled_at = -inf
         self.kubelet: FileIdentity | None = None  # its socket
-        self._decided: tuple[Observation, Decision] | None = None
+        self._decision: Decision | None = None
 
     def look(self, *, periodic: bool, details: bool = False) -> None:
         """Look for chips, and read each. details: sensors and processes, too."""
@@ -3007,7 +3003,7 @@ class Node:
         self.state.save(files=files, chips=chips, allocations=self.allocations.to_state())
 
     def observe_allocations(self, now: float) -> None:
-        ours = self._decided[1].resources if self._decided else ()
+        ours = self._decision.resources if self._decision else ()
         self.kubelet = self.allocations.observe(ours, self.inventory.chip_at, now)
 
     def decide(self, now: float) -> Decision:
@@ -3021,9 +3017,9 @@ class Node:
             self.allocations.unreadable,
             existing_mounts(self.settings),
         )
-        if self._decided is None or observation != self._decided[0]:
-            self._decided = (observation, decide(observation))
-        return self._decided[1]
+        if self._decision is None or observation != self._decision.seen:
+            self._decision = decide(observation)
+        return self._decision
 
     def view(self, decision: Decision, states: States, status: str | None) -> Json:
         """Return what `list` and `check` show. status: None without a daemon."""
@@ -3043,8 +3039,8 @@ class Node:
             **{key: getattr(self.settings, key) for key in NEEDS_RESTART},
             "status": status,
             "rejected": self.rejected,
-            "driver": decision.driver,
-            "unreadable": decision.unreadable,
+            "driver": decision.seen.driver,
+            "unreadable": decision.seen.unreadable,
             "resources": resources,
             "faults": {bdf: each.fault.value for bdf, each in decision.chips.items() if each.fault},
             "chips": chips,
@@ -3954,15 +3950,16 @@ class Daemon:
         condition = self._condition
         settings = self.node.settings
         present = self.node.inventory.present
-        driver = f"driver {decision.driver or 'is not loaded'}"
+        version = decision.seen.driver
+        driver = f"driver {version or 'is not loaded'}"
         if condition.stage == "binding":
             unlisted = [each.function for each in decision.chips.values() if not each.listed]
-            missing = [each.bdf for each in unlisted if decision.driver and can_be_bound(each)]
+            missing = [each.bdf for each in unlisted if version and can_be_bound(each)]
             if missing and now - condition.since < BIND_TIMEOUT:
                 return f"waiting for the driver to create a device file for {missing[0]}"
             if missing:
                 log.warning("%s: no device file; starting without it", missing[0])
-            if settings.fail_on_init_error and (decision.driver is None or not present):
+            if settings.fail_on_init_error and (version is None or not present):
                 self._exit(1, f"{driver}, {pluralize(len(present), 'device')}")
                 return None
             condition.enter("linking", now)
