@@ -19,7 +19,6 @@ import ctypes
 import difflib
 import errno
 import fcntl
-import itertools
 import json
 import logging
 import operator
@@ -49,7 +48,7 @@ from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from itertools import chain
+from itertools import accumulate, chain, combinations, cycle
 from math import inf
 from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
@@ -1942,12 +1941,14 @@ class _Search(NamedTuple):
         """Try every subset of NUMA nodes: only an unused node costs nothing."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
-        for chosen in chain(*(itertools.combinations(touched, n) for n in counts)):
+        for chosen in chain(*(combinations(touched, n) for n in counts)):
             inside = [each for each in candidates if each.numa_nodes.issubset(chosen)]
             whole = sum(node not in self.partly_used for node in chosen)
             group_cost = Cost(numa_nodes=len(chosen), whole_numa_nodes=whole)
             costs = self._joined(map(self._tray, _grouped(inside, "tray")), group_cost)
-            best = [*map(min, best, costs), *best[len(costs) :]] if best else costs
+            if best:
+                costs = [*map(min, best, costs), *best[len(costs) :]]
+            best = costs
         return best
 
     def _tray(self, candidates: list[Candidate]) -> BySize:
@@ -1958,7 +1959,7 @@ class _Search(NamedTuple):
     def _board(self, candidates: list[Candidate]) -> BySize:
         is_whole = candidates[0].board not in self.partly_used
         costs = sorted(each.cost for each in candidates)
-        by_size = [*itertools.accumulate(costs, initial=NO_COST)]
+        by_size = [*accumulate(costs, initial=NO_COST)]
         return self._joined([by_size], Cost(boards=1, whole_boards=is_whole))
 
     def _joined(self, parts: Iterable[BySize], group_cost: Cost = NO_COST) -> BySize:
@@ -2274,8 +2275,11 @@ def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
     for bdf in sorted(chips, key=address):
         chip = chips[bdf]
         siblings = [each for each in boards[chip.board] if each != bdf]
-        users = dict.fromkeys(chain(*(pods[each] for each in (bdf, *siblings))))
-        found[bdf] = chip._replace(reason=explain(chip, siblings, [*users], seen.driver))
+        users = dict.fromkeys(pods[bdf])
+        for each in siblings:
+            users |= dict.fromkeys(pods[each])
+        reason = explain(chip, siblings, [*users], seen.driver)
+        found[bdf] = chip._replace(reason=reason)
     return found
 
 
@@ -2429,12 +2433,13 @@ def plugin_metrics(decision: Decision, states: States, counts: Counts, started: 
     samples = Samples("tt_", PLUGIN_METRICS)
     if version := decision.seen.driver:
         samples.add("driver_info", 1, version=version)
-    drivers = [chip.function.driver for chip in decision.chips.values()]
-    for driver, number in Counter(each for each in drivers if each is not None).items():
-        samples.add("pci_functions", number, driver=driver)
+    drivers = Counter(chip.function.driver for chip in decision.chips.values())
+    for driver, number in drivers.items():
+        if driver is not None:
+            samples.add("pci_functions", number, driver=driver)
     for name, resource in decision.resources.items():
         add = partial(samples.add, resource=name)
-        unhealthy = sum(device.reason is not None for device in resource.devices.values())
+        unhealthy = sum(bool(device.reason) for device in resource.devices.values())
         add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
         add("resource_devices", unhealthy, health="unhealthy")
         state, registrations = states.get(name, ("", 0))
@@ -3187,7 +3192,7 @@ PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
 Context = grpc.aio.ServicerContext[Any, Any]
-_endpoint_numbers = itertools.count(1)
+_endpoint_numbers = cycle(range(1, 100_000))
 
 
 class RegistrationError(Exception):
@@ -3377,7 +3382,7 @@ class KubeletSession:
         self._kubelet = kubelet
         if attempt is None or (attempt.task.done() and (disturbed or monotonic() >= self.retry_at)):
             name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
-            number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+            number = f"{os.getpid()}-{next(_endpoint_numbers)}"
             path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
             attempt = self._attempt = Attempt(self, path)
             attempt.task.add_done_callback(lambda _: self._wake())
@@ -3508,26 +3513,25 @@ class Sessions:
         return min((session.retry_at for session in self.by_name.values()), default=inf)
 
     def reconcile(
-        self,
-        lists: Mapping[str, DeviceList],
-        kubelet: FileIdentity | None,
-        registered: Mapping[str, Names],
-        *,
-        disturbed: bool,
+        self, lists: Mapping[str, DeviceList], node: Node, now: float, *, disturbed: bool
     ) -> None:
         """Bring the sessions in line with these lists and the checkpoint's healthy IDs."""
         for name in self.by_name.keys() - lists.keys():
             log.info("%s: no devices left; endpoint closed", name)
-            self._closing[name] = asyncio.create_task(self.by_name.pop(name).close())
-            self._closing[name].add_done_callback(lambda _: self._wake())
-        self._closing = {name: task for name, task in self._closing.items() if not task.done()}
-        for name in lists.keys() - self._closing.keys():  # not while the former one ends
+            task = asyncio.create_task(self.by_name.pop(name).close())
+            task.add_done_callback(lambda _: self._wake())
+            self._closing[name] = task
+        registered = node.allocations.checkpoint.registered
+        for name, devices in lists.items():
+            closing = self._closing.get(name)
+            if closing and not closing.done():
+                continue
             session = self.by_name.get(name)
             if session is None:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
-            session.reconcile(lists[name], kubelet, disturbed=disturbed)
-            session.compare(registered.get(name, session.stream.healthy), monotonic())
+            session.reconcile(devices, node.kubelet, disturbed=disturbed)
+            session.compare(registered.get(name, session.stream.healthy), now)
 
     def resend_one(self) -> None:
         """Have the kubelet write its checkpoint."""
@@ -3915,8 +3919,7 @@ class Daemon:
                 log.log(level, "%s", line)
         if decision is not before or is_poll:
             self._write_files(decision)
-        registered = node.allocations.checkpoint.registered
-        self.sessions.reconcile(decision.lists, node.kubelet, registered, disturbed=disturbed)
+        self.sessions.reconcile(decision.lists, node, now, disturbed=disturbed)
         if is_poll:
             pods = {each.pod for each in node.allocations.in_force(now)} - {""}
             if decision.withheld or pods - node.allocations.names.keys():
@@ -4035,12 +4038,6 @@ exit status: 0 success; 1 check failed, or no device with --fail-on-init-error; 
 """
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        """Wrap a text; a path is one word."""
-        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
 def argument_parser() -> argparse.ArgumentParser:
     usage = "tt-device-plugin run|list|check [OPTIONS]"
     parser = argparse.ArgumentParser(
@@ -4048,7 +4045,7 @@ def argument_parser() -> argparse.ArgumentParser:
         usage,
         DESCRIPTION,
         EPILOG,
-        formatter_class=_Formatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
