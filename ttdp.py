@@ -11,7 +11,7 @@ One asyncio loop observes, decides and applies (see Daemon). A chapter uses only
 
 from __future__ import annotations
 
-import _thread  # threading's start() waits for the new thread, and exit would join blocked ones
+import _thread  # threading would join blocked threads at exit
 import argparse
 import asyncio
 import base64
@@ -89,14 +89,12 @@ def abbreviate(names: Sequence[str]) -> str:
 # ==== CONFIGURATION: flag, variable, file, default ================================================
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
-EXIT_CONFIG = 78  # EX_CONFIG; systemd does not restart it
+EXIT_CONFIG = 78  # EX_CONFIG
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-
 SOCKET_PATH_MAX = 107  # sun_path without its NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, a session's socket name
 
 MISSES_MAX = 1_000_000
-
 TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
 
@@ -180,7 +178,6 @@ _LIMIT = Rule(
 )
 _PARTITIONING = ("memory_gb", "memory", "mps", "cores", "timeslice")  # other plugins' keys
 
-# A name that the program itself gives to a resource.
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
@@ -230,7 +227,7 @@ class HealthSettings:
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
-    """An entry [[sharing.resources]]: several containers on each of these devices."""
+    """An entry [[sharing.resources]]: several containers per device."""
 
     name: str = _key(MISSING, _RESOURCE_NAME, "unshared name of the resource")
     replicas: int = _key(
@@ -421,7 +418,7 @@ def _read_config_file(path: str, shown: str, named_by: str) -> Json:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known word most like this one, or ""."""
+    """Return a suggestion for an unknown word, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -527,7 +524,7 @@ CARDS = {
     0x45: "p300a",
     0x46: "p300c",
     0x47: "galaxy-blackhole",
-    0x202: "galaxy-blackhole",  # with 7 of 8 memory tiles (tt-smi 6.8)
+    0x202: "galaxy-blackhole",  # with 7 of 8 memory tiles
 }
 
 # MiB of GDDR6 behind one device file, by board.
@@ -551,7 +548,6 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's, not a file's
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
-
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 FileIdentity = tuple[int, int, int]
 Result = TypeVar("Result")
@@ -615,8 +611,8 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     at: float  # seconds of a monotonic clock
-    periodic: bool = True  # by a poll, not because of an event
-    sensors: Mapping[str, float] | None = None  # None: these and processes were not read
+    periodic: bool = True  # by a poll, not an event
+    sensors: Mapping[str, float] | None = None  # None: not read, nor processes
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
 
@@ -626,7 +622,7 @@ def address(bdf: str) -> tuple[int, ...]:
 
 
 def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
-    """Return what a function returns for a path, None if it does not exist."""
+    """Return look(path), None if nothing is there."""
     try:
         return look(path)
     except OSError as error:
@@ -685,7 +681,7 @@ def driver_version(settings: Settings) -> str | None:
 
 
 def can_be_bound(function: PciFunction) -> bool:
-    """Return whether the driver has, or can have, a function on the bus."""
+    """Return whether the driver has, or can have, a function."""
     override = try_read(f"{function.directory}/driver_override")
     driver = function.driver or override or DRIVER
     return function.driver is not None and driver in (DRIVER, "(null)")
@@ -970,7 +966,6 @@ LOAD_DRIVER = "run: modprobe tenstorrent"
 REMEDIES = {
     Fault.NODE: "remove the file that is there, then run: "
     "udevadm trigger --subsystem-match=tenstorrent",
-    # For a Blackhole whose firmware was late at the end of a reset.
     Fault.RESETTING: "if this persists, rebind the driver: "
     f"cd {_BIND} && echo {{bdf}} > unbind && echo {{bdf}} > bind",
     Fault.NO_RESPONSE: _RESET,
@@ -1077,11 +1072,11 @@ class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends."""
 
     function: PciFunction
-    identity: Identity = Identity()  # the last one that its firmware reported
+    identity: Identity = Identity()  # as last reported
     verdict: Verdict = Verdict()
     seen: bool = False  # it had a device file since boot
-    listed: bool = False  # it is a device of a resource; see ChipRecord.start_listing()
-    reason: str | None = None  # why it is unhealthy, with the remedy; see explain()
+    listed: bool = False  # it is a device of a resource
+    reason: str | None = None  # why it is unhealthy; see explain()
 
     @property
     def bdf(self) -> str:
@@ -1125,7 +1120,7 @@ class Chip(NamedTuple):
 
     @property
     def tray(self) -> tuple[object, ...]:
-        """Return its Galaxy tray, by the high nibble of the bus; (): no Galaxy."""
+        """Return its Galaxy tray, by the bus number's high nibble; (): no Galaxy."""
         domain, bus, *_ = address(self.bdf)
         card = self.card_type or ""
         return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
@@ -1158,7 +1153,7 @@ class ChipRecord:
     chip: Chip
     vitals: Vitals
     was_seen: bool = False  # it had telemetry since boot
-    telemetry: Telemetry | None = None  # the last one since the device appeared
+    telemetry: Telemetry | None = None  # since the device appeared
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
 
@@ -1168,7 +1163,7 @@ class ChipRecord:
 
     def vanish(self, driver: str | None) -> None:
         if self.chip.present:
-            # For the time from its return until its telemetry is read.
+            # Until telemetry is read after its return.
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
@@ -1180,7 +1175,7 @@ class ChipRecord:
         verdict, self.vitals = judge(*state, reading, settings, was_seen=self.was_seen)
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # The first one replaces it: another card can be in the slot.
+            # Another card can be in the slot.
             former = identity if self.telemetry else Identity()
             both = zip(telemetry.identity, former, strict=True)
             identity = Identity(*(new or old for new, old in both))
@@ -1222,7 +1217,6 @@ class Inventory:
     """The chips of the node since boot."""
 
     def __init__(self, state: Mapping[str, Sequence[Any]]) -> None:
-        # No record is ever removed.
         self.records = {bdf: ChipRecord.from_state(each) for bdf, each in state.items()}
         self.driver: str | None = None  # see driver_version()
         self._bus: Bus = {}
@@ -1354,7 +1348,7 @@ class Cgroups:
     """The cgroups of pods, named after UIDs (kubernetes' pod_container_manager_linux.go)."""
 
     def __init__(self, sysfs_root: str) -> None:
-        self.roots: list[str] = []  # searched for at the next look if empty
+        self.roots: list[str] = []  # empty: to be searched for
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
         self._paths: dict[str, list[str]] = {}  # by UID with "_" for "-"
@@ -1666,9 +1660,11 @@ class Resource:
         return [self.devices[ids[0]] for ids in self.ids_of_devices]
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
-        devices = [self.devices[each] for each in ids if each in self.devices]
-        chips = chain(*(device.chips for device in devices))
-        return list({chip.bdf: chip for chip in chips}.values())
+        chips: dict[str, Chip] = {}
+        for identifier in ids:
+            if identifier in self.devices:
+                chips |= {chip.bdf: chip for chip in self.devices[identifier].chips}
+        return [*chips.values()]
 
 
 Resources = dict[str, Resource]  # by name
@@ -1739,8 +1735,8 @@ def resources(
 ) -> Resources:
     """Return the resources as they are advertised, by name.
 
-    An ID held by a pod keeps meaning the chips that the pod was given: kubelets 1.35 to 1.37 crash
-    at their start if it is not listed (topology_hints.go).
+    An ID that a pod holds means the chips that it was given: kubelets 1.35 to 1.37 crash at their
+    start if it is not listed (topology_hints.go).
     """
     held = defaultdict[str, dict[str, Device]](dict)  # by resource and ID
     holders = defaultdict[str, list[Allocation]](list)  # by chip
@@ -1833,7 +1829,7 @@ class Cost(NamedTuple):
 
     must_include: int = 0  # minus their number
     busy: int = 0  # IDs on which a pod runs that the kubelet does not know
-    again: int = 0  # number of replicas chosen before, of a device
+    again: int = 0  # replicas of its device chosen before
     users: int = 0  # of its device, before this choice
     boards: int = 0
     trays: int = 0
@@ -1888,7 +1884,7 @@ def preferred_allocation(
         left.sort(key=lambda each: (each not in required, -bits[each]))
         if not left:
             partly_used |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):  # at most `size` of them can be chosen
+        for again, identifier in enumerate(left[:size]):
             cost = Cost(
                 must_include=-(identifier in required),
                 busy=identifier in busy,
@@ -2467,7 +2463,7 @@ def status_line(decision: Decision, states: States) -> str:
         parts.insert(0, decision.driver_problem)
     if not parts:
         return "no Tenstorrent device on this node; waiting for one"
-    found = {name: states[name][0] for name in decision.resources if name in states}
+    found = {name: state for name, (state, _) in states.items()}
     texts = {*found.values()}
     if len(texts) > 1:
         texts = {f"{name} {state}" for name, state in found.items() if state != REGISTERED}
@@ -2508,7 +2504,6 @@ def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: 
 # ==== THREADS: telemetry is read off the loop =====================================================
 
 SLOW_AFTER = 0.1  # seconds for which reads are waited for
-
 Wake = Callable[[], None]  # has the loop make a turn
 
 
@@ -2525,7 +2520,7 @@ class ReadJob(NamedTuple):
     """A chip to be read."""
 
     function: PciFunction
-    periodic: bool  # by a poll, not because of an event
+    periodic: bool  # by a poll, not an event
     details: Settings | None  # to read sensors and processes, too
     files: AttributeFiles
 
@@ -2535,7 +2530,7 @@ ReadResult = tuple[ReadJob | None, float | Reading | OSError | None]
 
 
 class TelemetryReaders:
-    """Reads chips on a thread, one after another; while a read blocks, another thread goes on."""
+    """Reads chips on a thread; while a read blocks, another thread goes on."""
 
     def __init__(self, wake: Wake, read: Callable[..., Telemetry] = read_telemetry) -> None:
         self._wake = wake
@@ -2582,8 +2577,11 @@ class TelemetryReaders:
 
     def slow(self, now: float) -> dict[str, float]:
         """Return the ages of reads that take long, by address."""
-        ages = {bdf: now - began for bdf, began in self.pending.items() if began is not None}
-        return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
+        ages = {}
+        for bdf, began in self.pending.items():
+            if began is not None and now - began >= SLOW_AFTER:
+                ages[bdf] = now - began
+        return ages
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
@@ -2636,7 +2634,7 @@ class TelemetryReaders:
 
 
 class OutputFile:
-    """A file that is replaced when its text changes; if that fails, the stale one is removed."""
+    """A file that is replaced when its text changes, and removed if that fails."""
 
     def __init__(self, path: str, mode: int = 0o644) -> None:
         self.path = path
@@ -2704,7 +2702,7 @@ class StateFile:
             self._load(self._file.path)
 
     def _load(self, path: str) -> None:
-        """Load a file; one that is not exactly as it was written is discarded."""
+        """Load a file, if it is exactly as it was written."""
         try:
             with open(path, encoding="utf-8") as file:
                 checksum, _, text = file.read().partition("\n")
@@ -2732,7 +2730,7 @@ def _checksum(text: str) -> str:
 
 
 class OutputFiles:
-    """The files for others, also those of former configurations until they are removed."""
+    """The files for others, and those that former configurations wanted."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.by_path = {path: OutputFile(path) for path in paths}
@@ -2746,12 +2744,12 @@ class OutputFiles:
                 del self.by_path[path]
 
     def touch(self, path: str, text: str) -> None:
-        """Write a file even if unchanged: its time shows that the daemon is alive."""
+        """Write a file: its time shows that the daemon is alive."""
         self.by_path.setdefault(path, OutputFile(path)).write(text)
 
 
 def make_lock_directory(path: str) -> None:
-    """Create a directory where containers can make locks, and remove only their own."""
+    """Create a directory where containers can remove only their own locks."""
     for directory in (dirname(path), path):
         with suppress(FileExistsError):
             os.mkdir(directory, 0o755)
@@ -2823,7 +2821,7 @@ def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
     form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
     handler.setFormatter(logging.Formatter(form))
     with suppress(OSError):
-        status = os.fstat(2)  # it may have been redirected: systemd.exec(5)
+        status = os.fstat(2)  # else redirected: systemd.exec(5)
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2834,7 +2832,7 @@ def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 SOCKET_PREFIX = "tt-"
-EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR; systemd starts the daemon again
+EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -3003,8 +3001,10 @@ class Node:
                 self.inventory.records[bdf].block()
 
     def save_state(self, files: Sequence[str]) -> None:
-        records = self.inventory.records.items()
-        chips = {bdf: record.to_state() for bdf, record in records if record.chip.seen}
+        chips = {}
+        for bdf, record in self.inventory.records.items():
+            if record.chip.seen:
+                chips[bdf] = record.to_state()
         self.state.save(files=files, chips=chips, allocations=self.allocations.to_state())
 
     def observe_allocations(self, now: float) -> None:
@@ -3061,7 +3061,7 @@ GATE_INTERVAL = 0.1
 
 
 class Allocator:
-    """Answers requests for devices, and delays starts of containers on busy chips."""
+    """Answers requests for devices, and delays containers on busy chips."""
 
     def __init__(self, node: Node) -> None:
         self.counts = Counts()
@@ -3129,7 +3129,7 @@ class Allocator:
         """Wait until no other pod runs on these chips; raises RequestError.
 
         Kubelets pass on the device of a pod deleted by force while it runs. After an error they
-        call again (manager.go, PreStartContainer).
+        call again.
         """
         deadline = monotonic() + GATE_TIMEOUT
         pod = self._other_pod(name, ids)
@@ -3183,7 +3183,7 @@ STREAM_DELAY = 0.05  # seconds until a kubelet notices a stream's end
 CHECKPOINT_TIMEOUT = 1.0  # seconds until a list is in the checkpoint
 MAX_RESENDS = 2
 BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-# Else channels share the back-off from a dead socket. Messages are limited as the kubelet's.
+# Else channels share the back-off from a dead socket.
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 16 << 20),
@@ -3319,7 +3319,7 @@ def grpc_message(error: Exception) -> str:
 
 
 def connection_error(path: str) -> int:
-    """Return the errno of connecting to a unix socket, or 0."""
+    """Return the errno of connecting to a socket, or 0."""
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as probe:
         number = probe.connect_ex(path)
@@ -3335,10 +3335,10 @@ def remove_dead_sockets(directory: str) -> None:
 
 
 class KubeletSession:
-    """Keeps one resource registered, by one attempt after another: bind, register, serve.
+    """Keeps a resource registered, by one attempt after another: bind, register, serve.
 
-    Each has a new socket name, "tt-n300.4711-1.sock": kubelet 1.37 rejects one to which it has a
-    connection (plugin/v1beta1/server.go), and a gRPC server that stops unlinks its path.
+    Each has a new socket name: kubelet 1.37 rejects one to which it has a connection
+    (plugin/v1beta1/server.go), and a gRPC server that stops unlinks its path.
     """
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
@@ -3462,8 +3462,8 @@ class KubeletSession:
     def compare(self, registered: Names, now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
-        Either its write was overtaken, or another plugin has registered our name: allocations go
-        there, though our stream stays open (manager.go, addEndpoint).
+        Either a write was overtaken, or another plugin has registered our name and gets our
+        allocations, though our stream stays open (manager.go, addEndpoint).
         """
         if self.state != REGISTERED or registered == self.stream.healthy:
             self._mismatch = None
@@ -3552,7 +3552,7 @@ NAMES_TIMEOUT = 1.0  # seconds
 
 
 class PodResources:
-    """Asks for pods' names, whereupon kubelets release ended pods' devices (GetDevices)."""
+    """Asks for pods' names; kubelets then release ended pods' devices (GetDevices)."""
 
     def __init__(self, apply: Callable[[PodNames], None]) -> None:
         self.task: Task | None = None
@@ -4121,7 +4121,7 @@ NOT_RUNNING = "is not running"
 
 
 def get_view(settings: Settings) -> tuple[View, str | None]:
-    """Return the daemon's view; else a sample, and why the daemon does not answer."""
+    """Return the daemon's view; else a sample, and what is wrong with the daemon."""
     path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
     problem = NOT_RUNNING
     if settings.runtime_dir:
@@ -4223,7 +4223,9 @@ def _table_lines(view: View, width: int) -> Iterator[str]:
 
 def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
     """Return a chip's row of the table, by column."""
-    cells = {title: "-" if row[key] is None else str(row[key]) for title, key in COLUMNS.items()}
+    cells = {}
+    for title, key in COLUMNS.items():
+        cells[title] = "-" if row[key] is None else str(row[key])
     for title in ("°C", "W"):
         cells[title] = cells[title].partition(".")[0]
     cells["RESOURCE"] = cells["RESOURCE"].rpartition("/")[2]
@@ -4312,7 +4314,7 @@ def _check_chips(view: View, settings: Settings) -> Findings:
 
 
 def _check_hugepages(view: View, settings: Settings) -> Findings:
-    """Check for 4 GiB for each Wormhole chip without an IOMMU that translates."""
+    """Check for 4 GiB per Wormhole chip without a translating IOMMU."""
     required = []
     for row in view["chips"]:
         group = try_read(f"{pci_directory(settings, row['bdf'])}/iommu_group/type") or ""
