@@ -3576,7 +3576,7 @@ class PodResources:
 
 
 async def list_pods(path: str) -> PodNames:
-    """Return the names of pods with devices; raises AioRpcError, DecodeError."""
+    """Return pods' names; raises AioRpcError, DecodeError."""
     async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
         call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
         answer = await call(b"", timeout=NAMES_TIMEOUT)
@@ -4045,7 +4045,7 @@ def argument_parser() -> argparse.ArgumentParser:
         usage,
         DESCRIPTION,
         EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -4053,7 +4053,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--version", action="version", version=f"tt-device-plugin {__version__}")
     add("--json", action="store_true", help="with list: an array of objects")
     add("--config-only", action="store_true", help="with check: only the configuration")
-    file = f"default {DEFAULT_CONFIG_FILE}, which may be absent [TTDP_CONFIG_FILE]"
+    file = f"default {DEFAULT_CONFIG_FILE} [TTDP_CONFIG_FILE]"
     add("--config-file", metavar="FILE", help=file)
     defaults = Settings()
     for option in OPTIONS:
@@ -4061,7 +4061,7 @@ def argument_parser() -> argparse.ArgumentParser:
         default = str(value).lower() if option.is_switch else value
         metavar = "[=BOOL]" if option.is_switch else option.key.rpartition("_")[2].upper()
         text = f"{option.help}; default {default} [{option.variable}]".replace("%", "%%")
-        add(option.flag, metavar=metavar, help=text)
+        add(option.flag, metavar=metavar, help=textwrap.fill(text, 72, break_on_hyphens=False))
     return parser
 
 
