@@ -477,7 +477,7 @@ def _checked_sharing(settings: Settings, source: str) -> Sharing:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
                 raise ConfigError(f"{source}{name}: its domain is not {settings.resource_domain}")
-        rename = entry.rename and entry.rename.rpartition("/")[2]
+        rename = entry.rename.rpartition("/")[2] if entry.rename else None
         entry = replace(entry, name=entry.name.rpartition("/")[2], rename=rename)
         if conflict := _sharing_conflict(sharing, entry, entries):
             raise ConfigError(f"{source}{entry.name}: {conflict}")
@@ -545,7 +545,7 @@ DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
 DEAD_VALUE = 2**32 - 10**6  # the least of all ones' other conversions
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
-OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's, not a file's
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -632,9 +632,11 @@ def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time (inodes are reused)."""
+    """Return device, inode and time: inodes are reused."""
     status = if_exists(os.stat, path)
-    return status and (status.st_dev, status.st_ino, status.st_mtime_ns)
+    if status is None:
+        return None
+    return (status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 def names_in(directory: str) -> list[str]:
@@ -3303,7 +3305,7 @@ class Attempt(rpc.DevicePluginServicer):
 
 
 async def completed(work: Awaitable[object]) -> None:
-    """Wait for something, even if this task is cancelled meanwhile."""
+    """Wait for something, even if cancelled meanwhile."""
     future = asyncio.ensure_future(work)
     try:
         await asyncio.wait({future})
