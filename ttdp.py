@@ -160,8 +160,7 @@ _RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# With a quota's "requests." prefix, a DNS subdomain of at most 253 characters (kubernetes'
-# pkg/apis/core/v1/helper, IsExtendedResourceName).
+# With "requests." before it, a DNS subdomain of 253 characters (IsExtendedResourceName).
 _DOMAIN = _text(
     "a lower-case DNS name outside kubernetes.io, such as tenstorrent.com",
     r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
@@ -427,7 +426,7 @@ def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
     """Return arguments for a dataclass. heading: "[health]"; "": the whole file."""
     name = heading.strip("[]")
     if not isinstance(table, dict):
-        raise _invalid(f"{file}{name}", table, f"a table: [{name}]")
+        raise _invalid(f"{file}{name}", table, f"a table: {heading}")
     source = f"{file}{heading} " if heading else file
     known = {key.name: key for key in fields(kind) if key.metadata}
     values = {}
@@ -1449,7 +1448,10 @@ class AllocationTracker:
         self._seen: Names = frozenset()  # pods with a cgroup since it started
         self._looked_at = -inf
         self._records: dict[Key, AllocationRecord] = {}
-        for resource, ids, chips, pod, container, answered_at in state:
+        for resource, ids, chips, pod, container, answered_at, kubelet in state:
+            if kubelet:  # during whose life its cgroup was seen
+                self._kubelet = (*kubelet,)
+                self._seen |= {pod}
             allocation = Allocation(resource, frozenset(ids), frozenset(chips), pod, container)
             self._records[allocation.key] = AllocationRecord(allocation, answered_at, now)
 
@@ -1562,8 +1564,9 @@ class AllocationTracker:
         state = []
         for record in self._records.values():
             resource, ids, chips, pod, container = record.allocation
+            kubelet = self._kubelet if pod in self._seen else None
             names = (resource, sorted(ids), sorted(chips), pod, container)
-            state.append((*names, record.answered_at))
+            state.append((*names, record.answered_at, kubelet))
         return state
 
 
@@ -4034,9 +4037,6 @@ EPILOG = """\
 Options can also be set by the environment variable in brackets, or in the configuration file, with
 underscores. Precedence: flag, environment variable, file, default. Only the file has [health],
 [sharing], [[sharing.resources]] and [[mounts]]; see tt-device-plugin(8).
-
-exit status: 0 success; 1 check failed, or no device with --fail-on-init-error; 2 usage;
-74 directory unusable; 75 already running; 78 invalid configuration
 """
 
 
@@ -4068,7 +4068,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit status (see EPILOG)."""
+    """Run the program; return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     if "run" in words:  # until the daemon handles it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})

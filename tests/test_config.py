@@ -427,7 +427,7 @@ REMOVED = "is not valid; must be removed: a chip cannot be partitioned, only tim
         ("[health]\ninterval = 0x" + "f" * 5000, "[health] interval: this int is not valid"),
         ("log_level = [0x" + "f" * 5000 + "]", "log_level: this list is not valid; must be debug"),
         ("[mounts]\nhost = '/x'", "mounts: {'host': '/x'} is not valid; must be tables: [[mounts]"),
-        ("mounts = ['/x']", "mounts: '/x' is not valid; must be a table: [mounts]"),
+        ("mounts = ['/x']", "mounts: '/x' is not valid; must be a table: [[mounts]]"),
         (mount("/x", "/a") + mount("/y", "/b/../a"),
          "[[mounts]] container: '/a' is not valid; must be a different path in each table"),
         ("[[sharing.resources]]\nname = 'n300'", f"{ENTRY}replicas is missing"),

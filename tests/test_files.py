@@ -305,7 +305,7 @@ def test_chips_and_allocations_survive_a_restart_of_the_daemon(settings: Setting
     }
     held = allocation("n150", bdf(1), buses=[1])
     pending = held._replace(pod="", container="")
-    rows = [(each.resource, [bdf(1)], [bdf(1)], each.pod, each.container, at)
+    rows = [(each.resource, [bdf(1)], [bdf(1)], each.pod, each.container, at, None)
             for each, at in ((held, None), (pending, 12.5))]  # fmt: skip
     ttdp.StateFile(settings).save(files=["/x"], chips=chips, allocations=rows)
     files, chips, allocations = state_of(settings)
