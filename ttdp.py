@@ -2045,7 +2045,7 @@ def container_edits(
 
 
 def device_list(resource: Resource) -> DeviceList:
-    """Return the kubelet's list, by ID: renumbering leaves it unchanged."""
+    """Return the kubelet's list, which renumbering does not change."""
     message = DeviceList()
     common: dict[int, Json] = {}  # by device, for up to 100 IDs
     for identifier, device in sorted(resource.devices.items()):
@@ -3052,7 +3052,7 @@ class Node:
             "driver": decision.seen.driver,
             "unreadable": decision.seen.unreadable,
             "resources": resources,
-            "faults": {bdf: each.fault.value for bdf, each in decision.chips.items() if each.fault},
+            "faults": {bdf: each.fault.name for bdf, each in decision.chips.items() if each.fault},
             "chips": chips,
         }
 
@@ -3308,7 +3308,7 @@ class Attempt(rpc.DevicePluginServicer):
 
 
 async def completed(work: Awaitable[object]) -> None:
-    """Wait for something, even if cancelled meanwhile."""
+    """Wait for something, even if cancelled."""
     future = asyncio.ensure_future(work)
     try:
         await asyncio.wait({future})
@@ -3510,8 +3510,7 @@ class Sessions:
 
     @property
     def states(self) -> States:
-        sessions = self.by_name.values()
-        return {each.name: (each.state, each.registrations) for each in sessions}
+        return {name: (each.state, each.registrations) for name, each in self.by_name.items()}
 
     @property
     def retry_at(self) -> float:
@@ -3763,7 +3762,8 @@ class Reporter:
             await self._settle()
 
     async def _settle(self) -> None:
-        while not self._node.readers.is_settled(monotonic()):
+        deadline = monotonic() + READ_TIMEOUT
+        while not self._node.readers.is_settled(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
@@ -3775,7 +3775,7 @@ class Condition:
     since: float = 0.0  # when this stage began
     exit_status: int | None = None
     wants_reload: bool = False
-    failure: str = ""  # of the last observation
+    is_failing: bool = False  # the last observation has failed
 
     def enter(self, stage: str, now: float) -> None:
         self.stage = stage
@@ -3854,7 +3854,7 @@ class Daemon:
 
     def _pause(self, now: float) -> float:
         """Return seconds until the next turn, if no event comes."""
-        if self._condition.failure:
+        if self._condition.is_failing:
             return TICK
         node = self.node
         due = [now + TICK, node.polled_at + node.settings.health.interval, self.sessions.retry_at]
@@ -3888,13 +3888,13 @@ class Daemon:
         except DirectoryError as error:
             self._exit(*error.args)
         except OSError as error:
-            if not condition.failure:
+            if not condition.is_failing:
                 log.warning("cannot observe the node, so nothing changes for now: %s", error)
-            condition.failure = str(error)
+            condition.is_failing = True
         else:
-            if condition.failure:
+            if condition.is_failing:
                 log.info("the node can be observed again")
-            condition.failure = ""
+            condition.is_failing = False
             if condition.stage != "starting":
                 self._apply(now, is_poll=is_poll, disturbed=disturbed)
             self._manager.feed_watchdog()
@@ -4234,7 +4234,7 @@ def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
     if row["replicas"]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
     health = "withheld" if row["withheld"] else "healthy"
-    cells["HEALTH"] = faults[row["bdf"]].upper() if row["bdf"] in faults else health
+    cells["HEALTH"] = faults.get(row["bdf"], health)
     cells["USED BY"] = _users(row)
     return cells
 
