@@ -1987,7 +1987,7 @@ def _grouped(candidates: Candidates, key: str) -> list[list[Candidate]]:
 # ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
 
 
-Containers = Sequence[Sequence[str]]  # IDs
+Containers = Sequence[Sequence[str]]  # IDs of each
 Edits = pb.ContainerAllocateResponse
 DeviceList = pb.ListAndWatchResponse
 
@@ -2542,7 +2542,7 @@ class TelemetryReaders:
         self._read = read
         self._jobs = queue.SimpleQueue[ReadJob]()
         self._results = queue.SimpleQueue[ReadResult]()
-        self._files: dict[PciFunction, AttributeFiles] = {}  # not in use
+        self._files: dict[PciFunction, AttributeFiles] = {}  # of idle chips
         self.pending: dict[str, float | None] = {}  # when it began; None: it waits
         self._threads = 0
 
@@ -3244,7 +3244,7 @@ class Attempt(rpc.DevicePluginServicer):
         self.kubelet: FileIdentity | None = None  # the one that was sent Register
         self.appeared = asyncio.Event()  # the kubelet's socket
         self.is_watched = False  # by the kubelet
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self.retry_at = -inf  # when the next one is due, once this has ended
         self._name = session.name
         self._allocator = session.allocator
@@ -4082,7 +4082,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problem = None
     try:
         settings = load()
-    except ConfigError as error:  # looking is possible
+    except ConfigError as error:  # commands go on
         problem = str(error)
         settings = Settings()
         with suppress(ConfigError):
