@@ -61,13 +61,18 @@ async def test_a_kubelet_that_replaces_its_socket_ends_the_back_off(
 
 
 async def test_an_unreadable_checkpoint_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
-) -> None:
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """What it contained before is compared with no list."""
     daemon = await start()
     await kubelet.registered(NAME)
     await until(lambda: daemon.daemon.node.allocations.checkpoint.registered)
-    kubelet.file.write = lambda *_: None
+
+    async def write_nothing(_: object) -> None:
+        pass
+
+    monkeypatch.setattr(kubelet.file, "write", write_nothing)
     (directory / ttdp.CHECKPOINT).write_text("{")
     node.chip(0).die()
     await until(lambda: not kubelet.healthy(NAME))
