@@ -489,9 +489,7 @@ def test_the_socket_for_metrics(host: Host) -> None:
     socket = f"{UNIT}-metrics.socket"
 
     def answers() -> bool:
-        output = host("/usr/bin/python3", "-c", GET)
-        assert "tt_plugin_info{" in output or "Connection refused" in output, output
-        return "tt_plugin_info{" in output
+        return "tt_plugin_info{" in host("/usr/bin/python3", "-c", GET)
 
     def states() -> list[str]:
         return [host.property("ActiveState"), host.property("ActiveState", socket)]
