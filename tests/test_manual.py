@@ -21,8 +21,8 @@ def section(name: str) -> str:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> SimulatedNode:
-    node = SimulatedNode(tmp_path / "node")
+def node(short_tmp: Path) -> SimulatedNode:
+    node = SimulatedNode(short_tmp / "node")
     for card in ("n300", "p300c"):
         node.add(card, numa_node=0)
     return node
@@ -48,22 +48,22 @@ def test_every_exit_status() -> None:
     assert {*map(int, named)} == statuses | {0, 1, 2}
 
 
-def test_every_json_key(node: SimulatedNode, tmp_path: Path) -> None:
-    command, environ = Installation(tmp_path).command(
-        "list", "--json", *node.flags, *outlet_flags(tmp_path), f"--device-plugin-dir={tmp_path}"
+def test_every_json_key(node: SimulatedNode, short_tmp: Path) -> None:
+    command, environ = Installation(short_tmp).command(
+        "list", "--json", *node.flags, *outlet_flags(short_tmp), f"--device-plugin-dir={short_tmp}"
     )
     row = json.loads(subprocess.check_output(command, env=environ, text=True))[0]
     assert re.findall(r"(?m)^\.It Li (\w+)$", section("JSON")) == [*row]
 
 
-async def test_every_label(node: SimulatedNode, tmp_path: Path) -> None:
-    directory = tmp_path / "device-plugins"
+async def test_every_label(node: SimulatedNode, short_tmp: Path) -> None:
+    directory = short_tmp / "device-plugins"
     directory.mkdir()
-    (tmp_path / "features.d").mkdir()
+    (short_tmp / "features.d").mkdir()
     with Ticker(node):
-        async with Installation(tmp_path).daemon(node, directory) as daemon:
+        async with Installation(short_tmp).daemon(node, directory) as daemon:
             await daemon.ready()
-            features = (tmp_path / "features.d/tt-device-plugin").read_text()
+            features = (short_tmp / "features.d/tt-device-plugin").read_text()
     written = re.findall(r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)=", features)
     named = re.findall(r"(?m)^\.It Li tenstorrent\.com/(?:NAME)?(\S+)$", section("LABELS"))
     assert {*named} == {*written}
