@@ -42,17 +42,13 @@ HOLDERS = (  # two containers of a pod; two pods that share; a pod without a nam
     (N150, "default/train/init"), (N150, "default/train/main"), (P300, "default/infer-0/main"),
     (P300, "default/infer-1/main"), (SIBLING, "/8d3cf3e2/main"),
 )  # fmt: skip
-USERS = {
-    N150: "in use by default/train",
-    P300: "in use by default/infer-0, default/infer-1",
-    SIBLING: "in use by pod 8d3cf3e2",
-}
+USERS = {N150: "in use by default/train", P300: "in use by default/infer-0, default/infer-1"}
+USERS[SIBLING] = "in use by pod 8d3cf3e2"
 MTIME = "node_textfile_mtime_seconds file=/host/root/var/lib/node/tt-device-plugin.prom"
 KUBELET, DRIVER = "up job=kubelet instance=node-1:10250", "tt_driver_info version=2.9.0"
 UNBOUND = "tt_pci_functions driver="
 BOUND = f"{UNBOUND}tenstorrent"
-RESOURCES = ("tenstorrent.com/n150", "tenstorrent.com/p300")
-REGISTERED = [f"tt_kubelet_registered resource={name}" for name in RESOURCES]
+REGISTERED = [f"tt_kubelet_registered resource={name}" for name in ("n150", "p300", "p300-board")]
 ERRORS = f"tt_device_pcie_errors_total device={P300} severity="
 
 
@@ -61,7 +57,7 @@ def healthy(output: str, suffix: str = "") -> World:
     world: World = {"up": 1, KUBELET: 1, DRIVER: 1, BOUND: 5, **dict.fromkeys(REGISTERED, 1)}
     world["tt_plugin_info version=0.3.0"] = 1
     for chip, identity in CHIPS.items():
-        arch = "wormhole" if chip == N150 else "blackhole"
+        arch = "wormhole" if chip == N150 and not suffix else "blackhole"
         world[f"tt_device_info device={chip} arch={arch} firmware=19.4.0.0 {identity}"] = 1
         world |= working(chip, 1e9, 100)
         world |= {f"tt_device_pcie_link_width{end} device={chip}": 16 for end in ("", "_max")}
@@ -75,7 +71,7 @@ def healthy(output: str, suffix: str = "") -> World:
         world[f"tt_device_allocated device={chip} {names}"] = 1
     if output == "file":
         world |= {MTIME: lambda minute: 60.0 * minute}
-        world["node_textfile_mtime_seconds file=/var/lib/other.prom"] = 0
+        world["node_textfile_mtime_seconds file=/var/lib/other.prom"] = 1e6
     return world
 
 
@@ -155,6 +151,9 @@ def cases(output: str) -> dict[str, Case]:
         f"{USERS[P300]}, default/train, pod 8d3cf3e2",
     )  # fmt: skip
     unloading = Case(unloaded | gone, *missing)
+    unregistered = (
+        "TenstorrentResourceNotRegistered", 5, "Run: systemctl status kubelet tt-device-plugin"
+    )  # fmt: skip
     unused = ("DeviceUnused", 60, "Ask the owner to delete the pod")
     alone = fault("no_response", action=f"Reset it: tt-smi -r {P300} ({USERS[P300]})")
     stopped = Case(
@@ -196,10 +195,10 @@ def cases(output: str) -> dict[str, Case]:
             for each in ("nonfatal", "fatal", "nonfatal+fatal")
         },
         "not registered": Case(
-            dict.fromkeys(REGISTERED, 0), "TenstorrentResourceNotRegistered", 5,
-            "Run: systemctl status kubelet tt-device-plugin", f"{{where}}: {', '.join(RESOURCES)}",
+            dict.fromkeys(REGISTERED[:2], 0), *unregistered, "{where}: n150, p300",
+            other=Case({REGISTERED[2]: 0}, *unregistered, "{where}: p300-board"),
         ),
-        "daemon stopped": stopped,
+        "daemon stopped": stopped._replace(lasts=365),
         "daemon stopped and a chip": stopped._replace(other=fault("hot", NEW)),
         "driver unloaded and a chip": unloading._replace(other=fault("gone", NEW)),
         "two chips": fault("gone", SIBLING)._replace(other=alone, is_beside=True),
@@ -211,7 +210,7 @@ def cases(output: str) -> dict[str, Case]:
         ),
         "unused Blackhole": of(P300, working(P300, 800e6, 20), *unused),
         "no pod": Case(working(LAST, 800e6, 20)),
-        "clock is up": Case(working(P300, 1e9, 20)),
+        "clock is up": Case(working(N150, 800e6, 20)),
         "power is drawn": Case(working(P300, 800e6, 60)),
         "now and then": Case(working(P300, lambda at: 1e9 if at % 30 == 0 else 800e6, 20)),
     }  # fmt: skip
@@ -291,17 +290,15 @@ def check(path: Path, history: object, expected: dict[int, list[Any]], others: l
         firing = [{"alertstate": "firing", **alert["exp_labels"]} for alert in alerts]
         samples = [{"labels": labelled("ALERTS", each), "value": 1} for each in firing]
         states.append(at | {"expr": 'ALERTS{alertstate="firing"}', "exp_samples": samples})
-        for alert in alerts:
-            name = alert["exp_labels"]["alertname"]
-            rules.append(at | {"alertname": name, "exp_alerts": [alert]})
+        for name in {each["alertname"] for each in firing}:
+            named = [alert for alert in alerts if alert["exp_labels"]["alertname"] == name]
+            rules.append(at | {"alertname": name, "exp_alerts": named})
     test = {"interval": "1m", "promql_expr_test": states, "alert_rule_test": rules}
     file = {"rule_files": [str(RULES)], "evaluation_interval": "1m"}
     path.write_text(json.dumps({**file, "tests": [{**test, "input_series": history}]}))
     done = promtool("test", "rules", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
 
-
-# -- Tests -----------------------------------------------------------------------------------------
 
 PLACES = ([*itertools.product(each, ("node-1", "node-2"))] for each in ([""], ["east", "west"]))
 WAYS = itertools.product(PLACES, ("file", "port"), (True, False))
@@ -340,6 +337,8 @@ def test_the_rules_fit_the_program() -> None:
     """promtool accepts the file; each alert has a case, each kind an alert with its remedy."""
     assert promtool("check", "rules", str(RULES)).returncode == 0
     assert {case.alert for case in cases("file").values()} == {"", *ALERTS}
+    severities = {rule["labels"]["severity"] for rule in ALERTS.values()}
+    assert severities == {"critical", "warning", "info"}
     kinds = {each.value for each in ttdp.Fault}
     assert kinds == KINDS.keys() - {"new"}
     others = ALERTS["TenstorrentDeviceUnhealthy"]["expr"].split('"')[1]
