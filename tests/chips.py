@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import ttdp
 from ttdp import Allocation, Chip, Fault, Identity, PciFunction, Settings, Verdict
@@ -20,25 +20,20 @@ def bdf(bus: int) -> str:
 
 def chip(
     bus: int,
-    card: str | None = "n150",
-    /,
+    pci_card: str | None = "n150",
     *,
     ordinal: int = 0,
-    arch: Literal["wormhole", "blackhole"] | None = None,
     numa_node: int | None = None,
     present: bool = True,
     fault: Fault | None = None,
     **identity: str | None,
 ) -> Chip:
-    """A listed chip.
-
-    card: by its PCI subsystem; present: it has a device file; identity: as its firmware reports it.
-    """
-    wormhole = card is None or card[0] == "n" or card.endswith("wormhole")
+    """A listed chip. present: it has a device file; identity: as its firmware reports it."""
+    known = pci_card or "n"
     function = PciFunction(
         bdf(bus),
-        arch or ("wormhole" if wormhole else "blackhole"),
-        SUBSYSTEMS.get(card or "", 0),
+        "wormhole" if known[0] == "n" or known.endswith("wormhole") else "blackhole",
+        SUBSYSTEMS.get(known, 0),
         numa_node,
         f"/sys/devices/{bus}",
         "tenstorrent",
@@ -77,7 +72,7 @@ def decide(
 
 
 def count_calls(work: Callable[[], object]) -> int:
-    """Return how many functions are called: a measure of cost that depends on no machine."""
+    """Return how many functions are called: a cost that depends on no machine."""
     count = 0
 
     def profile(frame: object, event: str, argument: object) -> None:

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import bdf, chip, count_calls
+from tests.chips import bdf, chip
 from ttdp import Device, Resource
 
 
@@ -55,8 +55,6 @@ GALAXY = [on_tray(bus, "", bus >> 7) for bus in BUSES]
 # The same with two boards in each tray, and with every tray on both NUMA nodes.
 HALVED = [on_tray(bus, f"half {(bus & 15) > 4}", bus >> 7) for bus in BUSES]
 SPANNING = [on_tray(bus, "", bus % 2) for bus in BUSES]
-SINGLES = [single(bus, bus % 2) for bus in range(1, 33)]
-PAIRS = [on_board(bus, f"pair{bus // 2}", bus // 16) for bus in range(32)]
 
 
 def resource(layout: Layout, replicas: int = 0) -> Resource:
@@ -119,18 +117,6 @@ def preferred(
     return ttdp.preferred_allocation(resource(layout), ids, ids_of(must), size, ids_of(busy))
 
 
-# -- by example ------------------------------------------------------------------------------------
-
-
-def test_single_cards_are_of_one_numa_node_and_unknown_ones_are_one_node() -> None:
-    """A node that is partly used is preferred."""
-    nodes = {1: 0, 2: 1, 3: 0, 4: 1, 5: None, 6: None, 7: None}
-    layout = [single(bus, node) for bus, node in nodes.items()]
-    assert preferred(layout, layout, [], 2) == [bdf(1), bdf(3)]
-    assert preferred(layout, layout, [], 3) == [bdf(5), bdf(6), bdf(7)]
-    assert preferred(layout, layout[1:], [], 1) == [bdf(3)]
-
-
 WHOLE = [single(bus, 0) for bus in range(1, 6)]
 REMAINS = [on_board(bus, f"pair{bus // 2}", bus // 18 + 1) for bus in range(10, 20)]
 SCATTERED = [on_tray(bus, f"s{bus}") for bus in range(0x01, 0x05)]
@@ -179,13 +165,6 @@ def test_a_busy_device_is_the_last_choice_unless_it_must_be_included() -> None:
     assert preferred(layout, layout, [], 4, layout[:2]) == ids_of(layout)
 
 
-def test_size_zero_is_an_empty_answer() -> None:
-    """With devices and without."""
-    assert preferred(GALAXY, GALAXY, [], 0) == preferred([], [], [], 0) == []
-
-
-# -- against brute force ---------------------------------------------------------------------------
-
 numa_nodes = st.sampled_from([None, 0, 1])
 several_nodes = st.sampled_from([(None,), (0,), (1,), (0, 1), (1, 2), (0, 3)])
 
@@ -214,17 +193,10 @@ trays = st.builds(
     st.sampled_from(["u", "v"]),
     several_nodes,
 )
-pairs = st.lists(numa_nodes, max_size=5).map(
-    lambda nodes: [
-        on_board(2 * number + half, f"pair{number}", node)
-        for number, node in enumerate(nodes)
-        for half in (0, 1)
-    ]
-)
 
 
 @hypothesis_settings(deadline=None, max_examples=200)
-@given(questions(some(singles, boards, trays) | pairs), st.randoms())
+@given(questions(some(singles, boards, trays)), st.randoms())
 def test_the_answer_is_the_optimum_whatever_the_layout(
     question: Question, order: random.Random
 ) -> None:
@@ -240,37 +212,20 @@ def test_the_answer_is_the_optimum_whatever_the_layout(
 
 
 @st.composite
-def galaxies(draw: st.DrawFn, least: int, most: int, *layouts: Layout) -> Question:
-    """A question about 32 chips of which so many are available."""
-    layout = draw(st.sampled_from(layouts))
-    free = draw(st.sets(st.sampled_from(range(32)), min_size=least, max_size=most))
+def galaxies(draw: st.DrawFn) -> Question:
+    """A question about 32 chips of which up to ten are available."""
+    layout = draw(st.sampled_from([GALAXY, HALVED, SPANNING]))
+    free = draw(st.sets(st.sampled_from(range(32)), max_size=10))
     available = [place for index, place in enumerate(layout) if index in free]
     must = [place for place in available if not draw(st.integers(0, 9))]
     return layout, available, must, draw(st.integers(len(must), len(available))), []
 
 
 @hypothesis_settings(deadline=None, max_examples=40)
-@given(galaxies(0, 10, GALAXY, HALVED, SPANNING))
+@given(galaxies())
 def test_the_answer_is_the_optimum_on_a_galaxy_that_is_nearly_full(question: Question) -> None:
-    """Up to ten chips of 32 are available: every set can be tried."""
+    """Every set can be tried."""
     assert preferred(*question) == by_brute_force(*question)
-
-
-@hypothesis_settings(deadline=None, max_examples=12)
-@given(galaxies(16, 32, GALAXY))
-def test_the_answer_is_the_optimum_on_a_galaxy_with_holes(question: Question) -> None:
-    """At any size: chips of a tray differ by address only, so counts per tray can be tried."""
-    layout, available, must, size, _ = question
-    options = []
-    for tray in ("tray 0", "tray 4", "tray 8", "tray c"):
-        places = [place for place in available if place.tray == tray]
-        order = sorted(places, key=lambda place: (place not in must, place.bus))
-        least = sum(place in must for place in places)
-        options.append([order[:count] for count in range(least, len(order) + 1)])
-    parts = (each for each in itertools.product(*options) if sum(map(len, each)) == size)
-    sets = ([*itertools.chain(*each)] for each in parts)
-    best = min(sets, key=lambda chosen: cost(layout, available, chosen))
-    assert preferred(*question) == ids_of(best)
 
 
 @st.composite
@@ -310,58 +265,17 @@ def test_replicas_are_of_distinct_devices_then_the_least_used_then_neighbours(
     assert replica_cost(found) == min(map(replica_cost, sets))
 
 
-# -- odd questions, and the cost -------------------------------------------------------------------
-
-
-def test_a_device_that_is_missing_can_be_chosen() -> None:
-    """A kubelet can ask before it knows that a pod's ID is Unhealthy."""
-    missing = Device(bdf(1), (ttdp.Chip(ttdp.PciFunction(bdf(1))),), is_retained=True)
-    found = Resource("tenstorrent.com/n150", {bdf(1): missing})
-    assert ttdp.preferred_allocation(found, [bdf(1)], [], 1) == [bdf(1)]
-
-
-ONE, TWO, NINE = bdf(1), bdf(2), bdf(9)
-
-
-@pytest.mark.parametrize(
-    ("available", "must", "size", "reason"),
-    [
-        ([ONE], [], 2, "cannot choose 2 of 1 available devices, 0 of them must-include"),
-        ([ONE, ONE], [], 2, "cannot choose 2 of 1"),
-        ([ONE], [], 2**31 - 1, f"cannot choose {2**31 - 1} of 1"),
-        ([ONE], [], -1, "allocation size -1 is negative"),
-        ([ONE], [TWO], 1, f"must-include device '{TWO}' is not available"),
-        ([ONE, TWO], [ONE, TWO], 1, "cannot choose 1 of 2 available devices, 2 of them must-incl"),
-        ([ONE, NINE], [], 1, f"tenstorrent.com/test has no device '{NINE}'"),
-        ([ONE], [NINE], 1, f"tenstorrent.com/test has no device '{NINE}'"),
-        (["x" * 5000 + str(n) for n in range(5000)], [], 1, "and 4997 more"),
-    ],
-    ids=range(9),
-)
-def test_an_impossible_question_is_rejected(
-    available: list[str], must: list[str], size: int, reason: str
-) -> None:
+def test_an_impossible_question_is_rejected() -> None:
     """With a reason that stays short, whatever the IDs are."""
-    with pytest.raises(ttdp.RequestError) as rejected:
-        ttdp.preferred_allocation(resource([single(1), single(2)]), available, must, size)
-    code, text = rejected.value.args
-    assert code.name == "INVALID_ARGUMENT" and reason in text and len(text) < 500
-
-
-@pytest.mark.parametrize("layout", [GALAXY, HALVED, SPANNING, SINGLES, PAIRS], ids=range(5))
-def test_the_cost_of_an_answer_is_bounded(layout: Layout) -> None:
-    """For 32 devices, all of them free or every third one taken, at every size."""
-    found = resource(layout)
-    costs = [
-        count_calls(lambda: ttdp.preferred_allocation(found, available, [], size))  # noqa: B023
-        for available in (ids_of(layout), ids_of([*layout[::3], *layout[1::3]]))
-        for size in (1, 2, 4, 8, 15, 16, 21)
-    ]
-    assert max(costs) < 12_000  # the most is 7,400
-
-
-def test_a_hundred_replicas_of_each_device_cost_little_more() -> None:
-    """One of 3,200: only the replicas that can be chosen are looked at."""
-    found = resource(GALAXY, 100)
-    ids = [*found.devices]
-    assert count_calls(lambda: ttdp.preferred_allocation(found, ids, [], 1)) < 40_000
+    one, two, nine = map(bdf, (1, 2, 9))
+    for available, must, size, reason in (
+        ([one, one], [], 2, "cannot choose 2 of 1 available devices, 0 of them must-include"),
+        ([one], [], -1, "allocation size -1 is negative"),
+        ([one], [two], 1, f"must-include device '{two}' is not available"),
+        ([one, two], [one, two], 1, "cannot choose 1 of 2 available devices, 2 of them must-inc"),
+        ([one, nine], [], 1, f"tenstorrent.com/test has no device '{nine}'"),
+        ([f"{n}" * 999 for n in range(5000)], [], 1, "and 4997 more"),
+    ):
+        with pytest.raises(ttdp.RequestError, match=reason) as rejected:
+            ttdp.preferred_allocation(resource([single(1), single(2)]), available, must, size)
+        assert rejected.value.args[0].name == "INVALID_ARGUMENT" and len(str(rejected)) < 600

@@ -1,0 +1,219 @@
+"""Texts for others: container edits, mounts, the CDI file, labels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import ttdp
+from tests.chips import allocation, bdf, chip, decide
+from ttdp import Allocation, Chip, Edits, Fault, Mount, Settings, SharedResource, Sharing
+
+# Ordinals run against the addresses, as a reload of the driver can leave them.
+THREE = [chip(0xC1, ordinal=0), chip(0x0A, ordinal=1), chip(0x03, ordinal=7)]
+ADDRESSES = "0000:03:00.0,0000:0a:00.0,0000:c1:00.0"
+MOUNTS = (Mount("/srv/m", "/m", True), Mount("/run/locks/n150", "/dev/shm"))
+
+
+def edits(chips: list[Chip], links: Mapping[str, str] | None = None, **settings: Any) -> Edits:
+    return ttdp.container_edits(chips, links or {}, Settings(**settings), MOUNTS)
+
+
+@pytest.mark.parametrize(
+    ("style", "of_three", "of_one"),
+    [("bdf", ADDRESSES, "0000:c1:00.0"), ("index", "0,1,2", "0"), ("none", None, None)],
+)
+def test_visible_devices_has_three_settings(
+    style: str, of_three: str | None, of_one: str | None
+) -> None:
+    """Addresses, positions inside the container (never the host's numbers), or not set."""
+    for chips, value in ((THREE, of_three), (THREE[:1], of_one)):
+        variables = edits(chips, visible_devices=style).envs
+        assert variables.get("TT_VISIBLE_DEVICES") == value
+        addresses = ",".join(sorted(each.bdf for each in chips))
+        assert variables["TT_DEVICE_PLUGIN_DEVICES"] == addresses, "always set"
+
+
+def test_an_answer_has_device_files_mounts_and_two_variables_and_nothing_else() -> None:
+    """Read and write but no mknod; on the host by udev's link if there is one; in any order."""
+    links = {"0000:03:00.0": "/dev/tenstorrent/by-pci/0000:03:00.0"}
+    answer = edits(THREE, links)
+    assert [(each.host_path, each.container_path, each.permissions) for each in answer.devices] == [
+        ("/dev/tenstorrent/by-pci/0000:03:00.0", "/dev/tenstorrent/7", "rw"),
+        ("/dev/tenstorrent/1", "/dev/tenstorrent/1", "rw"),
+        ("/dev/tenstorrent/0", "/dev/tenstorrent/0", "rw"),
+    ]
+    mounts = [(each.host_path, each.container_path, each.read_only) for each in answer.mounts]
+    assert mounts == [("/srv/m", "/m", True), ("/run/locks/n150", "/dev/shm", False)]
+    assert answer.envs.keys() == {"TT_DEVICE_PLUGIN_DEVICES", "TT_VISIBLE_DEVICES"}
+    assert not answer.annotations and not answer.cdi_devices
+    assert all(edits([*order], links) == answer for order in itertools.permutations(THREE))
+
+
+def test_the_strategy_cdi_names_cdi_devices_instead_of_device_files() -> None:
+    """With the same variables; the caller leaves configured mounts to the CDI file."""
+    answer = edits(THREE, device_list_strategy="cdi", resource_domain="a.b")
+    names = [f"a.b/device={address}" for address in ADDRESSES.split(",")]
+    assert [device.name for device in answer.cdi_devices] == names
+    assert answer.envs == edits(THREE).envs and not answer.devices
+
+
+@pytest.mark.parametrize("target", ["../7", "{file}", "../8", "/dev/null", None])
+def test_a_link_is_used_if_it_points_to_the_chips_device_file_now(
+    tmp_path: Path, target: str | None
+) -> None:
+    """A runtime resolves it at each start of the container."""
+    link = tmp_path / "tenstorrent/by-pci" / bdf(3)
+    link.parent.mkdir(parents=True)
+    function = chip(3, ordinal=7).function._replace(path=f"{tmp_path}/tenstorrent/7")
+    if target:
+        link.symlink_to(target.format(file=function.path))
+    found = ttdp.link_path(Settings(dev_root=str(tmp_path)), function)
+    assert found == (str(link) if target in ("../7", "{file}") else None)
+
+
+def test_the_default_mounts_are_hugepages_below_dev_root_that_exist(tmp_path: Path) -> None:
+    """Any configured mount replaces them, and need not exist."""
+    one = Mount("/does/not/exist", "/x")
+    for names in ([], ["hugepages"], ["hugepages-1G", "hugepages"]):
+        for name in names:
+            (tmp_path / name).mkdir(exist_ok=True)
+        found = ttdp.existing_mounts(Settings(dev_root=str(tmp_path)))
+        assert found == tuple(Mount(f"{tmp_path}/{name}", f"/dev/{name}") for name in names)
+        assert ttdp.existing_mounts(Settings(dev_root=str(tmp_path), mounts=(one,))) == (one,)
+
+
+def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
+    """The device file under the host's number, `rw`; for every device the mounts."""
+    one, two = chip(1, ordinal=3).function, chip(2, "p150a", ordinal=0).function
+    first, second = (
+        {"path": path, "hostPath": path, "permissions": "rw"} for path in (one.path, two.path)
+    )
+    wanted: dict[str, Any] = {
+        "cdiVersion": "0.5.0",
+        "kind": "example.org/device",
+        "devices": [
+            {"name": one.bdf, "containerEdits": {"deviceNodes": [first]}},
+            {"name": two.bdf, "containerEdits": {"deviceNodes": [second]}},
+            {"name": "all", "containerEdits": {"deviceNodes": [first, second]}},
+        ],
+    }
+    settings = Settings(resource_domain="example.org")
+    assert json.loads(ttdp.cdi_spec([one, two], settings, ()) or "") == wanted
+    binds = [
+        {"hostPath": each.host, "containerPath": each.container, "options": ["rbind", option]}
+        for each, option in zip(MOUNTS, ("ro", "rw"), strict=True)
+    ]
+    wanted["containerEdits"] = {"mounts": binds}
+    assert json.loads(ttdp.cdi_spec([one, two], settings, MOUNTS) or "") == wanted
+    assert ttdp.cdi_spec([], settings, MOUNTS) is None, "CDI has no file without devices"
+    chips = [chip(1, fault=Fault.HOT), chip(2, present=False)]
+    assert ttdp.cdi_nodes(decide(chips).cdi or "").keys() == {bdf(1)}, "healthy or not"
+
+
+N150 = chip(1, numa_node=0, firmware="19.4.0.0")
+P150 = chip(2, "p150a")
+PAIR = [chip(bus, "p300c", numa_node=1, serial="1" * 16, firmware="19.5.2.0") for bus in (5, 6)]
+HALF = chip(7, "p300c", numa_node=0, serial="2" * 16, firmware="19.5.2.0")
+
+
+def labels(
+    *chips: Chip, allocations: tuple[Allocation, ...] = (), driver: Any = "2.10.1", **settings: Any
+) -> dict[str, str]:
+    """The labels of a node with these chips, without the domain."""
+    text = decide(chips, Settings(**settings), allocations, driver=driver).labels
+    prefix = f"{settings.get('resource_domain', 'tenstorrent.com')}/"
+    return dict(line.removeprefix(prefix).split("=", 1) for line in text.splitlines())
+
+
+def values(name: str, keys: str, *chips: Chip, **more: Any) -> list[str | None]:
+    """The values of these labels of a resource."""
+    found = labels(*chips, **more)
+    return [found.get(f"{name}.{key}") for key in keys.split()]
+
+
+def test_a_node_has_labels_for_architectures_resources_and_versions() -> None:
+    """A label without a known value is left out."""
+    wanted = f"""
+        arch.blackhole=true arch.wormhole=true plugin.version={ttdp.__version__}
+        driver.version=2.10.1 driver.major=2 driver.minor=10 firmware.version=19.4.0.0
+        n150.count=1 n150.product=n150 n150.replicas=1 n150.sharing=false n150.memory=12288
+        n150.boards=1 n150.numa-nodes=1
+        n150.firmware.version=19.4.0.0 n150.firmware.major=19 n150.firmware.minor=4
+        p150.count=1 p150.product=p150 p150.replicas=1 p150.sharing=false p150.memory=32768
+        p150.boards=1
+    """
+    assert labels(N150, P150) == dict(each.split("=") for each in wanted.split())
+    assert {"driver.version", "driver.major"}.isdisjoint(labels(N150, driver=None))
+
+
+def test_a_board_counts_when_all_its_chips_are_present() -> None:
+    """Three chips of p300 boards are one whole board, on two NUMA nodes."""
+    keys = "count boards memory numa-nodes firmware.minor"
+    assert values("p300", keys, *PAIR, HALF) == ["3", "1", "32768", "2", "5"]
+    assert values("p300-board", keys, *PAIR, unit="board") == ["1", "1", "65536", "1", "5"]
+    tray = [chip(0xC0 + n, "galaxy-wormhole", serial="3" * 16) for n in range(1, 9)]
+    assert values("galaxy-wormhole", "boards", *tray) == ["1"]
+    assert values("galaxy-wormhole", "boards", *tray[1:]) == ["0"]
+
+
+def test_a_galaxy_with_seven_of_eight_memory_tiles_has_less_memory() -> None:
+    """PCI subsystem 0x202, in trays like the others; a memory that differs has no label."""
+    tray = [chip(0xC0 + n, "galaxy-blackhole", serial="4" * 16) for n in range(1, 9)]
+    less = [each._replace(function=each.function._replace(subsystem=0x202)) for each in tray]
+    for chips, memory in ((tray, "32768"), (less, "28672"), ([tray[0], *less[1:]], None)):
+        assert values("galaxy-blackhole", "memory boards", *chips) == [memory, "1"]
+    assert values("galaxy-blackhole-board", "memory", *less, unit="board") == [str(8 * 28672)]
+
+
+def test_devices_count_whether_they_are_healthy_or_not_if_they_exist() -> None:
+    """An ID that a pod holds adds none: of the same chip, of a missing one, of another domain."""
+    found = labels(chip(2, "p150a", fault=Fault.HOT), chip(1, present=False))
+    assert [*map(found.get, ("p150.count", "n150.count", "arch.wormhole"))] == ["1", "0", None]
+    old = allocation("n150", "0", f"{bdf(1)}::1", buses=[1])
+    foreign = allocation("example.org/n150", bdf(1), buses=[1])
+    missing = allocation("n300", bdf(9), buses=[9])
+    found = labels(N150, allocations=(old, foreign, missing))
+    assert found["n150.count"] == "1" and found["n300.count"] == "0"
+    found = labels(P150, allocations=(foreign,), resource_domain="a.b")
+    assert {key.partition(".")[0] for key in found} == {"arch", "driver", "plugin", "p150"}
+
+
+def test_values_that_differ_are_mixed() -> None:
+    """They have no major and minor version."""
+    chips = [N150, chip(9, "n300", firmware="19.5.0.0")]
+    keys = "product firmware.version firmware.major"
+    assert values("wormhole", keys, *chips, resource_naming="arch") == ["mixed", "mixed", None]
+    assert labels(*chips)["firmware.version"] == "mixed"
+
+
+def test_sharing_has_labels() -> None:
+    """The product ends in -SHARED if the resource's name does not show it."""
+    for entry, name, product in (
+        (SharedResource("n150", 4), "n150", "n150-SHARED"),
+        (SharedResource("n150", 4, "quarter"), "quarter", "n150"),
+    ):
+        found = values(
+            name, "count replicas sharing product", N150, sharing=Sharing(resources=(entry,))
+        )
+        assert found == ["1", "4", "true", product]
+
+
+@hypothesis_settings(deadline=None)
+@given(st.text(max_size=90), st.text(max_size=90))
+def test_labels_are_valid_whatever_versions_are_reported(firmware: str, driver: str) -> None:
+    """The API server accepts each name and value."""
+    part = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+    settings = Settings(sharing=Sharing(resources=(SharedResource("n150", 2, "x" * 63),)))
+    text = decide([chip(1, firmware=firmware)], settings, driver=driver).labels
+    for line in text.splitlines():
+        assert re.fullmatch(rf"tenstorrent\.com/{part}={part}", line), line
