@@ -132,13 +132,15 @@ async def test_a_stream_ends_before_the_next_registration(
     """
     async with kubelet_of(node, directory, version=version) as kubelet:
         daemon = await start(interval=3600)
+        await kubelet.registered(N150)
         for number in range(12):
             await asyncio.sleep(0.003 * number)
             os.utime(kubelet.socket)
             (directory / "event").touch()
             (directory / "event").unlink()
-        await until(lambda: state(daemon) == REGISTERED and kubelet.healthy(N150))
-        assert kubelet.violations == [] and kubelet.find("ended")
+        await kubelet.wait_for(lambda: kubelet.find("ended") and kubelet.healthy(N150))
+        await until(lambda: state(daemon) == REGISTERED)
+        assert kubelet.violations == []
 
 
 async def test_a_stream_that_the_kubelet_closes_leads_to_a_new_registration(
