@@ -350,3 +350,36 @@ def test_another_plugins_answer_under_our_name_counts_by_its_device_files(
     tracked.tracker.observe({N150}, {"/dev/tenstorrent/3": A}.get, tracked.now)
     found = tracked.tracker.in_force(tracked.now)
     assert [each.chips for each in found] == ([{A}] if name == N150 else [])
+
+
+# -- looks at the pods that still run --------------------------------------------------------------
+
+
+def test_any_number_of_waiting_containers_cost_one_look_in_a_tenth_of_a_second(
+    tracked: Tracked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """31 containers wait for one former pod; all see its end within that time."""
+    tracked.write(checkpoint([entry()]))
+    tracked.make_cgroup(populated=True)
+    assert tracked.in_force() == {A}
+    (allocation,) = tracked.tracker.in_force(tracked.now)
+    looks: list[float] = []
+    look = ttdp.Cgroups.look
+
+    def counted(self: ttdp.Cgroups) -> None:
+        looks.append(tracked.now)
+        look(self)
+
+    monkeypatch.setattr(ttdp.Cgroups, "look", counted)
+
+    def ask(seconds: float) -> list[bool]:
+        answers = []
+        for _ in range(round(seconds * 310)):
+            answers.append(tracked.tracker.is_running(allocation, tracked.now))
+            tracked.now += 1 / 310
+        return answers
+
+    assert all(ask(1.0)) and 9 <= len(looks) <= 11
+    tracked.make_cgroup(populated=False)
+    ask(0.1)
+    assert not any(ask(0.1))
