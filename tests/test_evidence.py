@@ -306,6 +306,18 @@ def test_a_restart_of_the_daemon_forgets_no_evidence(tracked: Tracked) -> None:
     assert after.seconds_in_force() <= 15
 
 
+def test_a_restart_of_the_daemon_does_not_revive_a_pod_that_has_ended(tracked: Tracked) -> None:
+    """Its cgroup was seen and is gone, and no kubelet has started since."""
+    tracked.write(checkpoint([entry()]))
+    cgroup = tracked.make_cgroup(populated=True)
+    assert tracked.in_force() == {A}
+    shutil.rmtree(cgroup)
+    state = json.loads(json.dumps(tracked.tracker.to_state()))
+    assert Tracked(tracked.home, state).seconds_in_force() <= 15
+    tracked.start_kubelet()
+    assert Tracked(tracked.home, state).seconds_in_force() == ENOUGH
+
+
 # -- entries of others -----------------------------------------------------------------------------
 
 anything = st.recursive(
