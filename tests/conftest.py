@@ -11,23 +11,27 @@ import pytest
 
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import workspace
+from tests.world.processes import until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 
 StartDaemon = Callable[..., Any]
+WATCHDOG = {"WATCHDOG_USEC": "30000000"}  # environment of a daemon that has one
 
 
 def plugin_sockets(directory: Path) -> list[str]:
-    """The names of the sockets in the device plugin directory, the kubelet's apart."""
-    return [
-        path.name
-        for path in directory.iterdir()
-        if path.is_socket() and path.name != "kubelet.sock"
-    ]
+    """Return the names of the sockets in the device plugin directory, except the kubelet's."""
+    names = [path.name for path in directory.iterdir() if path.is_socket()]
+    return [name for name in names if name != "kubelet.sock"]
+
+
+async def turns(daemon: RunningDaemon, number: int = 5) -> None:
+    """Wait until the loop has made some turns, each of which feeds the watchdog."""
+    daemon.forget_notes()
+    await until(lambda: daemon.notes.count("WATCHDOG=1") >= number)
 
 
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
-    """A kubelet whose pods have cgroups and processes on this node."""
+    """Return a kubelet whose pods have cgroups and processes on this node."""
     return Kubelet(directory, cgroups=node.root / "sys/fs/cgroup", host=node, **options)
 
 

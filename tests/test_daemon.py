@@ -13,7 +13,7 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import StartDaemon, plugin_sockets
+from tests.conftest import WATCHDOG, StartDaemon, plugin_sockets
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -336,7 +336,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     """Without descriptors, say: each second it is tried again; one line at each change."""
     monkeypatch.setattr("ttdp.TICK", 0.05)
     (chip,) = node.add("n150")
-    daemon = await start(interval=0.05, environ={"WATCHDOG_USEC": "100000"})
+    daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
     failed: list[float] = []
 

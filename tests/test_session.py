@@ -21,7 +21,7 @@ from grpc.aio._server import Server
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import StartDaemon, kubelet_of, plugin_sockets
+from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, plugin_sockets, turns
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
@@ -56,12 +56,6 @@ def state(daemon: RunningDaemon, name: str = N150) -> str:
 async def offers(kubelet: Kubelet, resource: str, *healthy: str) -> None:
     """Wait until exactly these IDs are healthy."""
     await kubelet.wait_for(lambda: kubelet.healthy(resource) == {*healthy})
-
-
-async def turns(daemon: RunningDaemon, number: int = 4) -> None:
-    """Wait until the daemon's loop has made some turns, each of which feeds the watchdog."""
-    daemon.forget_notes()
-    await until(lambda: daemon.notes.count("WATCHDOG=1") >= number)
 
 
 @pytest.fixture
@@ -132,7 +126,7 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
         return is_listening(path)
 
     monkeypatch.setattr("ttdp.accepts_connections", comes_now)
-    daemon = await start(interval=0.05, environ={"WATCHDOG_USEC": "1000000"})
+    daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
     await turns(daemon)
     assert len(kubelet.find("register")) == 1
@@ -236,7 +230,7 @@ async def test_an_event_in_the_directory_ends_the_pause(
     monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
     node.add("p150a")
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "no", times=2)
-    daemon = await start(interval=0.05, environ={"WATCHDOG_USEC": "1000000"})
+    daemon = await start(interval=0.05, environ=WATCHDOG)
     for name in (N150, P150):
         await until(lambda: "rejected Register" in state(daemon, name))  # noqa: B023
     kubelet.manager.write_checkpoint_now()
