@@ -3271,6 +3271,7 @@ class Attempt(rpc.DevicePluginServicer):
                 yield message
         finally:
             if is_kubelet:
+                self.is_watched = False
                 self.end("kubelet closed the ListAndWatch stream")
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
@@ -3383,9 +3384,11 @@ class KubeletSession:
         # A kubelet replaces its socket within a turn: the names stay the same.
         if disturbed or is_outdated or kubelet not in (None, self._kubelet):
             self._backoff = BACKOFF[0]
-            disturbed = True
+            self._is_disturbed = True  # also if the attempt that it ends takes some turns
         self._kubelet = kubelet
-        if attempt is None or (attempt.task.done() and (disturbed or monotonic() >= self.retry_at)):
+        is_due = self._is_disturbed or monotonic() >= self.retry_at
+        if attempt is None or (attempt.task.done() and is_due):
+            self._is_disturbed = False
             name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
             number = f"{os.getpid()}-{next(_endpoint_numbers)}"
             path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
