@@ -3358,6 +3358,7 @@ class KubeletSession:
         self._kubelet: FileIdentity | None = None  # its socket now
         self._attempt: Attempt | None = None
         self._backoff = BACKOFF[0]
+        self._is_disturbed = False  # the next attempt is due at once
         self._mismatch: tuple[float, int] | None = None  # since when; lists sent since
 
     @property
@@ -3384,7 +3385,7 @@ class KubeletSession:
         # A kubelet replaces its socket within a turn: the names stay the same.
         if disturbed or is_outdated or kubelet not in (None, self._kubelet):
             self._backoff = BACKOFF[0]
-            self._is_disturbed = True  # also if the attempt that it ends takes some turns
+            self._is_disturbed = True  # also if the present attempt takes some turns to end
         self._kubelet = kubelet
         is_due = self._is_disturbed or monotonic() >= self.retry_at
         if attempt is None or (attempt.task.done() and is_due):

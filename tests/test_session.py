@@ -121,13 +121,13 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is another one than the loop has seen; kubelets before 1.37 could lose a second one."""
-    is_listening = ttdp.accepts_connections
+    connection_error = ttdp.connection_error
 
-    def comes_now(path: str) -> bool:
+    def comes_now(path: str) -> str | None:
         os.utime(kubelet.socket)
-        return is_listening(path)
+        return connection_error(path)
 
-    monkeypatch.setattr("ttdp.accepts_connections", comes_now)
+    monkeypatch.setattr("ttdp.connection_error", comes_now)
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
     await turns(daemon)
