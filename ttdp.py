@@ -2849,11 +2849,6 @@ def open_uevent_socket() -> socket.socket:
     return kernel
 
 
-def sent_by_kernel(sender: object) -> bool:
-    """Return whether a netlink message is the kernel's: port ID 0."""
-    return isinstance(sender, tuple) and sender[0] == 0
-
-
 class UeventSocket:
     """Receives the kernel's uevents about Tenstorrent devices and functions."""
 
@@ -2885,7 +2880,7 @@ class UeventSocket:
                 self.has_events = True
             else:
                 is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
-                self.has_events |= is_ours and sent_by_kernel(sender)
+                self.has_events |= is_ours and sender[0] == 0  # the kernel's port ID
         if self.has_events:
             self._wake()
 
@@ -3357,8 +3352,7 @@ class KubeletSession:
         self._wake = wake
         self._kubelet: FileIdentity | None = None  # its socket now
         self._attempt: Attempt | None = None
-        self._backoff = BACKOFF[0]
-        self._is_disturbed = False  # the next attempt is due at once
+        self._backoff = BACKOFF[0]  # 0: the next attempt is due at once
         self._mismatch: tuple[float, int] | None = None  # since when; lists sent since
 
     @property
@@ -3384,12 +3378,12 @@ class KubeletSession:
             attempt.task.cancel()  # once it has ended, another turn makes the next one
         # A kubelet replaces its socket within a turn: the names stay the same.
         if disturbed or is_outdated or kubelet not in (None, self._kubelet):
-            self._backoff = BACKOFF[0]
-            self._is_disturbed = True  # also if the present attempt takes some turns to end
+            self._backoff = 0.0  # also if the present attempt takes some turns to end
+            if attempt:
+                attempt.retry_at = -inf
         self._kubelet = kubelet
-        is_due = self._is_disturbed or monotonic() >= self.retry_at
-        if attempt is None or (attempt.task.done() and is_due):
-            self._is_disturbed = False
+        if attempt is None or monotonic() >= self.retry_at:
+            self._backoff = self._backoff or BACKOFF[0]
             name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
             number = f"{os.getpid()}-{next(_endpoint_numbers)}"
             path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
@@ -4373,7 +4367,7 @@ def _check_kubelet(view: View, settings: Settings) -> Findings:
     directory = settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
-        os.stat(f"{directory}/.")
+        mode = os.stat(f"{directory}/.").st_mode
     except PermissionError:
         yield "warn", "kubelet", f"{directory}: run as root (permission denied)"
         return
@@ -4383,6 +4377,8 @@ def _check_kubelet(view: View, settings: Settings) -> Findings:
         return
     if not os.access(directory, os.W_OK | os.X_OK):
         yield "FAIL", "kubelet", f"{directory} is not writable; run as root, or check its mount"
+    if mode & 0o004:
+        yield "warn", "kubelet", f"other users can lock {directory}; run: chmod 0750 {directory}"
     number = connection_error(kubelet)
     if not number:
         yield "ok", "kubelet", f"{kubelet} accepts connections"

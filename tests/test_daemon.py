@@ -241,7 +241,7 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     def allocate() -> None:
         for chip in chips:
             if is_scanning:
-                daemon.daemon.node.look(time.monotonic(), periodic=False)
+                daemon.daemon.node.look(periodic=False)
             request = daemon.daemon.sessions.allocator.allocate(N150, [[chip.bdf]])
             try:
                 request.send(None)

@@ -64,15 +64,22 @@ def kernel_errors() -> Iterator[None]:
         os.open, os.pread = genuine_open, genuine_pread
 
 
+class SimulatedUevents(socket.socket):
+    """Each message has the kernel's address: port ID 0, group 1."""
+
+    def recvfrom(self, *arguments: Any) -> tuple[bytes, tuple[int, int]]:
+        return self.recv(*arguments), (0, 1)
+
+
 @contextlib.contextmanager
 def uevents_from(open_socket: Callable[[], socket.socket]) -> Iterator[None]:
-    """Let this socket stand in for the kernel's, whoever sends."""
-    genuine = ttdp.open_uevent_socket, ttdp.sent_by_kernel
-    ttdp.open_uevent_socket, ttdp.sent_by_kernel = open_socket, lambda sender: True
+    """Let this socket stand in for the kernel's."""
+    genuine = ttdp.open_uevent_socket
+    ttdp.open_uevent_socket = open_socket
     try:
         yield
     finally:
-        ttdp.open_uevent_socket, ttdp.sent_by_kernel = genuine
+        ttdp.open_uevent_socket = genuine
 
 
 def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
@@ -108,7 +115,7 @@ class RunningDaemon:
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         )
         self._manager = manager
-        self._events = theirs
+        self._events = SimulatedUevents(fileno=theirs.detach())
         self._errors = contextlib.ExitStack()
 
     def notified(self, beginning: str) -> bool:
@@ -178,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
         del words[:2]
 
         def from_unix_socket() -> socket.socket:
-            events = socket.socket(
+            events = SimulatedUevents(
                 socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
             )
             events.bind(path)
