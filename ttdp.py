@@ -416,12 +416,6 @@ def _read_config_file(path: str, shown: str, named_by: str) -> Json:
     return _arguments(f"{shown}: ", "", document, Settings)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an unknown word, or ""."""
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
     """Return arguments for a dataclass. heading: "[health]"; "": the whole file."""
     name = heading.strip("[]")
@@ -438,7 +432,8 @@ def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
             valid = "removed: a chip cannot be partitioned, only time-shared"
             raise _invalid(f"{source}{key}", value, valid)
         if key not in known:
-            nearest = did_you_mean(key, known)
+            near = difflib.get_close_matches(key, known, 1)
+            nearest = f"; did you mean {near[0]}?" if near else ""
             keys = f"valid keys: {', '.join(known)}"
             raise ConfigError(f"{source}{key!r} is not a known key{nearest}; {keys}")
         metadata = known[key].metadata
@@ -4331,7 +4326,6 @@ def _check_hugepages(view: View, settings: Settings) -> Findings:
 
 
 def _check_files(view: View, settings: Settings) -> Findings:
-    """Check what containers get."""
     for mount in settings.mounts:
         if not exists(mount.host):
             yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
@@ -4363,7 +4357,6 @@ def _check_files(view: View, settings: Settings) -> Findings:
 
 
 def _check_kubelet(view: View, settings: Settings) -> Findings:
-    """Check the kubelet and its directory."""
     directory = settings.device_plugin_dir
     kubelet = f"{directory}/{KUBELET_SOCKET}"
     try:
