@@ -3793,7 +3793,8 @@ class Daemon:
         self._pod_resources = PodResources(self._apply_names)
         self._manager = manager
         self._load = load
-        self._applied = replace(self.node.decide(monotonic()), unselected=())  # so far, no log line
+        nothing = self.node.decide(monotonic())  # is logged so far
+        self._applied = replace(nothing, chips={}, resources={}, unselected=())
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""

@@ -135,3 +135,21 @@ async def test_a_session_can_end_while_its_server_starts(
         await session.close()
     assert "internal error" not in caplog.text
     assert plugin_sockets(directory) == []
+
+
+async def test_a_start_logs_no_recovery_of_chips_that_were_well(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Chips that a pod holds are known before the first look at sysfs."""
+    daemon = await start(state_dir=str(tmp_path))
+    await kubelet.registered(NAME)
+    await kubelet.admit("pod", "main", {NAME: 1})
+    await until(lambda: daemon.daemon.node.allocations.in_force(time.monotonic())[0].pod)
+    await until(lambda: (tmp_path / "state.json").exists())
+    await daemon.stop()
+    caplog.clear()
+    caplog.set_level("INFO")
+    await start(state_dir=str(tmp_path))
+    await until(lambda: len(kubelet.find("registered")) > 1)
+    assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
