@@ -1,36 +1,27 @@
-"""Readers: who is read when, by threads that may hang, die, or not be had at all."""
+"""Readers: threads that read chips, also if reads block or no thread can be started."""
 
 from __future__ import annotations
 
 import _thread
 import asyncio
 import errno
-import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 import ttdp
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, until, wait_until
+from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import open_below
-from ttdp import (
-    AttributeFiles,
-    HostPaths,
-    PciFunction,
-    Reading,
-    ReadJob,
-    Telemetry,
-    TelemetryReaders,
-)
+from ttdp import AttributeFiles, PciFunction, Reading, Telemetry, TelemetryReaders
 
 
 def function(bus: int, ordinal: int = 0) -> PciFunction:
-    path = f"/dev/{ordinal}"
-    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", "n150", None, ordinal, path, "/x/y/z")
+    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", ordinal=ordinal, path=f"/dev/{ordinal}")
 
 
 ONE, TWO, THREE = (function(bus) for bus in (1, 2, 3))
@@ -40,22 +31,20 @@ class Chips:
     """Chips that answer at once unless they are held."""
 
     def __init__(self) -> None:
-        self.reads: list[tuple[str, Telemetry | None]] = []  # address, and what it said before
-        self.delivered: list[Reading] = []
+        self.reads: list[str] = []
+        self.readings: list[Reading] = []
         self.read_twice_at_once: list[str] = []
         self._held: dict[str, threading.Event] = {}
         self._busy: set[str] = set()
-        self.readers = TelemetryReaders(self.delivered.extend, self._read)
+        self.readers = TelemetryReaders(lambda: None, self._read)
 
-    def _read(
-        self, function: PciFunction, former: Telemetry | None, files: AttributeFiles | None
-    ) -> Telemetry:
+    def _read(self, function: PciFunction, files: AttributeFiles) -> Telemetry:
         if function.bdf in self._busy:
             self.read_twice_at_once.append(function.bdf)
         self._busy.add(function.bdf)
-        self.reads.append((function.bdf, former))
+        self.reads.append(function.bdf)
         if gate := self._held.get(function.bdf):
-            gate.wait(4 * PATIENCE)  # longer than any test waits for what must not wait for it
+            gate.wait(4 * PATIENCE)  # longer than any test waits
         self._busy.discard(function.bdf)
         return Telemetry(heartbeat=len(self.reads))
 
@@ -64,92 +53,69 @@ class Chips:
             self._held[each.bdf] = threading.Event()
 
     def release(self) -> None:
-        """Have all of them answer."""
         while self._held:
             self._held.popitem()[1].set()
 
-    def ask(self, *functions: PciFunction, **how: Any) -> None:
-        self.readers.submit(ReadJob(each, **how) for each in functions)
+    def submit(self, *functions: PciFunction, periodic: bool = False) -> None:
+        self.readers.submit(functions, periodic=periodic)
 
     def answered(self) -> list[str]:
-        return [reading.function.bdf for reading in self.delivered]
-
-    def seconds(self, function: PciFunction) -> float:
-        return self.readers.pool.seconds_under_way(function.bdf)
+        """Collect, and return the chips that have answered so far."""
+        self.readings += self.readers.collect(time.monotonic())
+        return [reading.function.bdf for reading in self.readings]
 
 
 @pytest.fixture
 async def chips() -> AsyncIterator[Chips]:
-    """Whatever a test does with them, none of them is read by two threads at once."""
+    """No test has two threads read one chip at once."""
     chips = Chips()
     yield chips
     chips.release()
     assert chips.read_twice_at_once == []
 
 
-async def test_everyone_is_read_once_in_order_and_no_thread_is_left(
+async def test_each_is_read_once_in_order_on_one_thread_that_ends(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chips that answer are read on one thread, which ends with its work."""
+    """As long as chips answer."""
     started = []
     genuine = _thread.start_new_thread
     monkeypatch.setattr("_thread.start_new_thread", lambda *how: started.append(genuine(*how)))
-    monkeypatch.setattr(ttdp, "READ_PATIENCE", PATIENCE)  # however slow this machine is
+    monkeypatch.setattr(ttdp, "SLOW_AFTER", PATIENCE)
     threads = _thread._count()
     chips.hold(ONE)
     for each in (ONE, TWO, THREE):
-        chips.ask(each)
+        chips.submit(each)
         await until(lambda: chips.reads)
-        await asyncio.sleep(0)
     chips.release()
     await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf, THREE.bdf])
-    assert len(started) == 1 and chips.readers.pool.is_settled()
+    assert len(started) == 1 and chips.readers.is_settled(time.monotonic())
     await until(lambda: _thread._count() <= threads)
 
 
-async def test_one_that_hangs_holds_up_nobody(chips: Chips) -> None:
-    """The others are read by another thread; it is known by how long it has been at it."""
-    chips.hold(ONE)
-    chips.ask(ONE, TWO, THREE)
-    await until(lambda: len(chips.delivered) == 2)
-    assert set(chips.answered()) == {TWO.bdf, THREE.bdf}
-    await until(chips.readers.pool.is_settled)
-    assert chips.seconds(ONE) > 0 and chips.seconds(TWO) == 0
-    chips.release()
-    await until(lambda: ONE.bdf in chips.answered())
-    assert chips.seconds(ONE) == 0
-
-
-async def test_what_was_read_when_another_is_asked_for_is_delivered(chips: Chips) -> None:
-    """The first has answered; before the loop has heard of that, an event wants the second."""
-    threads = _thread._count()
-    chips.ask(ONE)
-    await asyncio.sleep(0)  # which starts the thread
-    wait_until(lambda: _thread._count() <= threads)
-    chips.ask(TWO)
-    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf])
-
-
-async def test_what_was_read_before_one_hangs_is_delivered(chips: Chips) -> None:
-    """The thread hangs at the second chip: the first one's answer does not hang with it."""
+async def test_a_read_that_blocks_delays_no_other_chip(chips: Chips) -> None:
+    """Another thread goes on; the age of the read is known."""
     chips.hold(TWO)
-    chips.ask(ONE, TWO)
-    await until(lambda: chips.answered() == [ONE.bdf])
+    chips.submit(ONE, TWO, THREE)
+    await until(lambda: chips.answered() == [ONE.bdf, THREE.bdf])
+    assert chips.readers.slow(time.monotonic()).keys() == {TWO.bdf}
+    assert chips.readers.is_settled(time.monotonic())
     chips.release()
-    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf])
+    await until(lambda: TWO.bdf in chips.answered())
+    assert chips.readers.slow(time.monotonic()) == {}
 
 
-async def test_many_that_hang_have_a_thread_each_and_no_more(
+async def test_thirty_one_blocked_reads_keep_thirty_one_threads(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked again and again, thirty-one that hang keep thirty-one threads; the next is read."""
-    monkeypatch.setattr(ttdp, "READ_PATIENCE", 0.01)
+    """Though each poll asks again; the last chip is read."""
+    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.01)
     threads = _thread._count()
     stuck = [function(bus) for bus in range(1, 32)]
     chips.hold(*stuck)
-    chips.ask(*stuck, function(32))
+    chips.submit(*stuck, function(32))
     for _ in range(5):
-        chips.ask(*stuck, periodic=True)
+        chips.submit(*stuck, periodic=True)
     await until(lambda: chips.answered() == ["0000:20:00.0"])
     await until(lambda: _thread._count() <= threads + len(stuck))
     assert len(chips.reads) == 32
@@ -157,83 +123,74 @@ async def test_many_that_hang_have_a_thread_each_and_no_more(
     await until(lambda: _thread._count() <= threads)
 
 
-async def test_an_event_during_a_read_has_everything_read_after_it(chips: Chips) -> None:
-    """What it tells of may have come after what the read saw; several such events are one."""
-    chips.hold(ONE)
-    chips.ask(ONE, former=Telemetry(heartbeat=7), periodic=True)
-    await until(lambda: chips.reads)
-    chips.ask(ONE, former=Telemetry(heartbeat=7))
-    chips.ask(ONE, former=Telemetry(heartbeat=7))
-    chips.release()
-    await until(lambda: len(chips.delivered) == 2)
-    assert chips.reads == [(ONE.bdf, Telemetry(heartbeat=7)), (ONE.bdf, None)]
-    assert [reading.periodic for reading in chips.delivered] == [True, False]
-
-
 async def test_a_poll_during_a_read_has_nothing_read_after_it(chips: Chips) -> None:
-    """Two readings in a row, a moment apart, would make a heartbeat stand still that does not."""
+    """Two readings, a moment apart, would show a stalled heartbeat."""
     chips.hold(ONE)
-    chips.ask(ONE, periodic=True)
+    chips.submit(ONE, periodic=True)
     await until(lambda: chips.reads)
-    chips.ask(ONE, periodic=True)
+    chips.submit(ONE, periodic=True)
     chips.release()
-    await until(lambda: chips.delivered and chips.readers.pool.is_settled())
-    assert len(chips.delivered) == len(chips.reads) == 1
+    await until(lambda: chips.answered() and not chips.readers.pending)
+    assert chips.reads == [ONE.bdf]
 
 
-async def test_a_renumbered_chip_is_read_at_its_new_place_once_the_old_read_is_over(
-    chips: Chips,
+async def test_without_threads_the_daemon_itself_has_an_error(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the old read says is about another place."""
-    moved = function(1, 5)
-    chips.hold(ONE)
-    chips.ask(ONE)
-    await until(lambda: chips.reads)
-    chips.ask(moved)
-    chips.release()
-    await until(lambda: [reading.function for reading in chips.delivered] == [ONE, moved])
-
-
-async def test_threads_that_cannot_be_had_are_missed_once_and_wanted_again(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line; nobody waits for those who wait, and all are read when there are threads again."""
-    attempts = []
+    """The chips are read when there are threads again."""
 
     def exhausted(*_: object) -> None:
-        attempts.append(1)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr("_thread.start_new_thread", exhausted)
-        chips.ask(ONE)
-        chips.ask(TWO)
-        await until(lambda: len(attempts) == 3)
-        assert chips.readers.pool.is_settled() and chips.seconds(ONE) == 0
-    (line,) = (record.message for record in caplog.records)
-    assert line == "no thread can be started, nothing is read for now: can't start new thread"
-    chips.ask(THREE)
-    await until(lambda: sorted(chips.answered()) == [each.bdf for each in (ONE, TWO, THREE)])
+        with pytest.raises(OSError, match="can't start new thread"):
+            chips.submit(ONE)
+    chips.submit(TWO)
+    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf])
 
 
-async def test_an_error_in_a_reading_is_a_reading(caplog: pytest.LogCaptureFixture) -> None:
-    """A reader that raises leaves neither its chip blocked nor the others unread; it is logged."""
-    delivered: list[Reading] = []
+async def test_an_internal_error_in_a_read_concerns_this_read_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is logged; the chip can be read again, and others are."""
+    attempts: list[PciFunction] = []
 
-    def read(function: PciFunction, *_: object) -> Telemetry:
-        if function == ONE:
-            raise MemoryError
+    def read(function: PciFunction, _: AttributeFiles) -> Telemetry:
+        attempts.append(function)
+        if attempts == [ONE]:
+            raise ZeroDivisionError
         return Telemetry()
 
-    readers = TelemetryReaders(delivered.extend, read)
-    readers.submit(ReadJob(each) for each in (ONE, TWO))
-    await until(lambda: len(delivered) == 2)
-    errors = {reading.function: reading.telemetry.error for reading in delivered}
-    assert errors == {ONE: ("telemetry", errno.EIO), TWO: None}
-    assert readers.pool.is_settled() and "MemoryError" in caplog.text
+    readers = TelemetryReaders(lambda: None, read)
+    readings: list[Reading] = []
+    for _ in range(2):
+        readers.submit([ONE, TWO], periodic=True)
+        await until(lambda: readings.extend(readers.collect(0.0)) or not readers.pending)  # type: ignore[func-returns-value]
+    assert [each.function for each in readings] == [TWO, ONE, TWO]
+    assert "internal error in reading 0000:01:00.0" in caplog.text
 
 
-# -- what is read, and how -------------------------------------------------------------------------
+async def test_the_daemons_own_error_is_raised_once_the_others_are_collected() -> None:
+    """Without descriptors, no chip is judged by this read."""
+
+    def read(function: PciFunction, _: AttributeFiles) -> Telemetry:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    readers = TelemetryReaders(lambda: None, read)
+    readers.submit([ONE], periodic=True)
+
+    def fails() -> bool:
+        try:
+            return bool(readers.collect(time.monotonic()))
+        except OSError as error:
+            return error.errno == errno.EMFILE
+
+    await until(fails)
+    assert not readers.pending
+
+
+# -- on a simulated node ---------------------------------------------------------------------------
 
 
 class Poll:
@@ -241,107 +198,75 @@ class Poll:
 
     def __init__(self, node: SimulatedNode) -> None:
         self.readings: dict[str, Reading] = {}
-        self.readers = TelemetryReaders(self._deliver)
+        self.readers = TelemetryReaders(lambda: None)
         self._settings = settings_of(node, node.root / "plugins")
 
-    def _deliver(self, readings: list[Reading]) -> None:
-        self.readings |= {reading.function.bdf: reading for reading in readings}
+    def begin(self, **options: Any) -> list[PciFunction]:
+        found = [each for each in ttdp.scan(self._settings, {}).values() if each]
+        self.readers.submit(found, periodic=True, **options)
+        return found
 
-    def begin(self, **how: Any) -> None:
-        """Ask every chip, with what it said last at hand."""
-        for bdf, function in ttdp.scan(self._settings).functions.items():
-            former = self.readings[bdf].telemetry if bdf in self.readings else None
-            self.readers.submit([ReadJob(function, former, periodic=True, **how)])
+    def slow(self) -> dict[str, float]:
+        """Collect, and return the reads that take long."""
+        for reading in self.readers.collect(time.monotonic()):
+            self.readings[reading.function.bdf] = reading
+        return self.readers.slow(time.monotonic())
 
     async def end(self) -> None:
-        """Wait for all answers."""
-        pool = self.readers.pool
-        await until(lambda: not any(pool.is_pending(f"0000:{bus:02x}:00.0") for bus in range(9)))
+        while self.readers.pending:
+            self.slow()
+            await asyncio.sleep(0.001)
+
+    async def poll(self, *, details: bool = False) -> list[PciFunction]:
+        found = self.begin(details=self._settings if details else None)
+        await self.end()
+        return found
 
 
-@pytest.fixture
-def kernel() -> Iterator[None]:
-    """Attributes that are kept open are what is at their path."""
-    with kernel_errors():
-        yield
-
-
-async def test_what_polls_keep_open_is_bounded_and_returned(node: SimulatedNode) -> None:
-    """Heartbeat and temperature, of a Blackhole its trips; none of a chip that is away."""
-    first, _ = node.add("p150a") + node.add("n150")
+async def test_descriptors_are_kept_of_present_chips_only(node: SimulatedNode) -> None:
+    """Their number does not grow with polls."""
+    node.add("p150a")
+    node.add("n150")
     poll = Poll(node)
-    for _ in range(4):
-        node.tick()
-        poll.begin()
-        await poll.end()
-    counts = [open_below(node.root)]
-    for present in ({first.bdf}, set[str]()):
-        poll.readers.release(present)
-        counts.append(open_below(node.root))
-    assert counts == [5, 3, 0]
+    with kernel_errors():
+        first, _ = await poll.poll()
+        each = open_below(node.root)
+        for _ in range(3):
+            await poll.poll()
+        assert open_below(node.root) == each > 0
+        poll.readers.close_files([first])
+        assert 0 < open_below(node.root) < each
+        poll.readers.close_files([])
+    assert open_below(node.root) == 0
 
 
-@pytest.mark.usefixtures("kernel")
-async def test_a_read_that_hangs_returns_its_descriptors_when_it_is_over(
-    node: SimulatedNode,
-) -> None:
-    """They go to the thread and come back with what was read, though the chip is away by then."""
+async def test_a_blocked_read_returns_its_descriptors_when_it_ends(node: SimulatedNode) -> None:
+    """Also if the chip has vanished by then."""
     (chip,) = node.add("p150a")
     poll = Poll(node)
-    for _ in range(2):
-        chip.beat()
+    with kernel_errors():
+        await poll.poll()
+        chip.block("tt_heartbeat")
         poll.begin()
+        await until(poll.slow)
+        poll.readers.close_files([])
+        chip.vanish()
         await poll.end()
-    chip.block("tt_heartbeat")
-    poll.begin()
-    await until(lambda: poll.readers.pool.seconds_under_way(chip.bdf) > 0)
-    poll.readers.release(set())
-    chip.vanish()
-    await poll.end()
-    poll.readers.release(set())
+        poll.readers.close_files([])
     assert open_below(node.root) == 0
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-async def test_figures_are_read_for_who_wants_them_and_of_a_chip_that_lives(
+async def test_sensors_are_read_on_demand_and_not_of_a_dead_chip(
     node: SimulatedNode, is_dead: bool
 ) -> None:
-    """With its telemetry, on the same thread; a dead one's link says nothing of it."""
+    """A chip that dies while they are read would show 65.535 V."""
     (chip,) = node.add("p150a")
     poll = Poll(node)
-    poll.begin()
-    await poll.end()
-    assert poll.readings[chip.bdf].figures is None
+    await poll.poll()
+    assert poll.readings[chip.bdf].sensors is None
     if is_dead:
         chip.die()
-    poll.begin(wants_figures=True)
-    await poll.end()
-    function = poll.readings[chip.bdf].function
-    wanted = None if is_dead else ttdp.read_sensors(function)
-    assert poll.readings[chip.bdf].figures == wanted
-
-
-# -- paths of the host -----------------------------------------------------------------------------
-
-
-async def test_a_dead_file_system_costs_its_time_and_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who has waited long enough is told that there is no answer; one question serves all."""
-    asked: list[str] = []
-    answers = threading.Event()
-    genuine = os.path.exists
-
-    def exists(path: Any) -> bool:
-        asked.append(str(path))
-        return answers.wait(4 * PATIENCE) if path == "/dead" else genuine(path)
-
-    monkeypatch.setattr("os.path.exists", exists)
-    paths = HostPaths()
-    patient = [asyncio.create_task(paths.exists("/dead", PATIENCE)) for _ in range(3)]
-    assert await paths.exists("/dead", 0.01) is None
-    assert await paths.exists("/", PATIENCE) is True
-    assert await paths.exists("/nowhere", PATIENCE) is False
-    answers.set()
-    assert await asyncio.gather(*patient) == [True, True, True]
-    assert asked.count("/dead") == 1
+    (found,) = await poll.poll(details=True)
+    wanted = {} if is_dead else ttdp.read_sensors(found, AttributeFiles().hwmon(found))
+    assert poll.readings[chip.bdf].sensors == wanted
