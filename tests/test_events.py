@@ -1,237 +1,238 @@
-"""Kernel events: what netlink's socket takes for true, what the watch on a directory tells."""
+"""Kernel events: uevents over netlink, and changes in the kubelet's directory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
 import select
 import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ttdp
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import PATIENCE, finished, until
-from ttdp import Uevent
+from tests.world.simulation import SimulatedUevents
 
 
-def captured(name: str, step: str) -> list[Uevent | None]:
-    events = captured_uevents(name, step)
-    return [ttdp.parse_uevent(wire(action, devpath, env, 1)) for action, devpath, env in events]
+async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
+    """Return whether this message from the kernel has the loop make a turn."""
+    wakes: list[bool] = []
+    kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    monkeypatch.setattr(ttdp, "open_uevent_socket", lambda: SimulatedUevents(fileno=ours.detach()))
+    uevents = ttdp.UeventSocket(lambda: wakes.append(True))
+    uevents.open()
+    kernel.send(message)
+    kernel.send(b"last")
+    await asyncio.sleep(0.01)
+    uevents.close()
+    kernel.close()
+    assert uevents.has_events is bool(wakes)
+    return bool(wakes)
 
 
-def test_the_events_of_a_loading_driver_name_the_new_nodes() -> None:
-    """Of all that the real driver sent, those about a node carry its number, of PCI none."""
-    seen = [event for event in captured("p150ax2", "module-load") if event]
-    assert [event for event in seen if event.ordinal is not None] == [
-        Uevent("add", 0), Uevent("change", 0), Uevent("add", 1), Uevent("change", 1),
-    ]  # fmt: skip
-    assert [event.action for event in seen if event.ordinal is None] == ["bind", "bind"]
+@pytest.mark.parametrize("step", ["module-load", "rmmod", "pci-remove"])
+async def test_every_event_of_the_real_driver_wakes_the_loop(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """As captured, of class devices and PCI functions."""
+    for action, devpath, env in captured_uevents("p150ax2", step):
+        is_ours = "tenstorrent" in devpath or env.get("PCI_ID", "").startswith("1E52:")
+        assert await wakes_for(monkeypatch, wire(action, devpath, env, 1)) is is_ours
 
 
-def test_other_devices_events_are_none_of_ours() -> None:
-    """Another subsystem, another vendor, a message without variables."""
-    for message in (
-        b"add@/x\0ACTION=add\0SUBSYSTEM=net\0INTERFACE=tenstorrent\0",
+@pytest.mark.parametrize(
+    "message",
+    [
         b"add@/x\0ACTION=add\0SUBSYSTEM=pci\0PCI_ID=8086:1E52\0",
         b"libudev\0\xfe\xed\xca\xfe" + bytes(30),
         b"",
-    ):
-        assert ttdp.parse_uevent(message) is None
+        bytes(range(256)) * 10,
+    ],
+)
+async def test_other_messages_do_not(monkeypatch: pytest.MonkeyPatch, message: bytes) -> None:
+    """Another vendor's device, udev's own format, garbage."""
+    assert not await wakes_for(monkeypatch, message)
 
 
-@given(st.binary(max_size=3000))
-def test_no_message_is_too_strange(message: bytes) -> None:
-    """Any bytes give an event or none, and no error."""
-    assert isinstance(ttdp.parse_uevent(message), Uevent | None)
-
-
-# -- what comes over netlink -----------------------------------------------------------------------
+# -- real netlink ----------------------------------------------------------------------------------
 #
-# Each of these runs in a network namespace of its own, where an ordinary user may send, and the
-# kernel tells only what concerns it: that its one interface, `lo`, has another name now.
+# Each of these runs in its own network namespace, where an ordinary user may send, and the kernel
+# sends events about the only interface, `lo`, when it is renamed.
 
 
-def alone(function: Callable[[], list[str]]) -> list[str]:
-    """Return what a function of this module does in a network namespace of its own."""
-    unshare = (
-        ["unshare", "--net"]
-        if os.geteuid() == 0
-        else ["unshare", "--user", "--map-root-user", "--net"]
-    )
+def alone(function: Callable[[], object]) -> bool:
+    """Return the result of a function of this module in its own network namespace."""
+    unshare = ["unshare", "--net"]
+    if os.geteuid() != 0:
+        unshare = ["unshare", "--user", "--map-root-user", "--net"]
     if (tried := finished([*unshare, "true"])).returncode:
         pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
-    call = f"print(json.dumps(test_events.{function.__name__}()))"
-    call = f"import json; from tests import test_events; {call}"
-    ended = finished([*unshare, sys.executable, "-c", call])
+    call = f"from tests import test_events; print(json.dumps(test_events.{function.__name__}()))"
+    ended = finished([*unshare, sys.executable, "-c", f"import json; {call}"])
     assert ended.returncode == 0, ended.stderr
-    outcome: list[str] = json.loads(ended.stdout)
-    return outcome
+    return bool(json.loads(ended.stdout))
 
 
 def rename_interface(old: bytes, new: bytes) -> None:
-    """Makes the kernel send an event, `move` of a net device."""
+    """Make the kernel send an event, `move` of a net device."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, 0x8923, old.ljust(16, b"\0") + new.ljust(16, b"\0"))  # SIOCSIFNAME
 
 
-def received(kernel: socket.socket) -> list[str]:
-    """All that waits in the socket, by action; "lost" where something was."""
-    assert select.select([kernel], [], [], PATIENCE)[0], "nothing has arrived"
-    return [
-        event.action if event else "lost"
-        for event in ttdp.receive_uevents(kernel, ttdp.sent_by_kernel)
-    ]
+def has_events(send: Callable[[socket.socket], object]) -> bool:
+    """Return whether the daemon takes the messages of `send` for events of its devices."""
+    kernel = ttdp.open_uevent_socket()
+    ttdp.open_uevent_socket = lambda: kernel
+
+    async def receive() -> bool:
+        uevents = ttdp.UeventSocket(lambda: None)
+        send(kernel)
+        assert select.select([kernel], [], [], PATIENCE)[0], "nothing has arrived"
+        uevents.open()
+        while select.select([kernel], [], [], 0)[0]:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        uevents.close()
+        return uevents.has_events
+
+    return asyncio.run(receive())
 
 
-def take_events_of_net_devices_for_ours() -> None:
-    ttdp.parse_uevent = lambda message: (
-        Uevent("move", None) if b"SUBSYSTEM=net\0" in message else None
-    )
+def forged() -> bool:
+    def send(kernel: socket.socket) -> None:
+        kind = socket.SOCK_DGRAM
+        with socket.socket(socket.AF_NETLINK, kind, ttdp.NETLINK_KOBJECT_UEVENT) as forger:
+            forger.bind((0, 0))
+            env = {"SUBSYSTEM": "tenstorrent", "DEVNAME": "tenstorrent/0"}
+            event = wire("add", "/devices/x/tenstorrent!0", env, 1)
+            forger.sendto(event, (kernel.getsockname()[0], 0))
+
+    return has_events(send)
 
 
-def forged() -> list[str]:
-    with (
-        ttdp.open_uevent_socket() as kernel,
-        socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, ttdp.NETLINK_KOBJECT_UEVENT) as forger,
-    ):
-        forger.bind((0, 0))
-        event = wire(
-            "add",
-            "/devices/x/tenstorrent!0",
-            {"SUBSYSTEM": "tenstorrent", "DEVNAME": "tenstorrent/0"},
-            1,
-        )
-        forger.sendto(event, (kernel.getsockname()[0], 0))
-        return received(kernel)
+def genuine() -> bool:
+    ttdp.DRIVER = "SUBSYSTEM=net"
+    return has_events(lambda _: rename_interface(b"lo", b"other"))
 
 
-def genuine() -> list[str]:
-    take_events_of_net_devices_for_ours()
-    with ttdp.open_uevent_socket() as kernel:
-        rename_interface(b"lo", b"other")
-        return received(kernel)
-
-
-def overrun() -> list[str]:
-    take_events_of_net_devices_for_ours()
-    with ttdp.open_uevent_socket() as kernel:
+def overrun() -> bool:
+    def send(kernel: socket.socket) -> None:
         kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        for number in range(100):
-            rename_interface(
-                b"lo" if number % 2 == 0 else b"other", b"other" if number % 2 == 0 else b"lo"
-            )
-        return received(kernel)
+        for _ in range(50):
+            rename_interface(b"lo", b"other")
+            rename_interface(b"other", b"lo")
+
+    return has_events(send)
 
 
-def test_what_a_process_sends_is_not_believed() -> None:
-    """Only the kernel has port id 0; a forged event in its own words is dropped."""
-    assert alone(forged) == []
+def test_only_the_kernels_messages_are_believed() -> None:
+    """A process cannot have its port ID, 0."""
+    assert not alone(forged)
+    assert alone(genuine)
 
 
-def test_what_the_kernel_sends_is_believed() -> None:
-    """A real event of the real kernel passes the check of the sender."""
-    assert alone(genuine) == ["move"]
+def test_lost_events_count_as_events() -> None:
+    """If the buffer overruns, the daemon looks at everything."""
+    assert alone(overrun)
 
 
-def test_events_that_were_lost_are_reported_as_such() -> None:
-    """A socket whose buffer ran over says so once; the daemon then looks at everything."""
-    actions = alone(overrun)
-    assert actions.count("lost") == 1 and 1 < len(actions) < 100
+# -- the kubelet's directory -----------------------------------------------------------------------
 
 
-class Happenings:
-    """What a DirectoryWatch tells."""
+class Watched:
+    """A PluginDirectory, and whether it has woken the loop."""
 
     def __init__(self, path: Path) -> None:
-        self._names: asyncio.Queue[set[str]] = asyncio.Queue()
-        self.watch = ttdp.DirectoryWatch(str(path), self._happened)
+        self.woken = asyncio.Event()
+        self.directory = ttdp.PluginDirectory(str(path), self.woken.set)
 
-    def _happened(self, names: Collection[str]) -> None:
-        self._names.put_nowait(set(names))
-
-    async def next(self) -> set[str]:
-        return await asyncio.wait_for(self._names.get(), PATIENCE)
-
-    async def until(self, name: str) -> None:
-        """Wait until something happened to a name."""
-        while name not in await self.next():
-            pass
-
-    async def __aenter__(self) -> Happenings:
-        self.watch.open(asyncio.get_running_loop())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.watch.close(asyncio.get_running_loop())
+    async def change(self) -> bool:
+        """Wait for a wake, and return whether others' files came or went."""
+        await asyncio.wait_for(self.woken.wait(), PATIENCE)
+        self.woken.clear()
+        self.directory.check()
+        return self.directory.has_changed()
 
 
-async def test_the_watch_tells_to_which_names_something_happened(tmp_path: Path) -> None:
-    """Made, moved, deleted."""
-    async with Happenings(tmp_path) as happenings:
-        (tmp_path / "a").touch()
-        assert await happenings.next() == {"a"}
-        (tmp_path / "a").rename(tmp_path / "b")
-        assert await happenings.next() == {"a", "b"}
+@contextlib.asynccontextmanager
+async def watched(path: Path) -> AsyncIterator[Watched]:
+    found = Watched(path)
+    found.directory.open()
+    found.directory.has_changed()
+    yield found
+    found.directory.close()
+
+
+async def test_files_of_others_are_changes(tmp_path: Path) -> None:
+    """Created, moved, deleted; not the daemon's own sockets, nor the checkpoint."""
+    async with watched(tmp_path) as found:
+        (tmp_path / "kubelet.sock").touch()
+        assert await found.change()
+        (tmp_path / "kubelet.sock").rename(tmp_path / "b")
+        assert await found.change()
         (tmp_path / "b").unlink()
-        assert await happenings.next() == {"b"}
+        assert await found.change()
+        for name in ("tt-n150.1-2.sock", ttdp.CHECKPOINT, ".543210"):
+            (tmp_path / name).touch()
+            assert not await found.change()
 
 
-async def test_the_watch_follows_a_path_into_being_and_out_of_it(tmp_path: Path) -> None:
-    """Each level that is made is watched in turn; removed and made anew, it is watched again."""
-    deep = tmp_path / "a" / "b" / "c"
-    async with Happenings(deep) as happenings:
+async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path: Path) -> None:
+    """With mode 0750, also its ancestors."""
+    path = tmp_path / "a" / "b"
+    async with watched(path) as found:
         for _ in range(3):
-            deep.mkdir(parents=True)
-            names: set[str] = set()
-            while "kubelet.sock" not in names:  # until then it tells that the directory is another
-                (deep / "kubelet.sock").touch()
-                names = await happenings.next()
-                (deep / "kubelet.sock").unlink()
-            shutil.rmtree(tmp_path / "a")
-            await happenings.until("")
+            assert path.stat().st_mode & 0o777 == 0o750
+            shutil.rmtree(path.parent)
+            found.directory.check()  # each turn of the loop does
+            (path / "kubelet.sock").touch()
+            while not await found.change():
+                pass
 
 
-async def test_a_check_finds_that_the_path_leads_elsewhere(tmp_path: Path) -> None:
-    """An ancestor renamed and made anew sends no event; check() notices, once."""
-    directory = tmp_path / "a" / "b"
-    directory.mkdir(parents=True)
-    async with Happenings(directory) as happenings:
-        (tmp_path / "a").rename(tmp_path / "old")
-        directory.mkdir(parents=True)
-        happenings.watch.check()
-        happenings.watch.check()
-        assert await happenings.next() == {""}
-        (directory / "x").touch()
-        assert await happenings.next() == {"x"}
-
-
-async def test_a_watch_that_was_refused_is_had_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_watch_that_is_refused_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others can have used up the user's watches for a moment; each check tries again, silently."""
-    told: list[str] = []
-    loop = asyncio.get_running_loop()
-    watch = ttdp.DirectoryWatch(str(tmp_path), told.extend)
+    """All watches of the user can be in use for a moment."""
     with monkeypatch.context() as patch:
         patch.setattr(ttdp._libc, "inotify_add_watch", lambda *_: -1)
-        watch.open(loop)
-        watch.check()
-        watch.check()
-    assert told == ["", ""]
-    watch.check()
-    told.clear()
+        found = Watched(tmp_path)
+        found.directory.open()
+    found.directory.check()
+    found.directory.has_changed()
     (tmp_path / "kubelet.sock").touch()
-    await until(lambda: told == ["kubelet.sock"])
-    watch.check()
-    assert told == ["kubelet.sock"] and len(caplog.records) == 1
-    watch.close(loop)
+    assert await found.change()
+    found.directory.close()
+
+
+async def test_without_inotify_one_line_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the setting to raise; changes are found at the next turn."""
+    monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda *_: -1)
+    async with watched(tmp_path) as found:
+        assert "raise fs.inotify.max_user_instances" in caplog.text
+        (tmp_path / "kubelet.sock").touch()
+        assert found.directory.has_changed()
+
+
+async def test_a_locked_directory_is_served_by_one_daemon(tmp_path: Path) -> None:
+    """The message has the process that locks it, whatever it is."""
+    with subprocess.Popen(["flock", str(tmp_path), "sleep", "60"]) as holder:
+        await until(lambda: f":{tmp_path.stat().st_ino} " in Path("/proc/locks").read_text())
+        with pytest.raises(ttdp.DirectoryError) as error:
+            ttdp.PluginDirectory(str(tmp_path), lambda: None).check()
+        holder.kill()
+    status, reason = error.value.args
+    assert status == 75
+    assert reason == f"{tmp_path} is locked by process {holder.pid} (flock); exiting"
