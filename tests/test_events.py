@@ -195,6 +195,7 @@ async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path
             assert path.stat().st_mode & 0o777 == 0o750
             shutil.rmtree(path.parent)
             found.directory.check()  # each turn of the loop does
+            found.directory.has_changed()
             (path / "kubelet.sock").touch()
             while not await found.change():
                 pass

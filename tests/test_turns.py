@@ -11,13 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 import ttdp
+from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import StartDaemon, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until
 
 NAME = "tenstorrent.com/n150"
 
@@ -153,3 +156,96 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     await start(state_dir=str(tmp_path))
     await until(lambda: len(kubelet.find("registered")) > 1)
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
+
+
+async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It waits for a link while its resource ends."""
+    (chip,) = node.chips
+    daemon = await start(interval=5)
+    await kubelet.registered(NAME)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
+    link = chip.by_pci.rename(node.root / "link")
+    request = pb.AllocateRequest()
+    request.container_requests.add(devices_ids=[chip.bdf])
+
+    async def allocate(path: str) -> bool:
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            try:
+                await rpc.DevicePluginStub(channel).Allocate(request)  # type: ignore[no-untyped-call]
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+    (old,) = plugin_sockets(directory)
+    first = asyncio.create_task(allocate(f"{directory}/{old}"))
+    await asyncio.sleep(0.1)
+    daemon.reload(resource_domain="example.org")
+    link.rename(chip.by_pci)
+    was_granted = await first
+    await kubelet.registered("example.org/n150")
+    (new,) = set(plugin_sockets(directory)) - {old}
+    assert not (was_granted and await allocate(f"{directory}/{new}"))
+
+
+async def test_the_first_list_has_every_chip(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+) -> None:
+    """Each has answered, or had the time to; also if the kubelet writes its checkpoint."""
+    (slow,) = node.add("n150")
+    quick = node.chips[0]
+    slow.block()
+    checkpoint = directory / ttdp.CHECKPOINT
+    await start(interval=3600)
+    kubelet.manager.write_checkpoint_now()
+    checkpoint.rename(directory / ".1")
+    (directory / ".1").rename(checkpoint)
+    await kubelet.wait_for(lambda: kubelet.find("list", NAME))
+    first = kubelet.find("list", NAME)[0].fields
+    assert {*first["healthy_ids"], *first["unhealthy_ids"]} == {quick.bdf, slow.bdf}
+    slow.unblock()
+
+
+async def test_the_cdi_file_is_current_when_chips_are_advertised(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, tmp_path: Path
+) -> None:
+    """Also while the daemon waits for a chip that the driver has not bound."""
+    (first,) = node.chips
+    (second,), (third,) = node.add("n150"), node.add("n150")
+    cdi = tmp_path / "cdi"
+    cdi.mkdir()
+    (cdi / ttdp.CDI_FILE).write_text('{"devices": []}')
+    third.unbind()
+
+    def is_current() -> bool:
+        paths = ttdp.cdi_nodes((cdi / ttdp.CDI_FILE).read_text())
+        return paths == {chip.bdf: str(chip.device_node) for chip in (first, second)}
+
+    daemon = await start(cdi_dir=str(cdi), device_list_strategy="cdi")
+    await kubelet.registered(NAME)
+    await kubelet.admit("one", "main", {NAME: 1})
+    assert is_current()
+    node.swap_ordinals(first.bdf, second.bdf)
+    await until(is_current)
+    assert not daemon.notified("READY=1")
+
+
+@pytest.mark.parametrize("after", ["unshared", "renamed"])
+async def test_users_of_a_shared_device_do_not_wait_for_each_other_after_a_reload(
+    kubelet: Kubelet, start: StartDaemon, after: str
+) -> None:
+    """It was shared when they got it."""
+    entry = ttdp.SharedResource("n150", 2)
+    daemon = await start(interval=0.1, sharing=ttdp.Sharing(lock_dir="", resources=(entry,)))
+    await kubelet.registered(NAME)
+    for pod in ("one", "other"):
+        await kubelet.admit(pod, "main", {NAME: 1})
+        await kubelet.running(pod, "main")
+    renamed = (ttdp.SharedResource("n150", 2, "half"),) if after == "renamed" else ()
+    daemon.reload(sharing=ttdp.Sharing(lock_dir="", resources=renamed))
+    if renamed:
+        await kubelet.registered("tenstorrent.com/half")
+    kubelet.crash("one", "main")
+    await kubelet.running("one", "main")
