@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
+import pty
 import re
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +49,18 @@ class Answer:
         return rows
 
     @property
-    def table(self) -> list[list[str]]:
-        """The cells of `list`, the heading's first."""
-        return [re.split(r"  +", line) for line in self.out.splitlines()]
+    def table(self) -> list[dict[str, str]]:
+        """The rows of `list` by its columns, which are separated by two spaces."""
+        _, header, *lines = self.out.splitlines()
+        titles = re.split(r"  +", header)
+        rows = [re.split(r"  +", line) for line in lines]
+        return [dict(zip(titles, row, strict=True)) for row in rows if len(row) == len(titles)]
+
+    @property
+    def below(self) -> str:
+        """The text below the table, unwrapped."""
+        text = "\n".join(self.out.splitlines()[2 + len(self.table) :])
+        return re.sub(r"\n +", " ", text)
 
     @property
     def findings(self) -> list[tuple[str, str, str]]:
@@ -59,8 +72,9 @@ class Answer:
 
     @property
     def complaints(self) -> list[tuple[str, str, str]]:
-        """Those of them that are not ok."""
-        return [finding for finding in self.findings if finding[0] != "ok"]
+        """Those of them that are not ok, except that no daemon runs."""
+        findings = [finding for finding in self.findings if finding[0] != "ok"]
+        return [finding for finding in findings if "not running" not in finding[2]]
 
 
 @dataclass
@@ -102,6 +116,26 @@ class Host:
         with Ticker(self.node, 0.2):
             ended = finished(command, {**self.environ, **environ})
         return Answer(ended.returncode, ended.stdout, ended.stderr)
+
+    def run_in_terminal(self, columns: int, *words: str) -> str:
+        """Run the program on a terminal of this width; return its output."""
+        terminal, end = pty.openpty()
+        size = struct.pack("HHHH", 24, columns, 0, 0)
+        fcntl.ioctl(end, termios.TIOCSWINSZ, size)
+        command = [*PROGRAM, *words, *self.flags]
+        environ = environment() | self.environ
+        null = subprocess.DEVNULL
+        with (
+            Ticker(self.node, 0.2),
+            subprocess.Popen(command, env=environ, stdin=null, stdout=end, stderr=null),
+        ):
+            os.close(end)
+            out = b""
+            with contextlib.suppress(OSError):  # EIO at the end
+                while data := os.read(terminal, 65536):
+                    out += data
+        os.close(terminal)
+        return out.decode().replace("\r\n", "\n")
 
     @contextlib.contextmanager
     def running(self, *words: str) -> Iterator[subprocess.Popen[str]]:

@@ -1,39 +1,45 @@
-"""`list`: a row for each chip, for people in columns and for programs as JSON."""
+"""`list`: a row per chip, for people in columns and for programs as JSON, with its users."""
 
 from __future__ import annotations
 
-import base64
-import json
+import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ttdp
-from generated import deviceplugin_pb2 as pb
-from tests.commands import PROGRAM, Host, ended, host_with, wait_for_reader
-from tests.test_check import remember
-from tests.world.processes import PATIENCE, environment
+from tests.commands import PROGRAM, Answer, Host, ended, host_with, wait_for_reader
+from tests.conftest import StartDaemon
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
+from tests.world.processes import PATIENCE, environment, until
+from tests.world.simulation import RunningDaemon
+from ttdp import SharedResource, Sharing
 
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node",
-        "firmware", "temperature", "power", "healthy", "reason", "resource", "replicas", "pods",
-        "processes"]  # fmt: skip
+        "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
+        "replicas", "pods", "processes"]  # fmt: skip
+N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
+SAMPLE = "the service is not running; this is a sample\n"
 
 
 @pytest.fixture
 def host(short_tmp: Path) -> Iterator[Host]:
-    """A host without cards."""
+    """A host without cards, and without a daemon."""
     with host_with(short_tmp) as host:
         yield host
 
 
 @pytest.fixture
 def mixed(host: Host) -> Host:
-    """With an n150 on NUMA node 1, a p300c, and an n300 whose firmware says nothing."""
+    """With an n150 on NUMA node 1, a p300c, and an n300 with late firmware."""
     add = host.node.add
     add("n150", numa_node=1, serial="0100018511732048", asic_id="3B1D7A5620E41F08")
     add("p300c", bdf="0000:41:00.0", serial="0000046131842007", asic_id="5D8801E2B3C42B01")
@@ -44,108 +50,73 @@ def mixed(host: Host) -> Host:
 # -- for people ------------------------------------------------------------------------------------
 
 
-def test_a_chip_is_a_row_of_110_columns(mixed: Host) -> None:
-    """Health stands before the users, whose names can be long; what is unknown is a dash."""
+def test_a_chip_is_a_row_between_versions_and_totals(mixed: Host) -> None:
+    """A dash stands for what is unknown; one line on stderr reports that no daemon runs."""
     answer = mixed.run("list")
-    header, *rows = answer.table
-    assert header == ["N", "ADDRESS", "CARD", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE", "°C", "W",
-                      "HEALTH", "USED BY"]  # fmt: skip
-    assert rows[0] == ["0", "0000:01:00.0", "n150", "0100018511732048", "1", "19.4.0.0", "n150",
-                       "42", "16", "healthy", "?"]  # fmt: skip
-    addresses = [row[1] for row in rows]
-    assert addresses == ["0000:01:00.0", "0000:41:00.0", "0000:42:00.0", "0000:81:00.0"]
-    silent = ["3", "0000:81:00.0", "n300", "-", "-", "-", "n300", "-", "-", "healthy", "?"]
-    assert rows[3] == silent
-    assert max(map(len, answer.out.splitlines())) <= 110
-    assert (answer.status, answer.err) == (0, "")
+    first, header, row, *_, last = answer.out.splitlines()
+    assert first == "driver 2.10.1-pre, firmware 19.4.0.0"
+    assert header.split() == ["N", "ADDRESS", "CARD", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE",
+                              "°C", "W", "HEALTH", "USED", "BY"]  # fmt: skip
+    assert row.split() == ["0", "0000:01:00.0", "n150", "0100018511732048", "1", "19.4.0.0",
+                           "n150", "41", "16", "healthy", "?"]  # fmt: skip
+    late = ["3", "0000:81:00.0", "n300", "-", "-", "-", "n300", "-", "-", "healthy", "?"]
+    assert [*answer.table[3].values()] == late
+    assert last == "4 chips, 0 unhealthy, 0 in use"
+    assert (answer.status, answer.err) == (0, SAMPLE)
 
 
-def test_the_widest_card_fits_with_a_pod(host: Host) -> None:
-    """A Galaxy's names are the longest; only a pod's own name can go beyond."""
+@pytest.mark.parametrize("columns", [80, 110])
+def test_no_line_is_wider_than_the_terminal(host: Host, columns: int) -> None:
+    """Reasons and remedies are below the table, wrapped; less important columns go first."""
     host.node.add("galaxy-wormhole")
-    checkpoint = host.plugins / ttdp.CHECKPOINT
-    checkpoint.write_text(record("tenstorrent.com/galaxy-wormhole", "0000:c1:00.0"))
-    lines = host.run("list").out.splitlines()
-    assert len(lines) == 33 and sum(line.endswith(UID) for line in lines) == 1
-    assert max(len(line.removesuffix(UID)) for line in lines) <= 110
+    host.node.add("p300c", bdf="0001:05:00.0")
+    for chip in host.node.chips[-2:]:
+        chip.freeze()
+    out = host.run_in_terminal(columns, "list")
+    assert max(map(len, out.splitlines())) <= columns
+    text = re.sub(r"\s+", " ", out)
+    remedy = "reset it: tt-smi -r 0001:05:00.0 (also resets 0001:06:00.0 on that board)"
+    assert re.search(
+        rf"0001:05:00.0: heartbeat stalled at \d+ \(firmware stopped\); {re.escape(remedy)}", text
+    )
+    assert "STALLED" in out and out.rstrip().endswith("34 chips, 2 unhealthy, 0 in use")
 
 
-UID = "6f1cbb7a-4a08-4c31-9a5b-0f4f6a2a9d10"
-
-
-def record(resource: str, bdf: str, pod: str = UID) -> str:
-    """A kubelet's checkpoint, by which a pod has this chip."""
-    answer = pb.ContainerAllocateResponse(envs={ttdp.ADDRESSES: bdf})
-    entry = {
-        "PodUID": pod,
-        "ContainerName": "main",
-        "ResourceName": resource,
-        "DeviceIDs": {"-1": [bdf]},
-        "AllocResp": base64.b64encode(answer.SerializeToString()).decode(),
-    }
-    return json.dumps({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}})
-
-
-def test_an_id_that_is_no_address_is_shown(mixed: Host) -> None:
-    """A board's serial for both of its chips; one whose board is not known yet says so."""
+def test_the_id_of_a_board_has_a_column(mixed: Host) -> None:
+    """A chip whose board's serial is unknown waits for it; an unhealthy chip's board does, too."""
     mixed.node.add("p300c", bdf="0000:91:00.0", firmware=False)
-    header, *rows = mixed.run("list", "--unit=board").table
-    assert header[:3] == ["N", "ADDRESS", "ID"]
-    serial = "0000046131842007"
-    ids = ["0000:01:00.0", serial, serial, "0000:81:00.0", "-", "-"]
-    assert [row[2] for row in rows] == ids
-    assert rows[1][7] == "p300-board"
-    assert rows[5][-2] == "UNHEALTHY: its board is not known yet"
-
-
-def test_a_healthy_chip_of_a_board_that_is_not_says_why(mixed: Host) -> None:
-    """With unit = "board" it is the board that a container can have."""
     mixed.node.chip("0000:42:00.0").freeze()
-    _, _, first, second, _ = mixed.run("list", "--unit=board").table
-    assert first[-2].startswith("UNHEALTHY: 0000:42:00.0: heartbeat stalled")
-    assert second[-2].startswith("UNHEALTHY: heartbeat stalled")
-
-
-def test_a_chip_that_is_gone_stays_in_the_list(host: Host) -> None:
-    """The daemon has seen it since boot: what it was, and that it has no node."""
-    (chip,) = host.node.add("p150a")
-    remember(host)
-    chip.vanish()
-    (row,) = host.run("list").table[1:]
-    assert row[:3] == ["-", chip.bdf, "p150a"] and "UNHEALTHY: PCI device is gone" in row[-2]
-    assert row[3] == chip.facts.telemetry["tt_serial"]
+    answer = mixed.run("list", "--unit=board")
+    serial = "0000046131842007"
+    assert [row["ID"] for row in answer.table][1:5] == [serial, serial, "0000:81:00.0", "-"]
+    assert answer.table[1]["RESOURCE"] == "p300-board"
+    assert "0000:91:00.0: waiting for the serial number of its board" in answer.below
+    assert [row["HEALTH"] for row in answer.table][1:3] == ["healthy", "STALLED"]
 
 
 def test_names_that_others_choose_are_escaped(host: Host) -> None:
-    """A process can call itself what it wants, and root's terminal would obey."""
+    """A terminal would obey a process's name; an ASCII terminal gets ASCII."""
     (chip,) = host.node.add("n150")
-    evil = "\x1b]0;owned\x07\x1b[2J"
-    host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], evil)
+    name = "\x1b]0;owned\x07\x1b[2Jnaïve"
+    host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], name)
     out = host.run("list").out
-    assert out.isascii() or "°" in out
-    assert "\x1b" not in out and "\x07" not in out
-    assert r"\x1b]0;owned\x07\x1b[2J[7]" in out
-
-
-def test_an_ascii_terminal_gets_ascii(host: Host) -> None:
-    """No traceback for a degree sign, a multiplication sign or a process called so."""
-    (chip,) = host.node.add("n150")
-    host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], "naïve")
+    assert r"\x1b]0;owned\x07\x1b[2Jnaïve[7]" in out and "\x1b" not in out and "\x07" not in out
     config = host.root / "config.toml"
     config.write_text('[[sharing.resources]]\nname = "n150"\nreplicas = 4\n')
     answer = host.run_anew("list", f"--config-file={config}", PYTHONIOENCODING="ascii")
     assert answer.out.isascii() and "n150 x4" in answer.out and "[7]" in answer.out
-    assert (answer.status, answer.err) == (0, "")
 
 
-def test_nothing_is_a_sentence(host: Host) -> None:
-    """No device is no error."""
+def test_no_device_is_not_an_error(host: Host) -> None:
+    """A sentence for people, an empty array for programs; also without a driver."""
     answer = host.run("list")
     assert (answer.out, answer.status) == ("no Tenstorrent device on this node\n", 0)
+    host.node.unload_driver()
+    assert host.run("list", "--json").rows == []
 
 
-def test_a_reader_that_has_gone_is_no_error(host: Host) -> None:
-    """`list | head -1` may close the pipe before all is written: nothing to complain about."""
+def test_a_closed_pipe_is_not_an_error(host: Host) -> None:
+    """`list | head -1`."""
     host.node.add("n150")
     reader, writer = os.pipe()
     os.close(reader)
@@ -155,39 +126,46 @@ def test_a_reader_that_has_gone_is_no_error(host: Host) -> None:
     ) as process:
         os.close(writer)
         _, err = process.communicate(timeout=4 * PATIENCE)
-    assert err == b"" and process.returncode in (0, -signal.SIGPIPE)
+    assert err.decode() == SAMPLE and process.returncode in (0, -signal.SIGPIPE)
+
+
+def test_an_invalid_configuration_keeps_nobody_from_looking(mixed: Host) -> None:
+    """One line reports it; the rest is shown with the defaults."""
+    config = mixed.root / "config.toml"
+    config.write_text("units = 'board'\n")
+    answer = mixed.run("list", f"--config-file={config}")
+    assert len(answer.table) == 4 and answer.status == 0
+    assert "'units' is not a known key; did you mean unit?; valid keys: " in answer.err
 
 
 # -- for programs ----------------------------------------------------------------------------------
 
 
 def test_json_has_these_keys_and_values(mixed: Host) -> None:
-    """An array of objects, in the order of the addresses; null for what nobody knows."""
+    """An array of objects in the order of addresses; null for unknown values."""
     answer = mixed.run("--json", "list")
     assert all(list(row) == KEYS for row in answer.rows)
     values = [
         "0000:41:00.0", 1, f"{mixed.node.root}/dev/tenstorrent/1", "0000:41:00.0", "p300c", "p300",
         "blackhole", "0000046131842007", "5D8801E2B3C42B01", None, "19.4.0.0", 41.5, 24.0, True,
-        None, "tenstorrent.com/p300", 0, None, [],
+        None, None, "tenstorrent.com/p300", 0, None, [],
     ]  # fmt: skip
     assert answer.rows[1] == dict(zip(KEYS, values, strict=True))
-    silent = answer.rows[3]
-    assert (silent["card"], silent["resource"]) == ("n300", "tenstorrent.com/n300")
+    late = answer.rows[3]
     unknown = ("serial", "asic_id", "numa_node", "firmware", "temperature", "power", "reason")
-    assert [silent[key] for key in unknown] == [None] * 7
+    assert [late[key] for key in unknown] == [None] * 7
     assert [row["numa_node"] for row in answer.rows] == [1, None, None, None]
 
 
-def test_devices_and_resources_are_named_as_the_options_say(mixed: Host) -> None:
-    """The ASIC's ID where it is known, the exact card type, another domain."""
-    options = ["device-id-strategy=asic", "resource-naming=card", "resource-domain=example.org"]
-    rows = mixed.run("list", "--json", *(f"--{option}" for option in options)).rows
-    assert [row["id"] for row in rows][::3] == ["wormhole-3B1D7A5620E41F08", "0000:81:00.0"]
+def test_resources_are_named_by_the_options(mixed: Host) -> None:
+    """The exact card type, another domain."""
+    flags = ("--resource-naming=card", "--resource-domain=example.org")
+    rows = mixed.run("list", "--json", *flags).rows
     cards = ("n150", "p300c", "p300c", "n300")
     assert [row["resource"] for row in rows] == [f"example.org/{card}" for card in cards]
 
 
-def test_a_card_that_nobody_knows_is_not_guessed(host: Host) -> None:
+def test_an_unknown_card_is_not_guessed(host: Host) -> None:
     """Neither card nor board; the resource is the architecture."""
     host.node.add("n150", firmware=False)[0].write("subsystem_device", b"0x0099\n")
     (row,) = host.run("list", "--json").rows
@@ -195,73 +173,198 @@ def test_a_card_that_nobody_knows_is_not_guessed(host: Host) -> None:
     assert row["resource"] == "tenstorrent.com/wormhole"
 
 
-def test_nothing_is_an_empty_array(host: Host) -> None:
-    """Without a driver, too."""
-    host.node.unload_driver()
-    answer = host.run("list", "--json")
-    assert (answer.rows, answer.status) == ([], 0)
+# -- faults ----------------------------------------------------------------------------------------
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "freeze": ("STALLED", "heartbeat stalled at"),
+    "die": ("NO_RESPONSE", "chip does not respond"),
+    "reset": ("RESETTING", "resetting (no telemetry)"),
+    "block": ("BLOCKED", "telemetry read timed out"),
+    "unbind": ("GONE", "driver is not bound; run: echo 0000:01:00.0 > "),
+    "unlink": ("NODE", "device file is invalid: "),
+}
 
 
-def test_processes_that_have_a_node_open_are_named(host: Host) -> None:
-    """Each once; an empty list where there is none, null where nobody can know."""
-    for _ in range(3):
-        host.node.add("n150")
-    first, second, third = host.node.chips
-    host.node.start_process(4711, "0::/user.slice\n", [str(first.device_node)] * 2, "tt-smi")
-    second.set_pids([0])  # of another PID namespace
-    third.set_pids([999])  # has ended
-    processes = [row["processes"] for row in host.run("list", "--json").rows]
-    assert processes == [[{"pid": 4711, "command": "tt-smi", "of_pod": False}], None, []]
-    shutil.rmtree(host.node.root / "proc/driver/tenstorrent")  # as a driver before 2.5
-    assert [row["processes"] for row in host.run("list", "--json").rows] == [None] * 3
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_sample_shows_each_fault(host: Host, fault: str) -> None:
+    """With a word in its row, and its reason and remedy below the table; status 0."""
+    chip, _ = host.node.add("n150")[0], host.node.add("n150")
+    (chip.device_node.unlink if fault == "unlink" else getattr(chip, fault))()
+    answer = (host.run if fault == "reset" else host.run_anew)("list")
+    word, reason = FAULTS[fault]
+    assert [row["HEALTH"] for row in answer.table] == [word, "healthy"]
+    assert answer.below.startswith(f"0000:01:00.0: {reason}")
+    assert answer.below.rstrip().endswith("2 chips, 1 unhealthy, 0 in use") and answer.status == 0
 
 
-# -- chips that are ill ----------------------------------------------------------------------------
-
-
-def test_a_heartbeat_that_stands_still_shows(host: Host) -> None:
-    """Two samples a second apart tell. A sick device is no failure of `list`."""
-    host.node.add("n150")[0].freeze()
-    host.node.add("n150")
-    answer = host.run_anew("list", "--json")
-    sick, well = answer.rows
-    assert (sick["healthy"], well["healthy"], well["reason"]) == (False, True, None)
-    assert "heartbeat stalled" in sick["reason"] and answer.status == 0
-
-
-def test_a_chip_in_reset_shows(host: Host) -> None:
-    """In the table the reason is in words, and nothing is measured."""
-    host.node.add("n150")[0].reset()
-    (row,) = host.run("list").table[1:]
-    assert row[-4:-1] == ["-", "-", "UNHEALTHY: resetting (no telemetry)"]
-
-
-def test_a_read_that_blocks_shows_and_does_not_keep_the_program(host: Host) -> None:
-    """It ends after the two seconds that a read has, though a thread is stuck."""
-    host.node.add("n150")[0].block()
-    host.node.add("n150")
-    stuck, well = host.run_anew("list", "--json").rows
-    assert (stuck["healthy"], well["healthy"]) == (False, True)
-    assert "does not return" in stuck["reason"]
-
-
-def test_a_wrong_node_is_told_on_stderr(mixed: Host) -> None:
-    """It is not listed, one line says why, and what a program reads is JSON all the same."""
-    mixed.node.chips[0].device_node.unlink()
-    answer = mixed.run("list", "--json")
-    assert [row["index"] for row in answer.rows] == [1, 2, 3]
-    (line,) = answer.err.splitlines()
-    assert "not listed" in line and f"{mixed.node.root}/dev/tenstorrent/0" in line
-
-
-def test_a_device_that_goes_meanwhile_shows(host: Host) -> None:
-    """Between the two samples: it has no path any more, and the reason says that it is gone."""
+def test_a_chip_that_disappears_between_the_two_samples_is_shown_as_gone(host: Host) -> None:
+    """Without a path; what is known of it stays."""
     (chip,) = host.node.add("n150")
     chip.block()
     with host.running("list", "--json") as process:
         wait_for_reader(chip.attribute("tt_heartbeat"))
         chip.vanish()
         (row,) = ended(process).rows
-    shown = (row["bdf"], row["path"], row["healthy"], row["card"])
-    assert shown == (chip.bdf, None, False, "n150")
-    assert "gone" in row["reason"]
+    found = (row["bdf"], row["path"], row["healthy"], row["card"])
+    assert found == (chip.bdf, None, False, "n150") and "is gone" in row["reason"]
+
+
+# -- users, and the view of a running daemon -------------------------------------------------------
+
+
+class Served(Host):
+    """The host of a kubelet and a daemon, on which an operator runs commands."""
+
+    async def run_list(self, *words: str) -> Answer:
+        return await asyncio.to_thread(self.run, "list", *words)
+
+    async def users(self) -> list[str]:
+        """Return the column USED BY."""
+        return [row["USED BY"] for row in (await self.run_list()).table]
+
+
+@pytest.fixture
+def served(short_tmp: Path, node: SimulatedNode) -> Served:
+    return Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+
+
+@pytest.fixture
+async def three(served: Served, kubelet: Kubelet, start: StartDaemon) -> RunningDaemon:
+    """Three cards, with which a daemon is registered."""
+    for _ in range(3):
+        served.node.add("n150")
+    daemon: RunningDaemon = await start(runtime_dir=str(served.root))
+    await kubelet.registered(N150)
+    return daemon
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_users_are_pods_and_the_hosts_processes(
+    served: Served, kubelet: Kubelet, three: RunningDaemon
+) -> None:
+    """A pod's process counts as the pod; two names and a count are shown."""
+    await kubelet.admit("team-a/train", "main", {N150: 2})
+    await kubelet.running("team-a/train", "main")
+    _, second, third = served.node.chips
+    start = served.node.start_process
+    start(101, "0::/user.slice\n", [str(second.device_node)], "tt-smi")
+    for pid in range(201, 205):
+        start(pid, "0::/user.slice\n", [str(third.device_node)], "python3")
+    await until(lambda: three.daemon.node.allocations.names)
+    answer = await served.run_list()
+    assert answer.err == ""
+    assert [row["USED BY"] for row in answer.table] == [
+        "team-a/train",
+        "team-a/train, tt-smi[101]",
+        "python3[201], python3[202] +2",
+    ]
+    assert answer.below == "3 chips, 0 unhealthy, 3 in use"
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_a_name_stays_known_while_the_kubelet_is_away(
+    served: Served, kubelet: Kubelet, three: RunningDaemon
+) -> None:
+    """A pod whose name was never known is shown by its UID."""
+    await kubelet.admit("train", "main", {N150: 1})
+    await until(lambda: three.daemon.node.allocations.names)
+    await kubelet.stop()
+    assert (await served.users())[0] == "default/train"
+    three.daemon.node.allocations.names = {}
+    assert (await served.users())[0] == kubelet.uid("train")
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_users_of_a_shared_chip_are_all_named(
+    served: Served, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The resource has the number of replicas."""
+    served.node.add("n150")
+    shared = Sharing(lock_dir="", resources=(SharedResource("n150", 4),))
+    daemon = await start(sharing=shared, runtime_dir=str(served.root))
+    await kubelet.registered(N150)
+    for pod in ("one", "two"):
+        await kubelet.admit(pod, "main", {N150: 1})
+    await until(lambda: len(daemon.daemon.node.allocations.names) == 2)
+    (row,) = (await served.run_list()).table
+    assert sorted(row["USED BY"].split(", ")) == ["default/one", "default/two"]
+    assert row["RESOURCE"] == "n150 ×4"
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
+    served: Served, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """It is healthy; the pod is named in the table, below it, and in JSON."""
+    served.node.add("p150a")
+    daemon = await start(runtime_dir=str(served.root))
+    await kubelet.registered(P150)
+    await kubelet.admit("train", "main", {P150: 1})
+    await until(lambda: daemon.daemon.node.allocations.names)
+    daemon.reload(resource_naming="card")
+    await kubelet.registered(f"{P150}a")
+    answer = await served.run_list()
+    (row,) = answer.table
+    assert (row["HEALTH"], row["USED BY"]) == ("withheld", "default/train")
+    assert "withheld: held by default/train under another name" in answer.below
+    (chip,) = (await served.run_list("--json")).rows
+    assert (chip["healthy"], chip["withheld"]) == (True, "default/train")
+
+
+@pytest.mark.usefixtures("three", "ticking")
+async def test_unknown_users_are_a_question_mark(served: Served) -> None:
+    """Without a kubelet, or with a driver that does not list processes."""
+    assert await served.users() == ["-", "-", "-"]
+    alone = Served(served.root / "elsewhere", served.node)
+    assert await alone.users() == ["?", "?", "?"]
+    first, second, _ = served.node.chips
+    served.node.start_process(7, "0::/user.slice\n", [str(first.device_node)], "tt-smi")
+    served.node.start_process(8, "0::/user.slice\n", [str(second.device_node)], "")
+    second.set_pids([0])  # of another PID namespace
+    assert await alone.users() == ["tt-smi[7]", "?", "?"]
+    shutil.rmtree(served.node.root / "proc/driver/tenstorrent")
+    assert await served.users() == ["?", "?", "?"]
+
+
+@pytest.mark.parametrize("comm", ["", None])
+def test_a_hidden_process_is_a_user(host: Host, comm: str | None) -> None:
+    """With hidepid, or without a name: its PID is shown."""
+    (chip,) = host.node.add("n150")
+    host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], comm or "")
+    if comm is None:
+        shutil.rmtree(host.node.root / "proc/7")
+    (row,) = host.run("list", "--json").rows
+    assert row["processes"] == [{"pid": 7, "command": "?", "of_pod": False}]
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_commands_show_the_daemons_view(
+    served: Served, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The same reason in kubelet's list, log, status, `list`, `check` and metrics: a trip."""
+    served.node.add("p150a")
+    daemon = await start(runtime_dir=str(served.root), interval=0.1)
+    await kubelet.registered(P150)
+    (chip,) = served.node.chips
+    chip.trip()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    answer = await served.run_list()
+    (row,) = answer.table
+    reason = "thermal trip (1 so far; healthy again after 300 s without another)"
+    assert row["HEALTH"] == "TRIPPED"
+    assert f"{chip.bdf}: {reason}; check its cooling" in answer.below
+    check = await asyncio.to_thread(served.run, "check")
+    assert ("FAIL", chip.bdf, f"p150a: {reason}; check its cooling") in check.findings
+    (service,) = (text for _, subject, text in check.findings if subject == "service")
+    assert reason in service and daemon.notified(f"STATUS={service.partition(': ')[2]}")
+    metrics: Any = await daemon.daemon._reporter.metrics.text()
+    assert f'tt_device_fault{{device="{chip.bdf}",kind="tripped"}} 1' in metrics
+    assert ttdp.__version__ in service
+
+
+@pytest.mark.usefixtures("three")
+async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
+    """Other roots or directories: a sample, and a line that names the daemon's directory."""
+    other = Served(served.root / "elsewhere", served.node, served.environ)
+    answer = await other.run_list()
+    assert f"the service uses other directories ({served.plugins}); this is a sample" in answer.err
