@@ -1,4 +1,4 @@
-"""The command line's words, and the form of log lines. What `list` and `check` say is elsewhere."""
+"""The command line, and the form of log lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_version_is_one_line() -> None:
 
 
 def test_help_mentions_every_command_flag_variable_and_default() -> None:
-    """What can be set is in the help, and so are the sections that only the file has."""
+    """Also the sections that only the file has."""
     text = " ".join(run("--help").out.split())
     for option in ttdp.OPTIONS:
         default = getattr(ttdp.Settings(), option.key)
@@ -35,12 +35,12 @@ def test_help_mentions_every_command_flag_variable_and_default() -> None:
         assert f"default {str(default).lower() if option.is_switch else default}" in text
     for word in ("run", "list", "check", "--json", "--config-only", "--version", "--config-file",
                  "TTDP_CONFIG_FILE", ttdp.DEFAULT_CONFIG_FILE, "[health]", "[sharing]",
-                 "[[mounts]]", "74", "75", "78"):  # fmt: skip
+                 "[[mounts]]"):  # fmt: skip
         assert word in text
 
 
 def test_no_command_is_the_help_on_stderr() -> None:
-    """Nobody starts a daemon by typing a name."""
+    """With status 2: a daemon starts only by `run`."""
     ended = run()
     assert (ended.status, ended.out) == (2, "")
     assert ended.err == run("--help").out
@@ -49,19 +49,15 @@ def test_no_command_is_the_help_on_stderr() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["run", "--json"], "--json goes with list"),
-        (["check", "--json"], "--json goes with list"),
-        (["list", "--config-only"], "--config-only goes with check"),
         (["list", "run"], "unrecognized arguments: run"),
         (["lst"], "invalid choice: 'lst'"),
-        (["run", "--uni", "board"], "there is no option --uni; did you mean --unit?"),
-        (["list", "--sysfs-rot=/x"], "there is no option --sysfs-rot; did you mean --sysfs-root?"),
-        (["run", "--nonsense-of-mine"], "there is no option --nonsense-of-mine\n"),
+        (["run", "--uni", "board"], "unrecognized arguments: --uni"),
+        (["run", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["list", "--log-level"], "argument --log-level: expected one argument"),
     ],
 )
-def test_words_that_are_not_understood_are_a_usage_error(words: list[str], reason: str) -> None:
-    """Status 2, the usage and what is wrong, before anything is looked at."""
+def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
+    """Status 2 and the usage, before anything else happens."""
     ended = run(*words)
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("usage: tt-device-plugin run|list|check [OPTIONS]\n")
@@ -69,29 +65,22 @@ def test_words_that_are_not_understood_are_a_usage_error(words: list[str], reaso
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "source"),
+    ("words", "environ", "text"),
     [
-        (["run", "--unit=boards"], {}, "--unit: 'boards'"),
-        (["list"], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
-        (
-            ["run", "--config-file=/nowhere"],
-            {},
-            "/nowhere: there is no such file; --config-file names",
-        ),
-        (
-            ["run"],
-            {"TTDP_CONFIG_FILE": "/no"},
-            "/no: there is no such file; TTDP_CONFIG_FILE names it",
-        ),
+        (["--unit=boards"], {}, "--unit: 'boards' is not valid; must be chip or board"),
+        ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
+        (["--config-file=/nowhere"], {}, "--config-file: /nowhere does not exist"),
+        ([], {"TTDP_CONFIG_FILE": "/no"}, "TTDP_CONFIG_FILE: /no does not exist"),
+        (["--device-list-strategy=cdi", "--cdi-dir="], {}, "--device-list-strategy: 'cdi'"),
     ],
 )
 def test_a_bad_value_is_status_78_and_one_line(
-    words: list[str], environ: dict[str, str], source: str
+    words: list[str], environ: dict[str, str], text: str
 ) -> None:
-    """The line names the flag, the variable or the file that it comes from."""
-    ended = run(*words, **environ)
+    """The line has the flag, the variable or the file, and the valid values."""
+    ended = run("run", *words, **environ)
     (line,) = ended.err.splitlines()
-    assert (ended.status, ended.out) == (78, "") and source in line
+    assert (ended.status, ended.out) == (78, "") and text in line
 
 
 # -- log lines -------------------------------------------------------------------------------------
