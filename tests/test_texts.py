@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
 import ttdp
-from tests.e2e.test_metrics import FREE, HOTTEST, UNHEALTHY
+from tests import chips as chips_module
+from tests.e2e.test_metrics import QUERIES
 from tests.e2e.test_repository import INSTALLATION, URL
 from tests.world.processes import ROOT
 
@@ -52,19 +53,18 @@ def cells(heading: str) -> list[list[str]]:
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
 
-def names(unit: Any) -> Iterator[str]:
-    """Every resource's name, without the domain, by the cards that there are."""
-    for card in ttdp.CARDS.values():
-        arch: Any = "wormhole" if card in ("n150", "n300", "galaxy-wormhole") else "blackhole"
-        function = ttdp.PciFunction("0000:01:00.0", arch, card, None, 0, "", "")
-        yield ttdp.short_name(ttdp.Chip(function), ttdp.Settings(unit=unit))
+def names(unit: str) -> Iterator[str]:
+    """Yield every resource's name, without the domain."""
+    for card in {*ttdp.CARDS.values()}:
+        chip = chips_module.chip(1, card, serial="S")
+        yield from chips_module.decide([chip], ttdp.Settings(unit=unit)).resources
 
 
-@pytest.mark.parametrize("unit", get_args(ttdp.Unit))
+@pytest.mark.parametrize("unit", ["chip", "board"])
 def test_readme_names_every_resource(unit: str) -> None:
     """Every board's, and those of whole boards."""
     for name in names(unit):
-        assert f"`tenstorrent.com/{name}`" in README
+        assert f"`{name}`" in README
 
 
 def limits(document: Any) -> Iterator[str]:
@@ -82,8 +82,8 @@ def test_readme_manifests_ask_for_what_there_is() -> None:
     blocks = [yaml.safe_load(block) for block in fenced("yaml")]
     wanted = {name for block in blocks for name in limits(block)}
     ours = {name for name in wanted if name.startswith("tenstorrent.com/")}
-    assert len(blocks) >= 3 and ours
-    assert ours <= {f"tenstorrent.com/{name}" for name in names("chip")}
+    assert len(blocks) >= 2 and ours
+    assert ours <= {*names("chip")}
 
 
 def test_readme_configurations_are_valid(tmp_path: Path) -> None:
@@ -94,35 +94,23 @@ def test_readme_configurations_are_valid(tmp_path: Path) -> None:
         assert ttdp.load_settings({"config_file": str(file)}, {}) != ttdp.Settings(), block
 
 
-def test_readme_names_every_metric_and_fault() -> None:
-    """Those that the program writes, and no others."""
-    families = [*ttdp.chip_metrics([], {}, []), *ttdp.plugin_metrics([], {}, 0.0)]
-    rows = cells("Metrics")
-    named = {name for row in rows for name in re.findall(r"tt_[a-z]+_\w+", row[0])}
-    assert named == {family.name for family in families}
-    faults = next(row[1] for row in rows if row[0].startswith("tt_device_fault"))
-    assert re.findall(r"`(\w+)", faults)[1:] == [fault.name.lower() for fault in ttdp.Fault]
-
-
-def test_readme_names_every_label() -> None:
-    """Those of a node with an n300, and no others; its example asks for labels that there are."""
-    function = ttdp.PciFunction("0000:01:00.0", "wormhole", "n300", 0, 0, "", "")
-    chips = [ttdp.Chip(function, identity=ttdp.Identity(firmware="19.4.0.0"))]
-    listed = ttdp.configured_resources(chips, ttdp.Settings()).values()
-    lines = ttdp.feature_file(listed, chips, ttdp.Settings(), "2.10.0").splitlines()
-    written = {line.partition("=")[0].partition("/")[2] for line in lines}
-    text = " ".join(row[0] for row in cells("Node labels"))
-    named = {*re.findall(r"(?:tenstorrent\.com/|….)([a-z0-9.-]+)", text)}
-    assert named == {*written, "arch.blackhole"}
-    example = next(block for block in fenced("yaml") if "matchExpressions" in block)
-    asked = re.findall(r"key: tenstorrent\.com/([^,]+)", example)
-    assert asked and {key.replace("p300", "n300") for key in asked} <= written
+def test_readme_names_only_metrics_and_labels_that_exist() -> None:
+    """All of them are in the man page."""
+    chips = {f"tt_device_{name}" for name in ttdp.CHIP_METRICS}
+    metrics = chips | {f"tt_{name}" for name in ttdp.PLUGIN_METRICS}
+    named = {*re.findall(r"\btt_[a-z]+_\w+", README)}
+    assert named and named <= metrics
+    chip = chips_module.chip(1, "p300c", numa_node=0, firmware="19.4.0.0", serial="S")
+    labels = chips_module.decide([chip]).labels
+    written = {line.partition("=")[0] for line in labels.splitlines() if line[0] != "#"}
+    named = {*re.findall(r"tenstorrent\.com/(?:p300|driver)\.[a-z-]+", README)}
+    assert len(named) > 2 and named <= written
 
 
 def test_readme_queries_are_tested() -> None:
     """Word for word, so that what is copied works."""
     queries = {query.strip() for query in fenced("promql")}
-    assert queries and queries <= {query.strip() for query in (FREE, UNHEALTHY, HOTTEST)}
+    assert queries and queries <= {query.strip() for query in QUERIES}
 
 
 def test_readme_installation_is_tested() -> None:
@@ -131,7 +119,8 @@ def test_readme_installation_is_tested() -> None:
     served = re.search(r"(?m)^REPOSITORY_URL \?= (\S+)$", makefile)
     assert served
     tested = [line.replace(URL, served[1]).replace(" --yes", "") for line in INSTALLATION]
-    assert fenced("console")[1].splitlines() == [f"# {line}" for line in tested]
+    (block,) = (each for each in fenced("console") if "sources.list.d" in each)
+    assert block.splitlines() == [f"# {line}" for line in tested]
 
 
 def test_readme_links_lead_somewhere() -> None:
