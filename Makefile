@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 DEMO := build/demo/tt-device-plugin.pyz
 
-.PHONY: help demo test test-pythons e2e e2e-newcomer bench soak lint generate clean
+.PHONY: help demo test test-pythons e2e e2e-newcomer bench fuzz soak lint generate clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ e2e-newcomer: $(VENV)/ready  ## make demo and make test in clean systems, quiet 
 
 bench: $(VENV)/ready  ## latencies and costs, beside those of a bare grpc.aio server
 	@$(PY) -m tests.bench --json dist/bench.json
+
+fuzz: $(VENV)/ready  ## random operations on a simulated node for SECONDS=600, from SEED=1
+	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 soak: $(VENV)/ready  ## 10 000 kubelet restarts, at least ten minutes: search for leaks
 	@$(PY) -m tests.soak
