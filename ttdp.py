@@ -1493,6 +1493,8 @@ class AllocationTracker:
                 self.unreadable = f"{CHECKPOINT} cannot be parsed"
                 self.checkpoint = self.checkpoint._replace(registered={})  # it is out of date
                 return
+            if self.unreadable:
+                log.info("%s can be parsed again", path)
             self.unreadable = None
             self.has_read = True
 
@@ -4100,6 +4102,9 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
+    for flag, command in (("json", "list"), ("config_only", "check")):
+        if getattr(options, flag) and options.command != command:
+            parser.error(f"--{flag.replace('_', '-')} is an option of {command}")
     return options
 
 

@@ -49,6 +49,8 @@ def test_no_command_is_the_help_on_stderr() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
+        (["run", "--json"], "--json is an option of list"),
+        (["list", "--config-only"], "--config-only is an option of check"),
         (["list", "run"], "unrecognized arguments: run"),
         (["lst"], "invalid choice: 'lst'"),
         (["run", "--uni", "board"], "unrecognized arguments: --uni"),

@@ -123,7 +123,7 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
     """It is another one than the loop has seen; kubelets before 1.37 could lose a second one."""
     connection_error = ttdp.connection_error
 
-    def comes_now(path: str) -> str | None:
+    def comes_now(path: str) -> int:
         os.utime(kubelet.socket)
         return connection_error(path)
 

@@ -63,7 +63,7 @@ class Openers:
 
     def _run(self) -> None:
         while not self._end.wait(PAUSE):
-            with self._cards.holding():  # no node comes or goes meanwhile
+            with self._cards.lock:  # no device file comes or goes meanwhile
                 self.now = [*self._look()]
                 self._show(self.now)
                 self._judge(self.now)
