@@ -83,7 +83,7 @@ e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, c
 	@$(PYTEST) -vv tests/e2e $(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
 e2e-slow: dist/tt-device-plugin.pyz  ## a container that crashes six minutes after a rename
-	@$(PYTEST) -vv -m slow tests/e2e/test_custody.py
+	@$(PYTEST) -vv -m slow tests/e2e/test_ownership.py
 
 e2e-pythons: $(DEB)$(MACHINE).deb  ## package and tests with Python 3.13 to 3.15
 	@$(PYTEST) -vv tests/e2e/test_pythons.py

@@ -27,16 +27,28 @@ LONG = 60.0  # seconds after which something is taken for hung
 STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on
 
 HOLD = """
+trap {term} TERM
+trap 'exit 0' USR1
+sleep {late}
 descriptor=3
 for node in /dev/tenstorrent/*; do
     eval "exec $descriptor<>$node"
     descriptor=$((descriptor + 1))
 done
-trap {term} TERM
-trap 'exit 0' USR1
 while :; do sleep 3600 & wait; done
 """
-"""What containers run: they open every node that they have, and keep it open."""
+"""What containers run: they open every device file that they have, and keep it open."""
+
+SOMETIMES = """
+trap {term} TERM
+while :; do
+    exec 3<>$(echo /dev/tenstorrent/*)
+    sleep 0.5
+    exec 3>&-
+    sleep 0.5
+done
+"""
+"""Opens and closes its device each second."""
 
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"
 
@@ -146,13 +158,19 @@ class Ward(Node):
         stubborn: bool = False,
         once: bool = False,
         static: bool = False,
+        late: int = 0,
+        script: str = HOLD,
         change: Callable[[JSON], None] = lambda spec: None,
     ) -> Pod:
-        """Create a pod. `stubborn`: it ignores SIGTERM; `once`: it is not started again."""
+        """Create a pod.
+
+        stubborn: it ignores SIGTERM; once: it is not started again; late: seconds until it opens
+        its devices.
+        """
         number = len(self._pods) + len(self._static) + len(self._going)
         name = f"{'static' if static else 'pod'}-{time.monotonic_ns()}-{number}"
         term = "''" if stubborn else "'exit 0'"
-        command = ["sh", "-c", HOLD.format(term=term)]
+        command = ["sh", "-c", script.format(term=term, late=late)]
         restart = "Never" if once else "Always"
         manifest = pod(name, {resource: count}, command=command, restart=restart)
         manifest["spec"]["terminationGracePeriodSeconds"] = STUBBORN
@@ -193,7 +211,7 @@ class Ward(Node):
         """Return what is known of a pod that is not as it should be."""
         return f"{self.kubelet.get_pod(holder.name)}\n{self.last_words()}"
 
-    def _has_ended(self, holder: Pod) -> bool:
+    def has_ended(self, holder: Pod) -> bool:
         name = f"pod{holder.uid}"
         return not any(name in names for _, names, _ in os.walk(self.machine.cgroups))
 
@@ -218,7 +236,7 @@ class Ward(Node):
 
     def wait_ended(self, *holders: Pod) -> None:
         for holder in holders:
-            wait_until(partial(self._has_ended, holder), f"the end of {holder}", LONG)
+            wait_until(partial(self.has_ended, holder), f"the end of {holder}", LONG)
 
     def signal(self, holder: Pod, number: signal.Signals) -> None:
         """Send a signal to the processes that have a pod's nodes open."""
@@ -262,11 +280,8 @@ def listing(cards: SimulatedNode, config: str) -> Offer:
     single = {bdf: frozenset([bdf]) for bdf in chips}
     if config == CARDS:
         return {f"{DOMAIN}/p300c": single}
-    if config == ASIC:
-        named = {f"blackhole-{telemetry['tt_asic_id']}": bdf for bdf, telemetry in chips.items()}
-        return {P300: {ident: frozenset([bdf]) for ident, bdf in named.items()}}
-    if config == INDEX:
-        return {P300: {str(chip.ordinal): frozenset([chip.bdf]) for chip in cards.chips}}
+    if config == ELSEWHERE:
+        return {"example.org/p300": single}
     if config in (SHARED, RENAMED):
         replicas = {f"{bdf}::{n}": chips for bdf, chips in single.items() for n in range(2)}
         return {P300 if config == SHARED else f"{DOMAIN}/p300-half": replicas}
@@ -280,14 +295,13 @@ def _shared(more: str = "") -> str:
 
 
 BOARDS, CARDS = 'unit = "board"\n', 'resource_naming = "card"\n'
-ASIC, INDEX = 'device_id_strategy = "asic"\n', 'device_id_strategy = "index"\n'
+ELSEWHERE = 'resource_domain = "example.org"\n'
 SHARED, RENAMED = _shared(), _shared('rename = "p300-half"\n')
 CONFIGURATIONS = {
     "chips": "",
     "cards": CARDS,
     "boards": BOARDS,
-    "asic": ASIC,
-    "index": INDEX,
+    "elsewhere": ELSEWHERE,
     "shared": SHARED,
     "renamed": RENAMED,
 }

@@ -1,8 +1,7 @@
-"""A chip that a pod has is nobody else's: real kubelets, real containers that keep its node open.
+"""One chip, one pod: real kubelets, and real containers that keep their device files open.
 
-While a test runs a thread looks, 20 times a second, which pods have which node open: no two the
-same one, unless they share it on purpose, and none another one than it was given. What a pod opens
-and closes between two looks is not seen; these pods keep open what they have.
+While a test runs, a thread looks 20 times a second which pods have which device file open: no two
+the same one, unless they share it on purpose, and none another one than it was given.
 """
 
 from __future__ import annotations
@@ -23,27 +22,30 @@ from tests.e2e.conftest import Told
 from tests.e2e.machine import JSON, VERSIONS
 from tests.e2e.node import Program
 from tests.e2e.ward import (
-    ASIC,
     CARDS,
     CONFIGURATIONS,
     DOMAIN,
+    ELSEWHERE,
+    HOLD,
     IDLE,
-    INDEX,
     INTERVAL,
     LONG,
     P300,
     SHARED,
+    SOMETIMES,
     Pod,
     Ward,
     expectation,
     listing,
 )
+from tests.world.checkpoint import CHECKPOINT
 from tests.world.processes import wait_until
 
-STEPS = int(os.environ.get("CUSTODY_STEPS", "25"))
-SEED = int(os.environ.get("CUSTODY_SEED", "1"))
-WAITS = "a container waits for the end of"  # in the daemon's log
-AWAY = float(os.environ.get("CUSTODY_AWAY", "15"))  # seconds without an API server
+STEPS = int(os.environ.get("OWNERSHIP_STEPS", "25"))
+SEED = int(os.environ.get("OWNERSHIP_SEED", "1"))
+WAITS = "container start waits for"  # in the daemon's log
+AWAY = float(os.environ.get("OWNERSHIP_AWAY", "15"))  # seconds without an API server
+HAND_OVERS = int(os.environ.get("OWNERSHIP_HAND_OVERS", "60"))
 
 # --- Nodes ----------------------------------------------------------------------------------------
 
@@ -194,20 +196,74 @@ def test_a_privileged_pod_hinders_nobody(ward: Ward) -> None:
 # --- Ends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["of an API server", "static"])
-def test_a_pod_that_runs_on(ward: Ward, static: bool) -> None:
-    """The kubelet gives a pod's chips to the next while it runs on; that one waits for its end."""
+@pytest.mark.parametrize("kind", ["static", "at once", "late", "sometimes"])
+def test_a_pod_that_is_deleted_by_force_and_runs_on(ward: Ward, told: Told, kind: str) -> None:
+    """Its chip is the next pod's only after its last process, whenever it opens the device."""
     ward.serve()
-    first = ward.started(P300, 4, stubborn=True, static=static)
+    others = [ward.started(P300) for _ in range(3)]
+    options: dict[str, Any] = {"static": kind == "static", "late": 4 if kind == "late" else 0}
+    script = SOMETIMES if kind == "sometimes" else HOLD
+    first = ward.create(P300, stubborn=True, script=script, **options)
+    wait_until(partial(ward.kubelet.running, first.name), partial(ward.why, first), LONG)
     ward.force_delete(first)
     wait_until(lambda: not ward.kubelet.get_pod(first.name), "the kubelet to forget it", LONG)
-    second = ward.create(P300, 4)
+    second = ward.create(P300)
     waits = f"{P300}: {WAITS}"
     wait_until(lambda: waits in ward.daemon.log.read_text(), lambda: ward.why(second), LONG)
+    while not ward.has_ended(first):
+        assert not ward.opened(second), "both run"
+        time.sleep(0.02)
+    ended = time.monotonic()
     ward.wait_holds(second)
+    told(
+        f"kubelet {ward.version}: the next pod has its chip {time.monotonic() - ended:.1f} s later"
+    )
     (state,) = ward.kubelet.pod_status(second.name)["containerStatuses"]
-    assert state["restartCount"] == 0
-    assert "cannot start yet" not in ward.daemon.log.read_text()
+    assert state["restartCount"] == 0 and all(map(ward.opened, others))
+
+
+def test_hand_overs_on_a_full_node_do_not_wait(ward: Ward, told: Told) -> None:
+    """Pods are deleted in an orderly manner, and the next ones get their chips at once."""
+    ward.serve()
+    pods = [ward.started(P300) for _ in range(4)]
+    slowest = 0.0
+    for _ in range(HAND_OVERS):
+        former = pods.pop(0)
+        ward.delete(former)
+        ward.wait_ended(former)
+        since = time.monotonic()
+        pods.append(ward.started(P300))
+        slowest = max(slowest, time.monotonic() - since)
+    text = ward.daemon.log.read_text()
+    waits = text.count(WAITS)
+    told(f"kubelet {ward.version}: {HAND_OVERS} hand-overs, {waits} waits, slowest {slowest:.1f} s")
+    assert waits == 0
+
+
+@pytest.mark.parametrize("how", ["deleted", "garbage"])
+def test_a_kubelet_that_starts_without_its_checkpoint(ward: Ward, told: Told, how: str) -> None:
+    """No running pod is killed, and none of their chips gets another owner."""
+    ward.cards.add("p300c")
+    ward.serve()
+    pods = [ward.started(P300) for _ in range(6)]
+    before = [ward.opened(each) for each in pods]
+    processes = {each.host_pid for each in ward.openers.now}
+    ward.kubelet.kill()
+    checkpoint = ward.kubelet.device_plugin_dir / CHECKPOINT
+    checkpoint.unlink() if how == "deleted" else checkpoint.write_text("garbage")
+    ward.kubelet.start()
+    ward.wait_offered(listing(ward.cards, ""), [])
+    until = time.monotonic() + 10  # this is what is tried, nothing is waited for
+    while time.monotonic() < until:
+        assert [ward.opened(each) for each in pods] == before
+        time.sleep(INTERVAL)
+    assert {each.host_pid for each in ward.openers.now} == processes
+    refused = [each for each in pods if ward.refused(each)]
+    told(f"kubelet {ward.version}, {how}: 6 pods run, {len(refused)} refused, 0 killed")
+    assert not refused
+    next_pod = ward.create(P300)
+    wait_until(lambda: WAITS in ward.daemon.log.read_text(), lambda: ward.why(next_pod), LONG)
+    assert not ward.opened(next_pod)
 
 
 def test_a_completed_job(ward: Ward) -> None:
@@ -248,7 +304,7 @@ def test_a_daemon_that_was_killed(ward: Ward) -> None:
 def test_a_kubelet_without_its_api_server(ward: Ward) -> None:
     """A restarted kubelet names no pod until the API server answers; their chips stay theirs.
 
-    Also that of a pod that is deleted meanwhile. Seconds without the API server: CUSTODY_AWAY.
+    Also that of a pod that is deleted meanwhile. Seconds without the API server: OWNERSHIP_AWAY.
     """
     ward.serve()
     stays, goes = ward.started(P300), ward.started(P300)
@@ -278,8 +334,8 @@ def test_a_kubelet_without_its_api_server(ward: Ward) -> None:
 
 
 def test_a_reboot_that_renumbers(ward: Ward) -> None:
-    """Under `index`, each pod has its own chip after a power cut that changes its number."""
-    ward.serve(INDEX)
+    """Each pod has its own chip after a power cut that changes its number."""
+    ward.serve()
     pods = [ward.started(P300) for _ in range(2)]
     held = ward.held(*pods)
     before = [ward.opened(each) for each in pods]
@@ -289,20 +345,20 @@ def test_a_reboot_that_renumbers(ward: Ward) -> None:
     ward.reboot(while_off=lambda: ward.cards.swap_ordinals(mine, free[0]))
     ward.wait_holds(*pods)
     assert [ward.opened(each) for each in pods] == before
-    ward.wait_offered(listing(ward.cards, INDEX), held)
+    ward.wait_offered(listing(ward.cards, ""), held)
 
 
 def test_what_crashes_a_kubelet(aligned: Ward, told: Told) -> None:
     """Every ID that a pod has is listed at a kubelet's start: it lives, and containers start again.
 
     Kubelets 1.35 to 1.37 die of one that is not, under a Topology Manager policy: after a change of
-    the IDs' strategy, after sharing was switched on, and when a card is missing after a reboot.
+    the names, after sharing was switched on, and when a card is missing after a reboot.
     """
     ward = aligned
     ward.serve()
     pods = [ward.started(P300) for _ in range(3)]
     held = ward.held(*pods)
-    for config in (ASIC, SHARED):
+    for config in (ELSEWHERE, SHARED):
         ward.reconfigure(config)
         ward.wait_offered(listing(ward.cards, config), held)
         for _ in range(3):
@@ -468,10 +524,10 @@ class Steps:
 
 
 def test_any_sequence(ward: Ward, told: Told) -> None:
-    """After each of CUSTODY_STEPS random steps (CUSTODY_SEED) no two pods have one node open."""
+    """OWNERSHIP_STEPS random steps, from OWNERSHIP_SEED: no two pods have one device file open."""
     ward.serve()
     sequence = Steps(ward, SEED)
-    print(f"CUSTODY_SEED={SEED}")
+    print(f"OWNERSHIP_SEED={SEED}")
     try:
         for _ in range(STEPS):
             sequence.step()
