@@ -1458,7 +1458,6 @@ class AllocationTracker:
         is_new_kubelet = kubelet not in (None, self._kubelet)
         if is_new_kubelet:
             self._kubelet = kubelet
-            self._cgroups.roots = []
         self._read()
         entries: dict[Key, Allocation] = {}
         for allocation, paths in self.checkpoint.entries:
@@ -1512,6 +1511,7 @@ class AllocationTracker:
 
     def _look(self, entries: Collection[Key], now: float, *, is_new_kubelet: bool) -> None:
         """Look for evidence. A kubelet that starts recreates the cgroups of its pods."""
+        self._cgroups.roots = []  # another kubelet can have another one
         self._cgroups.look()
         pods = {record.allocation.pod for record in self._records.values()}
         existing = frozenset(filter(self._cgroups.paths, pods))

@@ -184,6 +184,17 @@ def test_a_process_is_evidence_in_every_layout(tracked: Tracked, layout: str, po
     assert 5 < tracked.seconds_in_force() <= 15
 
 
+def test_another_root_is_found_when_it_appears(tracked: Tracked) -> None:
+    """A kubelet's directory of pods can be created after the kubelet's socket."""
+    tracked.make_cgroup(populated=True, where="one/kubepods/podother")
+    assert tracked.in_force() == set()
+    tracked.make_cgroup(populated=True, where=f"two/kubepods/pod{UID}")
+    tracked.write(checkpoint([entry()]))
+    assert tracked.in_force() == {A}
+    tracked.write(checkpoint([]))
+    assert tracked.seconds_in_force() == ENOUGH
+
+
 def test_a_cgroup_that_cannot_be_read_counts_as_busy(tracked: Tracked) -> None:
     """Only "not found" means that there is no process."""
     tracked.write(checkpoint([entry()]))
