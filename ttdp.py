@@ -1024,7 +1024,6 @@ def judge(
 
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
-    """Return the vitals after a reading."""
     telemetry = reading.telemetry
     # Any change shows life: a reset restarts the heartbeat. Only polls are far enough apart.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
@@ -1511,7 +1510,7 @@ class AllocationTracker:
 
     def _look(self, entries: Collection[Key], now: float, *, is_new_kubelet: bool) -> None:
         """Look for evidence. A kubelet that starts recreates the cgroups of its pods."""
-        self._cgroups.roots = []  # another kubelet can have another one
+        self._cgroups.roots = []  # others can appear
         self._cgroups.look()
         pods = {record.allocation.pod for record in self._records.values()}
         existing = frozenset(filter(self._cgroups.paths, pods))
@@ -2285,7 +2284,6 @@ LogLines = Iterator[tuple[int, str]]  # with levels
 
 
 def changes(before: Decision, after: Decision) -> LogLines:
-    """Yield levels and log lines for the differences."""
     for chip in after.chips.values():
         yield from _chip_changes(before, after, chip)
     for name, reason in after.withheld.items():
@@ -2511,7 +2509,6 @@ Wake = Callable[[], None]  # has the loop make a turn
 
 @contextmanager
 def log_and_continue(subject: str) -> Iterator[None]:
-    """Survive an internal error."""
     try:
         yield
     except Exception:
@@ -4194,7 +4191,6 @@ def list_lines(view: View, width: int) -> Iterator[str]:
 
 
 def _reasons(view: View) -> Iterator[str]:
-    """Yield why chips and boards cannot be used."""
     for row in view["chips"]:
         if row["reason"]:
             yield f"{row['bdf']}: {row['reason']}"
@@ -4223,7 +4219,6 @@ def _table_lines(view: View, width: int) -> Iterator[str]:
 
 
 def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
-    """Return a chip's row of the table, by column."""
     cells = {}
     for title, key in COLUMNS.items():
         cells[title] = "-" if row[key] is None else str(row[key])
