@@ -3242,7 +3242,8 @@ class Attempt(rpc.DevicePluginServicer):
 
     def is_outdated(self, kubelet: FileIdentity | None) -> bool:
         """Return whether its socket was deleted, or another kubelet has started."""
-        is_lost = self.file is not None and file_identity(self.path) != self.file
+        works = self.is_watched and kubelet is None  # and could not be registered again
+        is_lost = not works and self.file is not None and file_identity(self.path) != self.file
         return is_lost or (self.kubelet is not None and kubelet not in (None, self.kubelet))
 
     def end(self, reason: str) -> None:

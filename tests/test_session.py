@@ -177,13 +177,16 @@ def registered_with_another(kubelet: Kubelet, endpoint: str) -> bool:
     return bool(kubelet.find("registered")[-1].fields["endpoint"] != endpoint)
 
 
+@pytest.mark.parametrize("names", ["kubelet.sock", "*.sock"])
 async def test_a_deleted_kubelet_socket_ends_nothing(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, inotify: bool, names: str
 ) -> None:
     """The open stream works on: changes reach the kubelet, and pods are admitted."""
-    daemon = await start(interval=0.05)
+    daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
-    kubelet.socket.unlink()
+    for path in kubelet.directory.glob(names):
+        path.unlink()
+    await turns(daemon)
     (chip, *_) = node.chips
     chip.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150))
@@ -325,16 +328,18 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
 async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_time(
     node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
 ) -> None:
-    """Two SIGHUPs in a row; also two in one turn of the loop, which are one reload."""
+    """Two SIGHUPs in a row, or in one turn of the loop; also if the kubelet restarts meanwhile."""
     (chip,) = node.add("p150a")
     async with kubelet_of(node, directory, version=version) as kubelet:
         daemon = await start(interval=3600)
-        for number in range(0, 24, 3):
+        for number in range(0, 48, 3):
             await until(lambda: state(daemon, P150) == REGISTERED)
             await offers(kubelet, P150, chip.bdf)
             daemon.reload(resource_naming="card")
-            for _ in range(number):
+            for _ in range(number % 24):
                 await asyncio.sleep(0)
+            if number >= 24:
+                await kubelet.restart()
             daemon.reload(resource_naming="board")
         await until(lambda: state(daemon, P150) == REGISTERED and P150A not in daemon.sessions)
         await offers(kubelet, P150, chip.bdf)
