@@ -1321,7 +1321,7 @@ def parse_checkpoint(content: bytes) -> Checkpoint:
 
 
 def _names(value: list[Any]) -> Names:
-    """Return a list's names; raises what odd JSON raises."""
+    """Return a list's names."""
     if not isinstance(value, list) or not all(name.isprintable() for name in value):
         raise ValueError("not a list of names")
     return frozenset(value)
@@ -2701,7 +2701,6 @@ class StateFile:
             self._load(self._file.path)
 
     def _load(self, path: str) -> None:
-        """Load a file, if it is exactly as it was written."""
         try:
             with open(path, encoding="utf-8") as file:
                 checksum, _, text = file.read().partition("\n")
@@ -4120,7 +4119,7 @@ NOT_RUNNING = "is not running"
 
 
 def get_view(settings: Settings) -> tuple[View, str | None]:
-    """Return the daemon's view; else a sample, and what is wrong with the daemon."""
+    """Return the daemon's view; else a sample, and the daemon's problem."""
     path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
     problem = NOT_RUNNING
     if settings.runtime_dir:
