@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from generated import deviceplugin_pb2 as pb
@@ -104,6 +105,10 @@ class Ward(Node):
         """Start the daemon, and wait until the kubelet has what it lists."""
         self.start_daemon(interval=INTERVAL, config=config, expected={})
         self.wait_offered(listing(self.cards, config), [])
+
+    def waits(self) -> int:
+        """Return how many container starts have waited for a pod, by the daemon's log."""
+        return self.daemon.log.read_text().count("container start waits for")
 
     def reconfigure(self, config: str) -> None:
         """Do what systemctl reload does, with another configuration."""
@@ -210,6 +215,15 @@ class Ward(Node):
     def why(self, holder: Pod) -> str:
         """Return what is known of a pod that is not as it should be."""
         return f"{self.kubelet.get_pod(holder.name)}\n{self.last_words()}"
+
+    def has_processes(self, holder: Pod) -> bool:
+        """Return whether a process is in a pod's cgroup or below it."""
+        for path, _, _ in os.walk(self.machine.cgroups):
+            if f"/pod{holder.uid}" in path:
+                with contextlib.suppress(OSError):  # it has just been removed
+                    if Path(path, "cgroup.procs").read_text():
+                        return True
+        return False
 
     def has_ended(self, holder: Pod) -> bool:
         name = f"pod{holder.uid}"
