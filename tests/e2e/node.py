@@ -47,9 +47,9 @@ ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 STATE_DIRECTORY = "/var/lib/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
-# fuse, loop-control, cpuid of the first CPU, autofs, btrfs-control, cpuid of the second CPU: opening
-# these takes no capability, as with a Tenstorrent card. tun (10:200) would not do: runc lets every
-# container open it.
+# fuse, loop-control, cpuid of CPU 0, autofs, btrfs-control, cpuid of CPU 1: opening these takes no
+# capability, as with a Tenstorrent card. tun (10:200) would not do: runc lets every container open
+# it.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (10, 234), (203, 1))
 """Numbers of the first cards' nodes; the rest get tests.world.node's, which nobody opens."""
 
