@@ -16,5 +16,5 @@ async def test_random_operations_keep_every_promise(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No chip has two owners, no running pod is killed, no output contradicts another."""
-    status = await run_fuzz(seed, 3600, STEPS)
+    status = await run_fuzz(seed, STEPS)
     assert status == 0, capsys.readouterr().out
