@@ -1510,9 +1510,10 @@ class AllocationTracker:
 
     def _look(self, entries: Collection[Key], now: float, *, is_new_kubelet: bool) -> None:
         """Look for evidence. A kubelet that starts recreates the cgroups of its pods."""
-        self._cgroups.roots = []  # others can appear
-        self._cgroups.look()
         pods = {record.allocation.pod for record in self._records.values()}
+        self._cgroups.roots = []  # others can appear
+        if pods:
+            self._cgroups.look()
         existing = frozenset(filter(self._cgroups.paths, pods))
         self._seen = existing if is_new_kubelet else existing | (self._seen & pods)
         for key, record in self._records.items():

@@ -195,15 +195,15 @@ class World:
             self.counts["admitted"] += 1
 
     async def act_on_a_pod(self) -> None:
-        """End one of the latest pods, or a part of it; another may request the same at once."""
+        """End one of the latest pods, or a part of it; others may request the same at once."""
         kubelet = self.kubelet
         acts = [kubelet.delete, kubelet.force_delete, kubelet.force_delete, kubelet.complete]
         acts += [kubelet.kill_sandbox, lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
-        pod = self.random.choice([*self.requests, "none"][-12:])
+        pod = self.random.choice([*self.requests, "none"][-8:])
         with contextlib.suppress(LookupError):  # it was not admitted
             act(pod)
-        if self.random.random() < 0.3:
+        for _ in range(self.random.choice([0, 0, 1, 5])):
             await self._admit(self.requests.get(pod, {}))
 
     async def catch_up(self) -> None:

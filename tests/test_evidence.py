@@ -406,3 +406,28 @@ def test_any_number_of_waiting_containers_cost_one_look_in_a_tenth_of_a_second(
     tracked.make_cgroup(populated=False)
     ask(0.1)
     assert not any(ask(0.1))
+
+
+@pytest.mark.parametrize("has_pod", [True, False])
+def test_foreign_cgroups_are_not_looked_into(
+    tracked: Tracked, monkeypatch: pytest.MonkeyPatch, has_pod: bool
+) -> None:
+    """1,500 of other pods, 1,500 of other services; without a pod with a chip none is listed."""
+    for number in range(1500):
+        (tracked.cgroups / f"service-{number}").mkdir(parents=True)
+        tracked.make_cgroup(populated=True, where=f"kubepods/burstable/pod{number}")
+    if has_pod:
+        tracked.make_cgroup(populated=True)
+        tracked.write(checkpoint([entry()]))
+    assert tracked.in_force() == ({A} if has_pod else set())
+    opened: list[str] = []
+
+    def list_names(path: str) -> list[str]:
+        opened.append(path.removeprefix(str(tracked.cgroups)))
+        return names_in(path)
+
+    names_in = ttdp.names_in
+    monkeypatch.setattr("ttdp.names_in", list_names)
+    tracked.now += 5
+    tracked.in_force()
+    assert {*opened} == ({"", "/kubepods", "/kubepods/burstable"} if has_pod else set())
