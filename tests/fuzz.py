@@ -197,13 +197,13 @@ class World:
     async def act_on_a_pod(self) -> None:
         """End one of the latest pods, or a part of it; others may request the same at once."""
         kubelet = self.kubelet
-        acts = [kubelet.delete, kubelet.force_delete, kubelet.force_delete, kubelet.complete]
+        acts = [kubelet.delete, kubelet.complete, *3 * [kubelet.force_delete]]
         acts += [kubelet.kill_sandbox, lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
         pod = self.random.choice([*self.requests, "none"][-8:])
         with contextlib.suppress(LookupError):  # it was not admitted
             act(pod)
-        for _ in range(self.random.choice([0, 0, 1, 5])):
+        for _ in range(self.random.choice([0, 1, 5])):
             await self._admit(self.requests.get(pod, {}))
 
     async def catch_up(self) -> None:
@@ -293,13 +293,14 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Iterator[Difference]:
     held = samples(metrics, "tt_device_allocated", "device", "pod_name")
     yield "users in the metrics", held, users
     counts = samples(metrics, "tt_resource_devices", "resource", "health", "")
+    for name, session in world.daemon.sessions.items():
+        yield f"{name} in the kubelet", kubelet.healthy(name), session.stream.healthy
     for resource in view["resources"]:
         name = resource["name"]
         yield f"state of {name}", resource["state"], ttdp.REGISTERED
-        healthy, unhealthy = kubelet.healthy(name), kubelet.unhealthy(name)
-        expected = [[name, "healthy", f"{len(healthy)}"], [name, "unhealthy", f"{len(unhealthy)}"]]
-        yield f"{name} in the metrics", [each for each in counts if each[0] == name], expected
-        yield f"{name} in the kubelet", healthy, world.daemon.sessions[name].stream.healthy
+        sick = len(kubelet.unhealthy(name))
+        known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
+        yield f"{name} in the metrics", [each for each in counts if each[0] == name], known
         yield f"{name} in the status", f" × {name}," in view["status"], True
         exists = any(row["resource"] == name and row["path"] for row in rows)
         yield f"{name} in the labels", exists and f"{name}.count=" not in labels, False

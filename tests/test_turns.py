@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +12,7 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import StartDaemon, plugin_sockets
+from tests.conftest import WATCHDOG, StartDaemon, plugin_sockets, turns
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -31,55 +26,21 @@ def node(node: SimulatedNode) -> SimulatedNode:
     return node
 
 
-async def test_a_failing_observation_is_tried_once_a_second(
-    start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without descriptors, a poll that is due does not make the loop spin."""
-    daemon = await start()
-    await until(lambda: daemon.notified("READY"))
-    tries = 0
-
-    def no_descriptors(*_: object) -> Mapping[str, Any]:
-        nonlocal tries
-        tries += 1
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(ttdp, "scan", no_descriptors)
-    await asyncio.sleep(1.5)
-    assert 1 <= tries <= 4
-
-
-async def test_a_kubelet_that_replaces_its_socket_ends_the_back_off(
-    start: StartDaemon, kubelet: Kubelet
-) -> None:
-    """After a kill the socket stays; the next kubelet removes and creates it at one moment."""
-    await start()
-    await kubelet.registered(NAME)
-    await kubelet.kill()
-    await asyncio.sleep(3.5)  # pauses of 0.1, 0.2, 0.4, 0.8, 1.6 and 3.2 s
-    began = time.monotonic()
-    await kubelet.start()
-    await until(lambda: len(kubelet.find("registered")) > 1)
-    assert time.monotonic() - began < 0.5
-
-
 async def test_an_unreadable_checkpoint_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """What it contained before is compared with no list."""
-    daemon = await start()
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The IDs that it contained before are compared with no list."""
+    monkeypatch.setattr("ttdp.CHECKPOINT_TIMEOUT", 0.05)
+    daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(NAME)
     await until(lambda: daemon.daemon.node.allocations.checkpoint.registered)
-
-    async def write_nothing(_: object) -> None:
-        pass
-
-    monkeypatch.setattr(kubelet.file, "write", write_nothing)
-    (directory / ttdp.CHECKPOINT).write_text("{")
+    path, kubelet.file.path = kubelet.file.path, kubelet.file.path.with_name("elsewhere")
+    path.write_text("{")
     node.chip(0).die()
-    await until(lambda: not kubelet.healthy(NAME))
-    await asyncio.sleep(4)
+    await kubelet.wait_for(lambda: kubelet.unhealthy(NAME))
+    begin = time.monotonic()
+    await until(lambda: time.monotonic() > begin + 8 * ttdp.CHECKPOINT_TIMEOUT)
+    await turns(daemon)
     assert len(kubelet.find("registered")) == 1
 
 
@@ -122,22 +83,6 @@ async def test_a_resource_whose_socket_is_deleted_is_not_registered_until_it_is_
         (directory / name).unlink()
     await until(lambda: session.state != ttdp.REGISTERED)
     await until(lambda: session.state == ttdp.REGISTERED)
-
-
-async def test_a_session_can_end_while_its_server_starts(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a traceback of gRPC's."""
-    directory.mkdir()
-    for moments in range(8):
-        allocator: Any = SimpleNamespace(is_closing=False)
-        session = ttdp.KubeletSession(NAME, allocator, str(directory), lambda: None)
-        session.reconcile(ttdp.DeviceList(), None, disturbed=False)
-        for _ in range(moments):
-            await asyncio.sleep(0)
-        await session.close()
-    assert "internal error" not in caplog.text
-    assert plugin_sockets(directory) == []
 
 
 async def test_a_start_logs_no_recovery_of_chips_that_were_well(
