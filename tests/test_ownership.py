@@ -448,22 +448,6 @@ async def test_a_pod_that_was_deleted_by_force_holds_its_chip_to_its_end(
         await offers(kubelet, P150A, chip.bdf)
 
 
-async def test_a_completed_pod_whose_entry_stays_has_ended(
-    node: SimulatedNode, directory: Path
-) -> None:
-    """Kubelets up to 1.31 keep the entry of the pod that they admitted last."""
-    (chip,) = node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, interval=FAST), WATCHDOG)
-    async with kubelet_of(node, directory, version=(1, 31)) as kubelet, running as daemon:
-        await run_pod(kubelet, "job")
-        await turns(daemon)  # its cgroup is seen
-        daemon.reload(resource_naming="card")
-        await kubelet.registered(P150A)
-        kubelet.complete("job")
-        await offers(kubelet, P150A, chip.bdf)
-        assert kubelet.uid("job") in (directory / CHECKPOINT).read_text()
-
-
 async def test_writes_that_overtake_each_other_free_no_chip(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -158,15 +157,6 @@ async def test_no_device_is_an_error_if_that_is_configured(
     assert await service.ended() == 1 and "READY=1" not in service.heard
     (line,) = service.said
     assert line.endswith(f"driver {'2.10.1-pre' if has_driver else 'is not loaded'}, 0 devices")
-
-
-async def test_a_device_without_firmware_telemetry_is_no_init_error(
-    node: SimulatedNode, launch: Launch
-) -> None:
-    """The driver has bound to it, so it is a device."""
-    node.add("n150", firmware=False)
-    service = await launch("--fail-on-init-error")
-    await service.note("READY=1")
 
 
 # -- watchdog --------------------------------------------------------------------------------------
@@ -384,21 +374,6 @@ async def test_a_second_daemon_ends_and_names_the_first(
     third = await launch(notify=str(short_tmp / "third"))  # the lock has ended with its process
     await third.note("READY=1")
     assert len(plugin_sockets(directory)) == 1
-
-
-async def test_another_program_that_holds_the_lock_is_not_called_a_daemon(
-    node: SimulatedNode, launch: Launch, directory: Path
-) -> None:
-    """In a directory that others can enter, any user's flock() keeps the daemon out."""
-    directory.mkdir()
-    lock = ["flock", "--exclusive", str(directory), "sh", "-c", "echo locked; exec sleep 60"]
-    with subprocess.Popen(lock, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout and holder.stdout.readline() == "locked\n"
-        service = await launch()
-        assert await service.ended() == 75
-        holder.kill()
-    (line,) = service.said
-    assert re.search(rf"{directory} is locked by process {holder.pid} \(flock\); exiting$", line)
 
 
 # -- managers --------------------------------------------------------------------------------------

@@ -70,21 +70,6 @@ async def test_a_reload_ends_even_if_the_turn_fails(
     await until(lambda: daemon.notified("READY"))
 
 
-async def test_a_resource_whose_socket_is_deleted_is_not_registered_until_it_is_again(
-    start: StartDaemon, kubelet: Kubelet, directory: Path
-) -> None:
-    """Also if the kubelet hangs."""
-    daemon = await start()
-    await kubelet.registered(NAME)
-    session = daemon.sessions[NAME]
-    await until(lambda: session.state == ttdp.REGISTERED)
-    kubelet.hang(2)
-    for name in plugin_sockets(directory):
-        (directory / name).unlink()
-    await until(lambda: session.state != ttdp.REGISTERED)
-    await until(lambda: session.state == ttdp.REGISTERED)
-
-
 async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
