@@ -103,8 +103,9 @@ class Soak:
         self.restarts += 1
 
     async def registered(self) -> None:
+        is_listed = self.kubelet.manager.plugins.is_listed
         for name in RESOURCES:
-            await self.seen(f"{name} is not registered", lambda: self.kubelet.healthy(name))  # noqa: B023
+            await self.seen(f"{name} is not registered", functools.partial(is_listed, name))
 
     async def seen(self, otherwise: str, condition: Callable[[], object]) -> None:
         try:
