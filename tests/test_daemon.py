@@ -60,22 +60,6 @@ async def test_a_container_gets_device_file_addresses_and_hugepages(
     ]
 
 
-async def test_two_chips_are_the_two_of_one_board(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """With one chip of three p300 taken, two are a whole board, and one is the other's chip."""
-    for _ in range(3):
-        node.add("p300c")
-    daemon = await start()
-    await kubelet.registered(P300)
-    serials = []
-    for pod, count in (("one", 1), ("two", 2), ("three", 1)):
-        answer = await kubelet.admit(pod, "main", {P300: count})
-        bdfs = answer.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")
-        serials.append({daemon.chip(bdf).identity.serial for bdf in bdfs})
-    assert len(serials[1]) == 1 and serials[0] == serials[2] != serials[1]
-
-
 async def test_an_unhealthy_chip_leaves_allocatable_until_it_recovers(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,19 +94,6 @@ async def test_hot_plug_reaches_the_kubelet_by_events(
     await kubelet.wait_for(lambda: not kubelet.unhealthy(P150))
     (new,) = node.add("p150a")
     await kubelet.wait_for(lambda: new.bdf in kubelet.healthy(P150))
-
-
-async def test_late_firmware_brings_the_identity_and_no_other_id(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """A card without telemetry is listed, healthy, as what PCI indicates."""
-    (chip,) = node.add("n150", firmware=False)
-    daemon = await start(interval=3600)
-    await kubelet.registered(N150)
-    assert kubelet.healthy(N150) == {chip.bdf} and daemon.chip(chip.bdf).identity.serial is None
-    chip.speak()
-    await until(lambda: daemon.chip(chip.bdf).identity.serial == chip.telemetry["tt_serial"])
-    assert kubelet.healthy(N150) == {chip.bdf} and len(kubelet.find("list")) == 1
 
 
 # -- ready -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 import ttdp
 from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, turns
-from tests.world.kubelet import CHECKPOINT, AdmissionError, Kubelet
+from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.pods import Container
 from tests.world.processes import until
@@ -419,50 +418,3 @@ async def test_nothing_depends_on_the_pod_resources_api(
             kubelet.remove_pod("train")
             await offers(kubelet, P150A, chip.bdf)
     assert sum("cannot get pod names" in line for line in caplog.messages) == 1
-
-
-# -- when a pod has ended --------------------------------------------------------------------------
-
-
-async def test_a_pod_that_was_deleted_by_force_holds_its_chip_to_its_end(
-    node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path
-) -> None:
-    """Its entry is gone at once; a daemon that starts then knows the pod from its state file."""
-    (chip,) = node.add("p150a")
-    settings = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
-    async with RunningDaemon(node, settings):
-        await run_pod(kubelet, "train")
-        await until(lambda: kubelet.uid("train") in (short_tmp / "state.json").read_text())
-        kubelet.force_delete("train")
-        await kubelet.wait_for(lambda: not kubelet.allocated(P150))
-    kubelet.manager.write_checkpoint_now()
-    assert kubelet.uid("train") not in (directory / CHECKPOINT).read_text()
-    settings = settings_of(
-        node, directory, interval=FAST, state_dir=str(short_tmp), resource_naming="card"
-    )
-    async with RunningDaemon(node, settings):
-        await kubelet.registered(P150A)
-        await more_polls(kubelet, 10)
-        assert not ever_offered(kubelet, P150A)
-        kubelet.end("train")
-        await offers(kubelet, P150A, chip.bdf)
-
-
-async def test_writes_that_overtake_each_other_free_no_chip(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """In bursts of messages the checkpoint lacks entries for a moment that it had, or should."""
-    for _ in range(4):
-        node.add("p150a")
-    kubelet.overtake()
-    daemon = await start(interval=FAST)
-    await kubelet.registered(P150)
-    for number in range(4):
-        await kubelet.admit(f"pod-{number}", "main", {P150: 1})
-        for _ in range(10):
-            daemon.sessions[P150].stream.resend()
-            await asyncio.sleep(0)
-    daemon.reload(resource_naming="card")
-    await kubelet.registered(P150A)
-    await more_polls(kubelet)
-    assert not ever_offered(kubelet, P150A)
