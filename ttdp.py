@@ -995,7 +995,7 @@ class Vitals(NamedTuple):
 
 _BY_ERRNO = {
     errno.ENODATA: Verdict(Fault.RESETTING, "resetting (no telemetry)"),
-    errno.ENODEV: Verdict(Fault.GONE, "PCI device is being removed"),
+    errno.ENODEV: Verdict(Fault.GONE, "device is being removed"),
 }
 
 
@@ -2215,13 +2215,15 @@ class Decision:
 
 
 def driver_problem(chips: Chips, driver: str | None) -> str | None:
-    unbound = [chip.bdf for chip in chips if chip.function.driver == ""]
-    count = pluralize(len(unbound), "Tenstorrent PCI function")
+    unbound = [
+        chip for chip in chips if chip.function.driver == "" and not (driver and chip.listed)
+    ]
     if not unbound:
         return None
+    count = pluralize(len(unbound), "Tenstorrent PCI function")
     if driver is None:
         return f"driver not loaded, {count}; {LOAD_DRIVER}"
-    return f"{count} without a driver: {', '.join(unbound[:3])}; check dmesg"
+    return f"{count} without a driver ({unbound[0].bdf}: {unbound[0].reason})"
 
 
 def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
@@ -3040,6 +3042,7 @@ class Node:
             "rejected": self.rejected,
             "driver": decision.seen.driver,
             "unreadable": decision.seen.unreadable,
+            "withheld": decision.withheld,
             "resources": resources,
             "faults": {bdf: each.fault.name for bdf, each in decision.chips.items() if each.fault},
             "chips": chips,
@@ -4195,10 +4198,10 @@ def _reasons(view: View) -> Iterator[str]:
     for row in view["chips"]:
         if row["reason"]:
             yield f"{row['bdf']}: {row['reason']}"
-        elif row["withheld"]:
-            yield f"{row['bdf']}: withheld: held by {row['withheld']} under another name"
         elif row["id"] is None:
             yield f"{row['bdf']}: waiting for the serial number of its board"
+    for device, reason in view["withheld"].items():
+        yield f"{device}: withheld: {reason}"
     for resource in view["resources"]:
         for identifier, reason in resource["incomplete"].items():
             yield f"{identifier}: {reason}"

@@ -72,6 +72,9 @@ def test_no_line_is_wider_than_the_terminal(host: Host, columns: int) -> None:
     host.node.add("p300c", bdf="0001:05:00.0")
     for chip in host.node.chips[-2:]:
         chip.freeze()
+    for pid in range(10_001, 10_004):
+        device = str(host.node.chips[-1].device_node)
+        host.node.start_process(pid, "0::/user.slice\n", [device], "x" * 15)
     out = host.run_in_terminal(columns, "list")
     assert max(map(len, out.splitlines())) <= columns
     text = re.sub(r"\s+", " ", out)
@@ -79,7 +82,8 @@ def test_no_line_is_wider_than_the_terminal(host: Host, columns: int) -> None:
     assert re.search(
         rf"0001:05:00.0: heartbeat stalled at \d+ \(firmware stopped\); {re.escape(remedy)}", text
     )
-    assert "STALLED" in out and out.rstrip().endswith("34 chips, 2 unhealthy, 0 in use")
+    assert re.search(r"0001:06:00.0 .* STALLED +x{15}\[10001\], x+(…|\[10002\] \+1)\n", out)
+    assert out.rstrip().endswith("34 chips, 2 unhealthy, 1 in use")
 
 
 def test_the_id_of_a_board_has_a_column(mixed: Host) -> None:
@@ -265,13 +269,41 @@ async def test_users_are_pods_and_the_hosts_processes(
 async def test_a_name_stays_known_while_the_kubelet_is_away(
     served: Served, kubelet: Kubelet, three: RunningDaemon
 ) -> None:
-    """A pod whose name was never known is shown by its UID."""
+    """Also when its socket is gone."""
     await kubelet.admit("train", "main", {N150: 1})
     await until(lambda: three.daemon.node.allocations.names)
     await kubelet.stop()
-    assert (await served.users())[0] == "default/train"
-    three.daemon.node.allocations.names = {}
-    assert (await served.users())[0] == kubelet.uid("train")
+    assert await served.users() == ["default/train", "-", "-"]
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(
+    served: Served, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The pod resources API did not answer."""
+    served.node.add("n150")
+    daemon = await start(runtime_dir=str(served.root), pod_resources_socket="/nowhere")
+    await kubelet.registered(N150)
+    await kubelet.admit("train", "main", {N150: 1})
+    uid = kubelet.uid("train")
+    await until(lambda: uid in str(daemon.daemon.node.allocations.to_state()))
+    assert await served.users() == [uid]
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_a_damaged_checkpoint_hides_no_user(
+    served: Served, kubelet: Kubelet, three: RunningDaemon
+) -> None:
+    """Status and `check` report it; the pod stays in `list`."""
+    await kubelet.admit("train", "main", {N150: 1})
+    await until(lambda: three.daemon.node.allocations.names)
+    problem = f"{ttdp.CHECKPOINT} cannot be parsed"
+    kubelet.corrupt("garbage")
+    await until(lambda: three.notified(f"STATUS=3 × {N150}, 3 healthy; {problem}; registered"))
+    assert await served.users() == ["default/train", "-", "-"]
+    check = await asyncio.to_thread(served.run, "check")
+    text = f"{problem}; the kubelet rewrites it with the next pod"
+    assert ("warn", "kubelet", text) in check.complaints
 
 
 @pytest.mark.usefixtures("ticking")
@@ -306,21 +338,21 @@ async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
     answer = await served.run_list()
     (row,) = answer.table
     assert (row["HEALTH"], row["USED BY"]) == ("withheld", "default/train")
-    assert "withheld: held by default/train under another name" in answer.below
+    assert f"{P150}a {row['ADDRESS']}: withheld: held by default/train as {P150} " in answer.below
     (chip,) = (await served.run_list("--json")).rows
     assert (chip["healthy"], chip["withheld"]) == (True, "default/train")
 
 
 @pytest.mark.usefixtures("three", "ticking")
 async def test_unknown_users_are_a_question_mark(served: Served) -> None:
-    """Without a kubelet, or with a driver that does not list processes."""
+    """Without a kubelet, with processes of another PID namespace, with a driver before 2.5."""
     assert await served.users() == ["-", "-", "-"]
     alone = Served(served.root / "elsewhere", served.node)
     assert await alone.users() == ["?", "?", "?"]
     first, second, _ = served.node.chips
     served.node.start_process(7, "0::/user.slice\n", [str(first.device_node)], "tt-smi")
-    served.node.start_process(8, "0::/user.slice\n", [str(second.device_node)], "")
     second.set_pids([0])  # of another PID namespace
+    assert await served.users() == ["tt-smi[7]", "?", "-"]
     assert await alone.users() == ["tt-smi[7]", "?", "?"]
     shutil.rmtree(served.node.root / "proc/driver/tenstorrent")
     assert await served.users() == ["?", "?", "?"]
@@ -328,38 +360,72 @@ async def test_unknown_users_are_a_question_mark(served: Served) -> None:
 
 @pytest.mark.parametrize("comm", ["", None])
 def test_a_hidden_process_is_a_user(host: Host, comm: str | None) -> None:
-    """With hidepid, or without a name: its PID is shown."""
+    """With hidepid (None), or without a name: its PID is shown."""
     (chip,) = host.node.add("n150")
     host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], comm or "")
     if comm is None:
         shutil.rmtree(host.node.root / "proc/7")
-    (row,) = host.run("list", "--json").rows
-    assert row["processes"] == [{"pid": 7, "command": "?", "of_pod": False}]
+    assert [row["USED BY"] for row in host.run("list").table] == ["?[7]"]
+
+
+REASONS = {
+    "trip": "thermal trip (1 so far; healthy again after 300 s without another); check its cooling",
+    "unbind": "driver is not bound; run: echo 0000:01:00.0 > /sys/bus/pci/drivers/tenstorrent/bind",
+    "vanish": "PCI device is gone; healthy again when it returns",
+    "die": "chip does not respond (registers read as ones); reset it: tt-smi -r 0000:01:00.0",
+    "unlink": "device file is invalid: {path} does not exist; remove the file that is there, then "
+    "run: udevadm trigger --subsystem-match=tenstorrent",
+}
+
+
+@pytest.mark.parametrize("fault", REASONS)
+@pytest.mark.usefixtures("ticking")
+async def test_log_status_list_check_and_metrics_agree_on_a_fault(
+    served: Served,
+    kubelet: Kubelet,
+    start: StartDaemon,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    """Each has the same reason with the same remedy, once."""
+    (chip,) = served.node.add("p150a")
+    daemon = await start(runtime_dir=str(served.root), interval=0.1)
+    await kubelet.registered(P150)
+    reason = REASONS[fault].format(path=chip.device_node)
+    (chip.device_node.unlink if fault == "unlink" else getattr(chip, fault))()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    answer = await served.run_list()
+    check = await asyncio.to_thread(served.run, "check")
+    metrics: Any = await daemon.daemon._reporter.metrics.text()
+    (row,) = (await served.run_list("--json")).rows
+    (word,) = (each["HEALTH"] for each in answer.table)
+    status = f"1 × {P150}, 0 healthy ({chip.bdf}: {reason}); registered with kubelet"
+    assert (row["healthy"], row["reason"]) == (False, reason)
+    assert answer.below.startswith(f"{chip.bdf}: {reason}\n")
+    assert check.findings[1] == ("ok", "service", f"{ttdp.__version__}: {status}")
+    assert ("FAIL", chip.bdf, f"p150a: {reason}") in check.complaints
+    assert daemon.notified(f"STATUS={status}")
+    assert f"{chip.bdf} (p150a): unhealthy: {reason}" in caplog.messages
+    assert f'tt_device_fault{{device="{chip.bdf}",kind="{word.lower()}"}} 1' in metrics
 
 
 @pytest.mark.usefixtures("ticking")
-async def test_commands_show_the_daemons_view(
-    served: Served, kubelet: Kubelet, start: StartDaemon
+async def test_a_card_that_was_never_bound_is_reported_with_its_remedy(
+    served: Served, start: StartDaemon
 ) -> None:
-    """The same reason in kubelet's list, log, status, `list`, `check` and metrics: a trip."""
-    served.node.add("p150a")
-    daemon = await start(runtime_dir=str(served.root), interval=0.1)
-    await kubelet.registered(P150)
-    (chip,) = served.node.chips
-    chip.trip()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    """By status, `list` and `check`, which warns: it is not a device of a resource."""
+    daemon = await start(runtime_dir=str(served.root))
+    await until(lambda: daemon.notified("READY=1"))
+    (chip,) = served.node.add("p150a")
+    chip.unbind()
+    reason = f"{chip.bdf}: {REASONS['unbind']}"
+    status = f"1 Tenstorrent PCI function without a driver ({reason})"
+    await until(lambda: daemon.notified(f"STATUS={status}"))
     answer = await served.run_list()
-    (row,) = answer.table
-    reason = "thermal trip (1 so far; healthy again after 300 s without another)"
-    assert row["HEALTH"] == "TRIPPED"
-    assert f"{chip.bdf}: {reason}; check its cooling" in answer.below
+    assert [row["HEALTH"] for row in answer.table] == ["GONE"]
+    assert answer.below.startswith(reason)
     check = await asyncio.to_thread(served.run, "check")
-    assert ("FAIL", chip.bdf, f"p150a: {reason}; check its cooling") in check.findings
-    (service,) = (text for _, subject, text in check.findings if subject == "service")
-    assert reason in service and daemon.notified(f"STATUS={service.partition(': ')[2]}")
-    metrics: Any = await daemon.daemon._reporter.metrics.text()
-    assert f'tt_device_fault{{device="{chip.bdf}",kind="tripped"}} 1' in metrics
-    assert ttdp.__version__ in service
+    assert ("warn", chip.bdf, f"p150a: {REASONS['unbind']}") in check.complaints
 
 
 @pytest.mark.usefixtures("three")
