@@ -4252,10 +4252,8 @@ def _users(row: View) -> str:
 
 def check(settings: Settings, problem: str | None, *, config_only: bool) -> int:
     """Print findings; return 1 if any FAILs. problem: of the configuration."""
-    findings: list[Finding] = [("ok", "configuration", "valid")]
-    if problem:
-        more = "" if config_only else "; everything else is checked without the file"
-        findings = [("FAIL", "configuration", f"{problem}{more}")]
+    level, text = ("FAIL", problem) if problem else ("ok", "valid")
+    findings = [(level, "configuration", text)]
     if not config_only:
         view, service_problem = get_view(settings)
         findings += _check_service(view, service_problem)
@@ -4339,10 +4337,12 @@ def _check_files(view: View, settings: Settings) -> Findings:
         start = "run: systemctl start run-ttdp-shm.mount"
         if not isdir(lock_dir):
             yield "warn", "locks", f"{lock_dir} is not a directory; {start}"
-        elif os.lstat(lock_dir).st_uid:
-            yield "warn", "locks", f"{lock_dir} must be a directory of root; remove it"
         elif lock_dir == Sharing().lock_dir and not os.path.ismount(lock_dir):
             yield "warn", "locks", f"{lock_dir} is not the package's tmpfs; {start}"
+        with suppress(OSError):
+            for path in (lock_dir, *(each.path for each in os.scandir(lock_dir))):
+                if user := os.lstat(path).st_uid:
+                    yield "warn", "locks", f"run: chown root {path}: it belongs to user {user}"
     path = f"{settings.cdi_dir}/{CDI_FILE}"
     nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"]}
     try:
@@ -4383,8 +4383,7 @@ def _check_kubelet(view: View, settings: Settings) -> Findings:
     elif number == errno.EACCES:
         yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
     else:
-        trouble = "does not exist" if number == errno.ENOENT else "refuses connections"
-        yield "warn", "kubelet", f"start the kubelet: {kubelet} {trouble}"
+        yield "warn", "kubelet", f"start the kubelet: {kubelet}: {os.strerror(number)}"
     if view["unreadable"]:
         yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
     for resource in view["resources"]:

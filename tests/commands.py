@@ -99,6 +99,12 @@ class Host:
         plugins = f"--device-plugin-dir={self.plugins}"
         return [*self.node.flags, plugins, *outlet_flags(self.root)]
 
+    def configure(self, *lines: str) -> Path:
+        """Return a configuration file with these lines."""
+        file = self.root / "config.toml"
+        file.write_text("\n".join(lines))
+        return file
+
     def run(self, *words: str, **environ: str) -> Answer:
         """Run the program to its end, in a process that has imported it already.
 
