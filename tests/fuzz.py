@@ -114,13 +114,13 @@ class World:
             chips = variables.get(ttdp.ADDRESSES, "").split(",")
             self.chips_of[pod, event.fields["container"]] = chips
         elif event.kind == "started":
-            self.is_fair = all(map(is_well, self.chips))
+            # Static pods are admitted at once, before any plugin can have registered.
+            has_static = any(each.static and each.wanted for each in self.kubelet.pods)
+            self.is_fair = not has_static and all(map(is_well, self.chips))
         elif event.kind == "pod-killed":
             # An init container that has ended is allocated again, which can fail for other reasons.
             is_list = re.search("OutOf|no longer healthy", str(event.fields))
-            # Kubelets admit static pods at once, before any plugin can have registered.
-            is_static = any(each.static for each in self.kubelet.pods if each.name == pod)
-            if self.is_fair and is_list and not is_static:
+            if self.is_fair and is_list:
                 self.kubelet.log.violation(f"the kubelet has killed {event.fields}")
 
     async def start_daemon(self) -> None:
@@ -166,7 +166,7 @@ class World:
         await self.kubelet.kill()
         if how:
             self.kubelet.corrupt(how)
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.2:
             self.kubelet.api_server_away()
         await self.kubelet.start()
 
