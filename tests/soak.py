@@ -5,7 +5,7 @@
 The reference kubelet runs in this process, the daemon in its own. In between kubelets refuse, hang
 and run pods, sockets are deleted, the configuration is reloaded, and cards go, come back, die and
 change numbers. The daemon is measured at rest: the last sample must have as many descriptors as the
-first one after a warm-up, and at most GROWTH more memory than the smallest.
+first one after a warm-up, and at most GROWTH more memory than the smallest one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.world.processes import (
     workspace,
 )
 
-WARM_UP = 200  # restarts before the first sample
+WARM_UP = 0.25  # of it all, until the pools of malloc and gRPC are full
 GROWTH = 2048  # kB of RSS
 INTERVAL = 0.5  # seconds between the daemon's polls
 STEP = 120.0  # seconds that a restart can take, with all that happens before it
@@ -220,13 +220,12 @@ async def soak(restarts: int, minutes: float, seed: int) -> int:
     reports = 0
     async with soaking(seed) as soak:
         print("   min  restarts    RSS kB   anon kB   fds  threads  restart p99 ms", flush=True)
-        warm_up = min(WARM_UP, restarts // 2)
         progress = 0.0
         while progress < 1:
             await soak.step()
             spent = (time.monotonic() - begin) / 60
             progress = min(soak.restarts / restarts, spent / minutes if minutes else 1)
-            if soak.restarts >= warm_up and (not samples or progress * 20 >= reports + 1):
+            if progress >= WARM_UP and (not samples or progress * 20 >= reports + 1):
                 reports = int(progress * 20)
                 samples.append(held := await soak.sample())
                 p99 = percentile(soak.seconds, 99) * 1000

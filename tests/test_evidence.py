@@ -291,15 +291,6 @@ def test_containers_of_a_pod_can_have_the_same_device(tracked: Tracked) -> None:
     assert tracked.in_force() == {A}
 
 
-def test_the_entry_of_a_refused_pod_ends_with_its_entry(tracked: Tracked) -> None:
-    """It never gets a cgroup. What the next daemon is told of it ends at the same time."""
-    tracked.write(checkpoint([entry()]))
-    assert tracked.seconds_in_force() == ENOUGH
-    tracked.write(checkpoint([]))
-    assert tracked.seconds_in_force() <= 11
-    assert tracked.tracker.to_state() == []
-
-
 def test_a_restart_of_the_daemon_forgets_no_evidence(tracked: Tracked) -> None:
     """Of a pod deleted by force only the state file knows; of an answer, when it was given."""
     tracked.write(checkpoint([entry()]))
