@@ -434,3 +434,11 @@ async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     other = Served(served.root / "elsewhere", served.node, served.environ)
     answer = await other.run_list()
     assert f"the service uses other directories ({served.plugins}); this is a sample" in answer.err
+
+
+def test_more_processes_than_a_page_holds_are_all_read(host: Host) -> None:
+    """700 of a local user do not push the last one's PID out, nor cut it."""
+    (chip,) = host.node.add("n150")
+    chip.set_pids(range(1_000_000, 1_000_700))
+    (row,) = host.run("list", "--json").rows
+    assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_000_700)]
