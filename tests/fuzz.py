@@ -46,12 +46,7 @@ DEADLINE = 15  # seconds until everything must be in line
 CARDS = ("p300c", "n150", "p300c", "p150a")
 CHIPS = [pure_chip(bus, CARDS[bus // 2], serial=f"{bus // 2}") for bus in range(2 * len(CARDS))]
 HURRIED = patch.multiple(  # seconds: evidence ends sooner, metrics are written at each poll
-    ttdp,
-    ANSWER_VALIDITY=2.0,
-    GRACE_PERIOD=1.0,
-    LOOK_INTERVAL=0.2,
-    GATE_TIMEOUT=1.0,
-    METRICS_INTERVAL=0.0,
+    ttdp, ANSWER_VALIDITY=2, GRACE_PERIOD=1, LOOK_INTERVAL=0.2, GATE_TIMEOUT=1, METRICS_INTERVAL=0
 )
 
 
@@ -82,6 +77,7 @@ class World:
         draw = self.random = random.Random(seed)
         self.home = home
         self.node = SimulatedNode(home / "node")
+        (self.node.root / "proc/sys/kernel/random").mkdir(parents=True)
         self.chips = [chip for card in CARDS for chip in self.node.add(card)]
         for name in ("cdi", "features.d", "metrics", "run"):
             (home / name).mkdir()
@@ -125,34 +121,24 @@ class World:
 
     async def start_daemon(self) -> None:
         """Start it, and wait until it is ready, as systemd does."""
-        settings = settings_of(
-            self.node,
-            self.home / "dp",
-            interval=0.1,
-            health={"heartbeat_misses": ttdp.MISSES_MAX},  # they stand still
-            state_dir=str(self.home),
-            runtime_dir=str(self.home / "run"),
-            **self.configuration,
-        )
+        places = {"state_dir": str(self.home), "runtime_dir": str(self.home / "run")}
+        health = {"heartbeat_misses": ttdp.MISSES_MAX}  # heartbeats stand still
+        others = {**places, "health": health, **self.configuration}
+        settings = settings_of(self.node, self.home / "dp", interval=0.1, **others)
         self.daemon = await RunningDaemon(self.node, settings).__aenter__()
         await until(lambda: self.daemon.notified("READY=1"), "READY=1")
-
-    async def stop_daemon(self) -> None:
-        """Stop it, and wait until the kubelet has noticed: a start takes longer in reality."""
-        names = [*self.daemon.sessions]
-        await self.daemon.__aexit__()
-        is_listed = self.kubelet.manager.plugins.is_listed
-        await until(lambda: not any(map(is_listed, names)), "the kubelet to see the end")
 
     async def restart_daemon(self) -> None:
         """Restart it with another configuration, perhaps with the kubelet, by a power cut."""
         how = self.random.choice(["alone", "with the kubelet", "power cut"])
-        await self.stop_daemon()
+        names = [*self.daemon.sessions]
+        await self.daemon.__aexit__()
+        is_listed = self.kubelet.manager.plugins.is_listed
+        await until(lambda: not any(map(is_listed, names)))  # a start takes longer in reality
         self.configuration = draw_configuration(self.random)
         if how == "power cut":
             await self.kubelet.power_cut()
             boot = self.node.root / "proc/sys/kernel/random/boot_id"
-            boot.parent.mkdir(parents=True, exist_ok=True)
             boot.write_text(f"{len(self.requests)} {self.counts['restart_daemon']}\n")
         elif how == "with the kubelet":
             await self.kubelet.kill()
@@ -187,6 +173,8 @@ class World:
             await self._admit(request, kinds)
 
     async def _admit(self, request: dict[str, int], kinds: Any = ("main",)) -> None:
+        if not request.keys() & self.kubelet.capacity().keys():
+            return  # no scheduler would choose this node
         pod = f"pod-{len(self.requests)}"
         self.requests[pod] = request
         self.is_fair = False
@@ -201,7 +189,7 @@ class World:
         acts = [kubelet.delete, kubelet.complete, *3 * [kubelet.force_delete]]
         acts += [kubelet.kill_sandbox, lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
-        pod = self.random.choice([*self.requests, "none"][-8:])
+        pod = self.random.choice([*self.requests][-8:] or [""])
         with contextlib.suppress(LookupError):  # it was not admitted
             act(pod)
         for _ in range(self.random.choice([0, 1, 5])):
@@ -215,22 +203,20 @@ class World:
                 self.kubelet.end(pod.uid)
 
     async def change_a_chip(self) -> None:
-        """Let it come or go, die or live, or change numbers with another one."""
+        """Let one disappear, die, or change numbers with another one; or repair it."""
         one, other = self.random.sample(self.chips, 2)
-        what = self.random.choice(["number", "number", "life", "life", "presence"])
-        if what != "number":
+        change = self.random.choice([one.vanish, one.die, None])
+        ill = [chip for chip in self.chips if not is_well(chip)]
+        for chip in ill:
+            chip.revive() if chip.present else chip.come_back()
+        if change and not ill:
             self.is_fair = False
-        if what == "presence":
-            one.vanish() if one.present else one.come_back()
-        elif what == "life" and one.present:
-            one.revive() if one.condition == "dead" else one.die()
-        elif is_well(one) and is_well(other):
+            change()
+        elif not ill:
             self.node.swap_ordinals(one.bdf, other.bdf)
 
     async def start_over(self) -> None:
-        """Delete all pods, and repair all chips."""
-        for chip in self.chips:
-            chip.revive() if chip.present else chip.come_back()
+        """Delete all pods."""
         for pod in [*self.kubelet.pods]:
             if pod.wanted:
                 self.kubelet.delete(pod.uid)
@@ -238,22 +224,19 @@ class World:
         self.kubelet.events.clear()
 
 
-WEIGHTS = {
-    World.admit: 12,
-    World.act_on_a_pod: 12,
-    World.change_a_chip: 8,
-    World.reload: 5,
-    World.restart_kubelet: 4,
-    World.restart_daemon: 4,
-    World.catch_up: 5,
-    World.damage_checkpoint: 2,
-    World.start_over: 1,
-}
+OPERATIONS = [
+    *16 * [World.admit],
+    *12 * [World.act_on_a_pod],
+    *8 * [World.change_a_chip],
+    *4 * [World.catch_up, World.restart_kubelet],
+    *2 * [World.reload, World.restart_daemon, World.damage_checkpoint],
+    World.start_over,
+]
 
 
 # -- promises --------------------------------------------------------------------------------------
 
-Difference = tuple[str, object, object]  # what; found; expected
+Differences = Iterator[tuple[str, object, object]]  # what; found; expected
 
 
 def samples(text: str, metric: str, *labels: str) -> list[list[str]]:
@@ -265,7 +248,7 @@ def samples(text: str, metric: str, *labels: str) -> list[list[str]]:
     return sorted(found)
 
 
-def compare_with_node(view: dict[str, Any], world: World) -> Iterator[Difference]:
+def compare_with_node(view: dict[str, Any], world: World) -> Differences:
     rows = {row["bdf"]: row for row in view["chips"]}
     for chip in world.chips:
         row = rows.get(chip.bdf, {"index": None, "healthy": False})
@@ -277,7 +260,7 @@ def compare_with_node(view: dict[str, Any], world: World) -> Iterator[Difference
             yield f"{pod.name} on {bdf} in {users}", users.isdisjoint([pod.uid, pod.name]), False
 
 
-def compare_outputs(world: World, view: dict[str, Any]) -> Iterator[Difference]:
+def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
     settings, kubelet, rows = world.daemon.settings, world.kubelet, view["chips"]
     cdi = ttdp.try_read(f"{settings.cdi_dir}/{ttdp.CDI_FILE}") or ""
     metrics = ttdp.try_read(settings.metrics_file) or ""
@@ -327,7 +310,7 @@ async def take_steps(world: World, steps: int, seconds: float) -> None:
     step = 0
     while step < steps and time.monotonic() < begin + seconds:
         step += 1
-        (operation,) = world.random.choices([*WEIGHTS], [*WEIGHTS.values()])
+        operation = world.random.choice(OPERATIONS)
         world.counts[operation.__name__] += 1
         await operation(world)
         await check(world)
