@@ -181,7 +181,7 @@ def registered_with_another(kubelet: Kubelet, endpoint: str) -> bool:
 async def test_a_deleted_kubelet_socket_ends_nothing(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, inotify: bool, names: str
 ) -> None:
-    """The open stream works on: changes reach the kubelet, and pods are admitted."""
+    """The open stream works on, for changes and for pods; the next kubelet is registered with."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
     for path in kubelet.directory.glob(names):
@@ -194,6 +194,8 @@ async def test_a_deleted_kubelet_socket_ends_nothing(
     await offers(kubelet, N150, chip.bdf)
     await kubelet.admit("pod", "main", {N150: 1})
     assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1
+    await kubelet.restart()
+    await kubelet.registered(N150)
 
 
 async def test_sockets_of_a_daemon_that_was_killed_are_removed(
