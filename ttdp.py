@@ -3245,7 +3245,7 @@ class Attempt(rpc.DevicePluginServicer):
 
     def is_outdated(self, kubelet: FileIdentity | None) -> bool:
         """Return whether its socket was deleted, or another kubelet has started."""
-        works = self.is_watched and kubelet is None  # and could not be registered again
+        works = self.is_watched and kubelet is None
         is_lost = not works and self.file is not None and file_identity(self.path) != self.file
         return is_lost or (self.kubelet is not None and kubelet not in (None, self.kubelet))
 
@@ -3442,6 +3442,8 @@ class KubeletSession:
         if connection_error(path):
             raise RegistrationError("waiting for kubelet (its socket refuses connections)")
         attempt.kubelet = file_identity(path)
+        if attempt.is_outdated(attempt.kubelet):  # kubelets delete all sockets first
+            raise RegistrationError("its socket was deleted")
         endpoint = basename(attempt.path)
         request = pb.RegisterRequest(
             version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS

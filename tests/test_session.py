@@ -117,14 +117,22 @@ async def test_thirty_restarts_leave_nothing_behind(
     await kubelet.stop()
 
 
+@pytest.mark.parametrize("does", ["replaces its socket", "deletes ours"])
 async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    does: str,
+) -> None:  # fmt: skip
     """It is another one than the loop has seen; kubelets before 1.37 could lose a second one."""
+    monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda flags: -1)  # no event ends the attempt
     connection_error = ttdp.connection_error
 
     def comes_now(path: str) -> int:
-        os.utime(kubelet.socket)
+        if does == "replaces its socket":
+            os.utime(kubelet.socket)
+        else:
+            monkeypatch.setattr("ttdp.connection_error", connection_error)
+            for name in plugin_sockets(kubelet.directory):
+                (kubelet.directory / name).unlink()
         return connection_error(path)
 
     monkeypatch.setattr("ttdp.connection_error", comes_now)
