@@ -3414,7 +3414,7 @@ class KubeletSession:
                 server.add_insecure_port(f"unix:{attempt.path}")
             except RuntimeError:  # gRPC hides bind()'s error
                 raise RegistrationError(f"cannot create sockets in {self._directory}") from None
-            attempt.file = file_identity(attempt.path)
+            attempt.file = file_identity(attempt.path) or (0, 0, 0)  # it was deleted since
             await completed(server.start())
             await self._register(attempt)
             await asyncio.wait({attempt.ended}, timeout=REGISTER_TIMEOUT)
@@ -3740,7 +3740,6 @@ class Reporter:
         return chip_metrics(decision, self._node.inventory.records) + metrics
 
     async def _serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the view to a command, as JSON."""
         with suppress(OSError):
             await self._read_details(0.0)
             decision = self._node.decide(monotonic())
