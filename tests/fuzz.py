@@ -97,7 +97,7 @@ class World:
         self.configuration = draw_configuration(draw)
         self.requests: dict[str, dict[str, int]] = {}  # of all pods, by name
         self.chips_of: dict[tuple[str, str], list[str]] = {}  # that containers were given
-        self.is_fair = True  # since the kubelet started, chips were well and no pod was admitted
+        self.is_fair = True  # since the kubelet started, chips and pods were left alone
         self.counts = Counter[str]()
         self.log = BufferingHandler(sys.maxsize)
         self.log.setLevel(logging.ERROR)
@@ -110,9 +110,11 @@ class World:
             chips = variables.get(ttdp.ADDRESSES, "").split(",")
             self.chips_of[pod, event.fields["container"]] = chips
         elif event.kind == "started":
-            # Static pods are admitted at once, before any plugin can have registered.
-            has_static = any(each.static and each.wanted for each in self.kubelet.pods)
-            self.is_fair = not has_static and all(map(is_well, self.chips))
+            # Static pods are admitted at once, before any plugin can have registered. A pod that
+            # neither the kubelet nor a process shows has no evidence.
+            pods = [each for each in self.kubelet.pods if each.wanted and not each.over]
+            is_plain = all(each.has_processes and not each.static for each in pods)
+            self.is_fair = is_plain and all(map(is_well, self.chips))
         elif event.kind == "pod-killed":
             # An init container that has ended is allocated again, which can fail for other reasons.
             is_list = re.search("OutOf|no longer healthy", str(event.fields))
@@ -186,6 +188,7 @@ class World:
     async def act_on_a_pod(self) -> None:
         """End one of the latest pods, or a part of it; others may request the same at once."""
         kubelet = self.kubelet
+        self.is_fair = False
         acts = [kubelet.delete, kubelet.complete, *3 * [kubelet.force_delete]]
         acts += [kubelet.kill_sandbox, lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
