@@ -322,15 +322,3 @@ async def test_it_can_end_at_any_moment_of_its_start(
             assert await asyncio.wait_for(daemon.stop(), PATIENCE) == 0
     chip.unblock()
     assert "ERROR" not in {record.levelname for record in caplog.records}
-
-
-async def test_a_reload_before_the_first_list_is_in_force_from_the_start(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """The configuration can change between its being read and the first turn of the loop."""
-    node.add("p150a")
-    daemon = await start()
-    assert not daemon.sessions
-    daemon.reload(resource_naming="card")
-    await kubelet.registered("tenstorrent.com/p150a")
-    assert [*daemon.sessions] == ["tenstorrent.com/p150a"]
