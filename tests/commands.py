@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.world import simulation
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, wait_until
+from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
@@ -113,7 +113,7 @@ class Host:
         given = environment() | self.environ | environ
         return forked([*words, *self.flags], given, self.node)
 
-    def run_anew(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
+    def run_as_process(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
         """Run the program as it is installed, in real time, while the cards' firmware lives.
 
         as_other: without root's right to look everywhere.
@@ -199,22 +199,3 @@ def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[H
     host = Host(root, node)
     with host.kubelet():
         yield host
-
-
-def ended(process: subprocess.Popen[str]) -> Answer:
-    """Return what a program said, once it has ended."""
-    out, err = process.communicate(timeout=4 * PATIENCE)
-    return Answer(process.returncode, out, err)
-
-
-def wait_for_reader(fifo: Path) -> None:
-    """Wait until somebody reads a blocked attribute."""
-
-    def has_reader() -> bool:
-        try:
-            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:
-            return False
-        return True
-
-    wait_until(has_reader, f"a reader of {fifo}")

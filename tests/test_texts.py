@@ -46,13 +46,6 @@ def fenced(language: str) -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README)
 
 
-def cells(heading: str) -> list[list[str]]:
-    """The rows of README's tables below a heading, without what marks code."""
-    part = re.split(r"(?m)^#+ ", PROSE.split(f"\n## {heading}\n")[1])[0]
-    lines = [line for line in part.splitlines() if line.startswith("| ")]
-    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
-
-
 def names(unit: str) -> Iterator[str]:
     """Yield every resource's name, without the domain."""
     for card in {*ttdp.CARDS.values()}:
