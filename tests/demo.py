@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.world.kubelet import AdmissionError, Allocation, Event, Kubelet
+from tests.world.kubelet import AdmissionError, Allocation, Kubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import (
     Installation,
@@ -36,13 +36,12 @@ from tests.world.processes import (
     run,
     within,
     workspace,
-)
+)  # fmt: skip
 
 DOMAIN = "tenstorrent.com"
 N150, N300, P300 = f"{DOMAIN}/n150", f"{DOMAIN}/n300", f"{DOMAIN}/p300"
 RESOURCES = (N150, N300, P300)
 GALAXY, TRAY = f"{DOMAIN}/galaxy-wormhole", f"{DOMAIN}/galaxy-wormhole-board"
-SURVIVORS = ("training", "single")  # the pods of the reboots
 ADMISSION = 0.8  # seconds from kubelet.sock to the admission of existing pods, as measured
 STEP = 60.0  # seconds for actions that take milliseconds
 INTERVAL = 1.0  # seconds between two polls; the default is 5
@@ -143,9 +142,8 @@ class Story:
 
     def serials(self, allocation: Allocation, resource: str) -> set[str]:
         """Return the serial numbers of the allocated boards."""
-        return {
-            self.node.chip(bdf).facts.telemetry["tt_serial"] for bdf in allocation.ids[resource]
-        }
+        chips = map(self.node.chip, allocation.ids[resource])
+        return {chip.facts.telemetry["tt_serial"] for chip in chips}
 
     async def admit(self, pod: str, resource: str, number: int = 1) -> Allocation:
         return await self.kubelet.admit(pod, "main", {resource: number})
@@ -159,17 +157,14 @@ class Story:
         else:
             raise AssertionError(f"the pod {pod} is admitted")
 
-    async def readmitted(self, pod: str, begin: float, kind: str = "admitted") -> Event:
-        """Return the event with which a starting kubelet admits a pod again, or rejects it."""
+    async def readmitted(self, begin: float, *pods: str) -> None:
+        """Wait until a starting kubelet has admitted these pods again."""
 
-        def found() -> Event | None:
-            kinds = ("admitted", "rejected")
-            events = (event for each in kinds for event in self.kubelet.find(each, since=begin))
-            return next((event for event in events if event.fields["pod"] == pod), None)
+        def names(kind: str) -> set[object]:
+            return {event.fields["pod"] for event in self.kubelet.find(kind, since=begin)}
 
-        event = await self.kubelet.wait_for(found, STEP)
-        assert event and event.kind == kind, event
-        return event
+        await self.kubelet.wait_for(lambda: {*pods} <= names("admitted") | names("rejected"), STEP)
+        assert not names("rejected"), f"the kubelet rejects {names('rejected')}"
 
     async def wait_for_list(
         self, resource: str, condition: Callable[[], object], begin: float
@@ -205,7 +200,6 @@ class Cards(Story):
             await self.kubelet_restarts()
             await self.stop()
         await self.reboot()
-        await self.reboot_without_the_daemon()
 
     async def list_devices(self) -> None:
         stage = self.stage
@@ -299,8 +293,7 @@ class Cards(Story):
         stage.fact("registered", f"all three resources after {median} (median), at most {most}")
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         assert held == before, f"pods held {before}, and now {held}"
-        for pod in ("training", "single", "pair", "notebook"):
-            await self.readmitted(pod, begin)
+        await self.readmitted(begin, "training", "single", "pair", "notebook")
         stage.fact("pods", "all keep their devices")
 
     async def stop(self) -> None:
@@ -320,20 +313,9 @@ class Cards(Story):
             begin = time.monotonic()
             seconds = await self.start_kubelet(*RESOURCES)
             stage.fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
-            for pod in SURVIVORS:
-                stage.fact(pod, (await self.readmitted(pod, begin)).kind)
+            await self.readmitted(begin, "training", "single")
+            stage.fact("pods", "all are admitted again")
             await daemon.stop(signal.SIGKILL)
-
-    async def reboot_without_the_daemon(self) -> None:
-        """The kubelet rejects its pods before a plugin that is a pod can start."""
-        stage, kubelet = self.stage, self.kubelet
-        stage.step("It reboots again; a plugin that is a pod would start after the other pods")
-        await kubelet.power_cut()
-        begin = time.monotonic()
-        await self.start_kubelet()
-        for pod in SURVIVORS:
-            fields = (await self.readmitted(pod, begin, "rejected")).fields
-            stage.fact(pod, str(fields["reason"]), str(fields["message"]))
 
 
 class Boards(Story):

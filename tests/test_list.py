@@ -21,7 +21,6 @@ from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, until
 from tests.world.simulation import RunningDaemon
-from ttdp import SharedResource, Sharing
 
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node",
         "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
@@ -284,23 +283,6 @@ async def test_a_damaged_checkpoint_hides_no_user(
     check = await asyncio.to_thread(served.run, "check")
     text = f"{problem}; the kubelet rewrites it with the next pod"
     assert ("warn", "kubelet", text) in check.complaints
-
-
-@pytest.mark.usefixtures("ticking")
-async def test_users_of_a_shared_chip_are_all_named(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """The resource has the number of replicas."""
-    served.node.add("n150")
-    shared = Sharing(lock_dir="", resources=(SharedResource("n150", 4),))
-    daemon = await start(sharing=shared, runtime_dir=str(served.root))
-    await kubelet.registered(N150)
-    for pod in ("one", "two"):
-        await kubelet.admit(pod, "main", {N150: 1})
-    await until(lambda: len(daemon.daemon.node.allocations.names) == 2)
-    (row,) = (await served.run_list()).table
-    assert sorted(row["USED BY"].split(", ")) == ["default/one", "default/two"]
-    assert row["RESOURCE"] == "n150 ×4"
 
 
 @pytest.mark.usefixtures("ticking")
