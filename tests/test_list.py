@@ -160,14 +160,6 @@ def test_json_has_these_keys_and_values(mixed: Host) -> None:
     assert [row["numa_node"] for row in answer.rows] == [1, None, None, None]
 
 
-def test_an_unknown_card_is_not_guessed(host: Host) -> None:
-    """Neither card nor board; the resource is the architecture."""
-    host.node.add("n150", firmware=False)[0].write("subsystem_device", b"0x0099\n")
-    (row,) = host.run("list", "--json").rows
-    assert (row["card"], row["board"], row["arch"]) == (None, None, "wormhole")
-    assert row["resource"] == "tenstorrent.com/wormhole"
-
-
 # -- faults ----------------------------------------------------------------------------------------
 
 FAULTS: dict[str, tuple[str, str]] = {

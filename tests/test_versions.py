@@ -24,10 +24,9 @@ tt-device-plugin (0.2.0) UNRELEASED; urgency=medium
 """
 CLOSED = CHANGELOG.replace("UNRELEASED", "unstable")
 NEWS = "# Changelog\n\n## 0.2.0 – unreleased\n\n### Added\n\n- Something.\n"
-PERSONS = {f"GIT_{who}_NAME": "Somebody" for who in ("AUTHOR", "COMMITTER")}
-PERSONS |= {f"GIT_{who}_EMAIL": "somebody@example.invalid" for who in ("AUTHOR", "COMMITTER")}
-ENVIRONMENT = os.environ | PERSONS | {"GIT_CONFIG_GLOBAL": "/dev/null"}
-ENVIRONMENT |= {"GIT_CONFIG_SYSTEM": "/dev/null"}
+ENVIRONMENT = os.environ | {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
+for who in ("AUTHOR", "COMMITTER"):
+    ENVIRONMENT |= {f"GIT_{who}_NAME": "Somebody", f"GIT_{who}_EMAIL": "s@example.invalid"}
 
 
 class Repository:
@@ -208,37 +207,39 @@ def test_checks_that_fail(repository: Repository, checks: str, reason: str) -> N
     assert (tags, changes, branches) == ("", "", "* main") and len(worktrees.splitlines()) == 1
 
 
-def commit_with(name: str, text: str) -> Callable[[Repository], None]:
-    """Return what commits a file with this text."""
-
-    def act(repository: Repository) -> None:
-        repository.write(name, text)
-        repository.commit(name)
-
-    return act
-
-
-REFUSED: dict[str, tuple[str, Callable[[Repository], object]]] = {
-    "uncommitted changes": ("0.2.0", lambda repository: repository.write("new", "")),
-    "not main": ("0.2.0", lambda repository: repository.git("checkout", "-qb", "other")),
-    "must be three numbers": ("0.2", lambda repository: None),
-    "begins with 0.2.0;": ("0.5.0", lambda repository: None),
-    "already closed": ("0.2.0", commit_with("packaging/deb/changelog", CLOSED)),
-    "with a list of changes": ("0.2.0", commit_with("CHANGELOG.md", NEWS.replace("- S", "S"))),
-    "v0.2.0 is already released": ("0.2.0", lambda repository: repository.git("tag", "v0.2.0")),
-    "changelog has 0.2.0, ttdp.py has 0.1.0": (
-        "0.2.0",
-        commit_with("ttdp.py", '__version__ = "0.1.0"\n'),
-    ),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_a_release_that_is_refused(repository: Repository, reason: str, tmp_path: Path) -> None:
-    """With the reason, before anything is checked or changed."""
-    version, prepare = REFUSED[reason]
-    prepare(repository)
+def refusal(repository: Repository, version: str = "0.2.0") -> str:
+    """The reason, given before anything is checked or changed."""
     before = repository.state()
-    done = repository.release(version, f"touch {tmp_path}/checked")
-    assert done.returncode and reason in done.stderr, done
-    assert repository.state() == before and not (tmp_path / "checked").exists()
+    done = repository.release(version, "touch ../checked")
+    assert done.returncode and repository.state() == before
+    assert not (repository.top.parent / "checked").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("packaging/deb/changelog", CLOSED, "already closed"),
+        ("CHANGELOG.md", NEWS.replace("- S", "S"), "with a list of changes"),
+        ("ttdp.py", '__version__ = "0.1.0"\n', "changelog has 0.2.0, ttdp.py has 0.1.0"),
+    ],
+)
+def test_a_source_that_is_not_ready_is_not_released(
+    repository: Repository, name: str, text: str, reason: str
+) -> None:
+    """The version must be open, the same everywhere, and have a list of changes."""
+    repository.write(name, text)
+    repository.commit("Change")
+    assert reason in refusal(repository)
+
+
+def test_only_the_next_version_is_released_once_and_from_main(repository: Repository) -> None:
+    """Three numbers, the same as in the changelog, and everything is committed."""
+    assert "must be three numbers" in refusal(repository, "0.2")
+    assert "begins with 0.2.0;" in refusal(repository, "0.5.0")
+    repository.git("tag", "v0.2.0")
+    assert "v0.2.0 is already released" in refusal(repository)
+    repository.git("checkout", "-qb", "other")
+    assert "not main" in refusal(repository)
+    repository.write("new", "")
+    assert "uncommitted changes" in refusal(repository)
