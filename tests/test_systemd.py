@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-import ttdp
 from tests.conftest import kubelet_of, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
