@@ -4082,7 +4082,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load()
     except ConfigError as error:  # commands go on
         problem = str(error)
-        settings = Settings()
+        settings = Settings(runtime_dir=os.environ.get("RUNTIME_DIRECTORY"))
         with suppress(ConfigError):
             settings = load(ignore_file=True)
     if options.command == "check":

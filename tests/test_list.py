@@ -389,9 +389,11 @@ async def test_a_card_that_was_never_bound_is_reported_with_its_remedy(
 @pytest.mark.usefixtures("three")
 async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     """Other roots or directories: a sample, and a line that names the daemon's directory."""
+    line = f"the service uses other directories ({served.plugins}); this is a sample\n"
     other = Served(served.root / "elsewhere", served.node, served.environ)
-    answer = await other.run_list()
-    assert f"the service uses other directories ({served.plugins}); this is a sample" in answer.err
+    assert (await other.run_list()).err == line
+    invalid = await served.run_list("--unit=boards")  # so the defaults are used
+    assert invalid.err.endswith(line) and "--unit: 'boards'" in invalid.err
 
 
 def test_more_processes_than_a_page_holds_are_all_read(host: Host) -> None:
