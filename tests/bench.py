@@ -67,8 +67,7 @@ LOCAL = [("grpc.use_local_subchannel_pool", 1)]  # every channel a connection of
 def bare_plugin() -> None:
     """The floor: a plain grpc.aio plugin. Its source, as it stands here, is the whole program.
 
-    Arguments: the kubelet's directory; a directory with the answers, in files named after the
-    methods; the name of the resource. It registers with each kubelet.sock that appears.
+    Arguments: the kubelet's directory; that of the answers, named after methods; the resource.
     """
     import asyncio
     import ctypes
@@ -337,8 +336,13 @@ async def at_rest(bench: Bench) -> list[Row]:
         rows.append(Row("  above the floor", "%", ours - bare))
         held, least = footprint(daemon.pid), footprint(floor.pid)
     rss = Row("memory: RSS", "MB", held.rss / 1024, floor=least.rss / 1024).within(40)
-    anonymous = held.anonymous / 1024, least.anonymous / 1024
-    return [rss, Row("memory: anonymous part", "MB", anonymous[0], floor=anonymous[1]), *rows]
+    return [rss, *rows]
+
+
+RESTARTED = [
+    f"kubelet.sock until {what}"
+    for what in ("Register arrives", "registered", "the devices are there")
+]
 
 
 async def restart(kubelet: Kubelet, pause: float) -> list[float]:
@@ -365,15 +369,8 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
             pause = pauses.uniform(0, 0.2)
             ours.append(await restart(kubelet, pause))
             bare.append(await restart(other, pause))
-    arrived, registered, listed = (
-        timed(f"kubelet.sock until {what}", times, floor)
-        for what, times, floor in zip(
-            ("Register arrives", "registered", "the devices are there"),
-            zip(*ours, strict=True),
-            zip(*bare, strict=True),
-            strict=True,
-        )
-    )
+    columns = (RESTARTED, zip(*ours, strict=True), zip(*bare, strict=True))
+    arrived, registered, listed = map(timed, *columns)
     return [arrived.within(20, "p99"), registered, listed.below(1.1)]
 
 
@@ -477,6 +474,7 @@ async def bench(options: argparse.Namespace) -> int:
     if options.json:
         content = [asdict(row) | {"ratio": row.ratio} for row in rows]
         text = json.dumps({"environment": machine, "rows": content}, indent=1)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(f"{text}\n")
     return 0
 

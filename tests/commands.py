@@ -153,15 +153,6 @@ class Host:
         ) as process:
             yield process
 
-    @contextlib.contextmanager
-    def kubelet(self) -> Iterator[None]:
-        """Let somebody listen where a kubelet does."""
-        self.plugins.mkdir(exist_ok=True)
-        with socket.socket(socket.AF_UNIX) as kubelet:
-            kubelet.bind(str(self.plugins / "kubelet.sock"))
-            kubelet.listen()
-            yield
-
 
 def forked(
     words: Sequence[str], environ: Mapping[str, str], node: SimulatedNode | None = None
@@ -197,5 +188,8 @@ def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[H
         for chip in node.add(card):
             node.set_iommu(chip.bdf)
     host = Host(root, node)
-    with host.kubelet():
+    host.plugins.mkdir(mode=0o750)
+    with socket.socket(socket.AF_UNIX) as kubelet:
+        kubelet.bind(str(host.plugins / "kubelet.sock"))
+        kubelet.listen()
         yield host
