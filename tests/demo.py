@@ -51,27 +51,28 @@ def ms(seconds: float) -> str:
     return f"{max(seconds, 0) * 1000:.1f} ms"
 
 
-class Stage:
-    """Prints numbered steps with aligned facts."""
+steps: list[str] = []  # their titles
 
-    steps = 0
 
-    def print(self, text: str = "") -> None:
-        print(text, flush=True)
+def say(text: str) -> None:
+    print(text, flush=True)
 
-    def step(self, title: str) -> None:
-        self.steps += 1
-        self.print(f"\n{self.steps:2}  {title}")
 
-    def fact(self, label: str, *texts: str) -> None:
-        """Print a label, and texts in a column of at most 80 characters."""
-        for text in texts:
-            for line in textwrap.wrap(text, 80, break_on_hyphens=False):
-                self.print(f"      {label:13} {line}")
-                label = ""
+def step(title: str) -> None:
+    steps.append(title)
+    say(f"\n{len(steps):2}  {title}")
 
-    def block(self, text: str) -> None:
-        self.print(textwrap.indent(text.rstrip(), "      "))
+
+def fact(label: str, *texts: str) -> None:
+    """Print a label, and texts in a column of at most 80 characters."""
+    for text in texts:
+        for line in textwrap.wrap(text, 80, break_on_hyphens=False):
+            say(f"      {label:13} {line}")
+            label = ""
+
+
+def block(text: str) -> None:
+    say(textwrap.indent(text.rstrip(), "      "))
 
 
 class Story:
@@ -80,8 +81,7 @@ class Story:
     They raise AssertionError, TimeoutError or AdmissionError if the story does not go as planned.
     """
 
-    def __init__(self, stage: Stage, home: Path, pyz: Path | None) -> None:
-        self.stage = stage
+    def __init__(self, home: Path, pyz: Path | None) -> None:
         self.home = home
         self.installation = Installation(home, pyz)
         self.directory = home / "device-plugins"
@@ -102,10 +102,10 @@ class Story:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.kubelet.stop)
             stack.enter_context(Ticker(self.node, INTERVAL / 4))
-            await self.steps()
+            await self.act()
         assert not self.kubelet.violations, self.kubelet.violations
 
-    async def steps(self) -> None:
+    async def act(self) -> None:
         raise NotImplementedError
 
     async def list(self, *more: str) -> str:
@@ -126,7 +126,7 @@ class Story:
     async def show_status(self, words: str) -> None:
         """Wait for a status with these words, and print it."""
         status = self.short(await self.daemon.status(words))
-        self.stage.fact("status", *status.split("; "))
+        fact("status", *status.split("; "))
 
     def show_capacity(self, expected: Mapping[str, int]) -> None:
         capacity, allocatable = self.kubelet.capacity(), self.kubelet.allocatable()
@@ -134,7 +134,7 @@ class Story:
         assert found == expected, f"the capacity is {found}, not {expected}"
         rows = [f"{name:37}  {capacity[name]:8}  {allocatable[name]:11}" for name in expected]
         heading = f"\n{'node status':37}  capacity  allocatable"
-        self.stage.block("\n".join([heading, *rows]))
+        block("\n".join([heading, *rows]))
 
     def short(self, path: str) -> str:
         """Return a path of the simulated node as it would be on a real one."""
@@ -153,7 +153,7 @@ class Story:
         try:
             await self.admit(pod, resource)
         except AdmissionError as error:
-            self.stage.fact(pod, error.reason, error.message)
+            fact(pod, error.reason, error.message)
         else:
             raise AssertionError(f"the pod {pod} is admitted")
 
@@ -186,7 +186,7 @@ class Story:
 class Cards(Story):
     """Single cards: lists, pods, packing, faults, hot-plug, restarts, reboots."""
 
-    async def steps(self) -> None:
+    async def act(self) -> None:
         for card, numa_node in (("n300", 0), ("p300c", 0), ("n300", 1), ("p300c", 1), ("n150", 1)):
             self.node.add(card, numa_node=numa_node)
         self.node.set_hugepages(12)
@@ -202,86 +202,80 @@ class Cards(Story):
         await self.reboot()
 
     async def list_devices(self) -> None:
-        stage = self.stage
-        stage.step("Two n300, two p300c with two chips each, and an n150, on two NUMA nodes")
+        step("Two n300, two p300c with two chips each, and an n150, on two NUMA nodes")
         text = await self.list()
         assert all(chip.bdf in text for chip in self.node.chips), f"list lacks chips:\n{text}"
-        stage.block(f"$ tt-device-plugin list\n{text}")
+        block(f"$ tt-device-plugin list\n{text}")
 
     async def register(self) -> None:
-        stage = self.stage
-        stage.step("The daemon starts, then the kubelet")
-        stage.fact("ready after", ms(await self.daemon.ready()))
+        step("The daemon starts, then the kubelet")
+        fact("ready after", ms(await self.daemon.ready()))
         await self.show_status("waiting for kubelet")
         seconds = await self.start_kubelet(*RESOURCES)
-        stage.fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
+        fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
         await self.show_status("; registered with kubelet")
         self.show_capacity({N150: 1, N300: 2, P300: 4})
 
     async def one_card(self) -> None:
-        stage = self.stage
-        stage.step("A pod requests one n300")
+        step("A pod requests one n300")
         got = await self.admit("training", N300)
         assert len(got.devices) == 1 and got.envs and got.mounts, f"the pod gets {got}"
         [device] = got.devices
         paths = f"{self.short(device.host_path)} as {device.container_path}"
-        stage.fact("device", paths, device.permissions)
-        stage.fact("environment", *(f"{key}={value}" for key, value in sorted(got.envs.items())))
+        fact("device", paths, device.permissions)
+        fact("environment", *(f"{key}={value}" for key, value in sorted(got.envs.items())))
         mounts = (f"{self.short(each.host_path)} at {each.container_path}" for each in got.mounts)
-        stage.fact("mounts", *mounts)
+        fact("mounts", *mounts)
 
     async def one_board(self) -> None:
-        stage = self.stage
-        stage.step("A pod requests one p300 chip, the next pod two")
+        step("A pod requests one p300 chip, the next pod two")
         boards = []
         for pod, number in (("single", 1), ("pair", 2)):
             got = await self.admit(pod, P300, number)
             boards.append(self.serials(got, P300))
             for bdf in sorted(got.ids[P300]):
-                stage.fact(pod, f"{bdf}  board {self.node.chip(bdf).facts.telemetry['tt_serial']}")
+                fact(pod, f"{bdf}  board {self.node.chip(bdf).facts.telemetry['tt_serial']}")
         single, pair = boards
         assert len(pair) == 1 and not pair & single, f"the pair is on the boards {pair}"
 
     async def failure(self) -> None:
         """The firmware of the unused n300 stops: only its heartbeat shows it, no event."""
-        stage, kubelet = self.stage, self.kubelet
-        stage.step(f"The firmware of the other n300 stops (polled every {INTERVAL:g} s)")
+        kubelet = self.kubelet
+        step(f"The firmware of the other n300 stops (polled every {INTERVAL:g} s)")
         [free] = kubelet.healthy(N300) - kubelet.allocated(N300)
         begin = time.monotonic()
         self.node.chip(free).freeze()
         seconds = await self.wait_for_list(N300, lambda: free in kubelet.unhealthy(N300), begin)
         capacity, allocatable = kubelet.capacity()[N300], kubelet.allocatable()[N300]
         assert (capacity, allocatable) == (2, 1), f"allocatable: {allocatable} of {capacity}"
-        stage.fact(
-            "unhealthy", f"{free} after {seconds:.1f} s; {allocatable} of {capacity} is left"
-        )
-        stage.fact("reason", str((await self.listed())[free]["reason"]))
+        fact("unhealthy", f"{free} after {seconds:.1f} s; {allocatable} of {capacity} is left")
+        fact("reason", str((await self.listed())[free]["reason"]))
         await self.reject("unlucky", N300)
         begin = time.monotonic()
         self.node.chip(free).thaw()
         seconds = await self.wait_for_list(N300, lambda: free in kubelet.healthy(N300), begin)
-        stage.fact("healthy", f"{seconds:.1f} s after the firmware runs again")
+        fact("healthy", f"{seconds:.1f} s after the firmware runs again")
 
     async def hot_plug(self) -> None:
-        stage, kubelet = self.stage, self.kubelet
-        stage.step("The n150 disappears, and returns with another number")
+        kubelet = self.kubelet
+        step("The n150 disappears, and returns with another number")
         [chip] = [chip for chip in self.node.chips if chip.bdf in kubelet.healthy(N150)]
         old = chip.ordinal
         chip.vanish()
         begin = self.kernel.deliver()
         seconds = await self.wait_for_list(N150, lambda: not kubelet.healthy(N150), begin)
-        stage.fact("gone", f"/dev/tenstorrent/{old}; unhealthy after {ms(seconds)}")
+        fact("gone", f"/dev/tenstorrent/{old}; unhealthy after {ms(seconds)}")
         chip.come_back(ordinal=11)
         begin = self.kernel.deliver()
         seconds = await self.wait_for_list(N150, lambda: kubelet.healthy(N150), begin)
-        stage.fact("back", f"/dev/tenstorrent/11; healthy after {ms(seconds)}")
+        fact("back", f"/dev/tenstorrent/11; healthy after {ms(seconds)}")
         paths = [device.container_path for device in (await self.admit("notebook", N150)).devices]
         assert paths == ["/dev/tenstorrent/11"], f"a pod gets {paths}"
-        stage.fact("a new pod", f"gets {paths[0]}; the device ID is still {chip.bdf}")
+        fact("a new pod", f"gets {paths[0]}; the device ID is still {chip.bdf}")
 
     async def kubelet_restarts(self) -> None:
-        stage, kubelet = self.stage, self.kubelet
-        stage.step("The kubelet restarts ten times; each time it deletes all sockets")
+        kubelet = self.kubelet
+        step("The kubelet restarts ten times; each time it deletes all sockets")
         before = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         times = []
         for _ in range(10):
@@ -290,38 +284,38 @@ class Cards(Story):
             begin = time.monotonic()
             times.append(await self.start_kubelet(*RESOURCES))
         median, most = ms(statistics.median(times)), ms(max(times))
-        stage.fact("registered", f"all three resources after {median} (median), at most {most}")
+        fact("registered", f"all three resources after {median} (median), at most {most}")
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         assert held == before, f"pods held {before}, and now {held}"
         await self.readmitted(begin, "training", "single", "pair", "notebook")
-        stage.fact("pods", "all keep their devices")
+        fact("pods", "all keep their devices")
 
     async def stop(self) -> None:
-        self.stage.step("SIGTERM")
+        step("SIGTERM")
         status, seconds = await self.daemon.stop()
         left = [path.name for path in self.directory.glob("tt-*")]
         assert status == 0 and not left, f"exit status {status}, files: {left}"
-        self.stage.fact("exit status", f"{status} after {ms(seconds)}; no socket is left")
+        fact("exit status", f"{status} after {ms(seconds)}; no socket is left")
 
     async def reboot(self) -> None:
         """The kubelet admits its pods again as soon as it has read them."""
-        stage, kubelet = self.stage, self.kubelet
-        stage.step("The node reboots; the daemon starts before the kubelet, as its unit orders")
+        kubelet = self.kubelet
+        step("The node reboots; the daemon starts before the kubelet, as its unit orders")
         await kubelet.power_cut()
         async with self.new_daemon() as daemon:
             await daemon.ready()
             begin = time.monotonic()
             seconds = await self.start_kubelet(*RESOURCES)
-            stage.fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
+            fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
             await self.readmitted(begin, "training", "single")
-            stage.fact("pods", "all are admitted again")
+            fact("pods", "all are admitted again")
             await daemon.stop(signal.SIGKILL)
 
 
 class Boards(Story):
     """Whole boards, shared devices, and chips that a pod holds through a reload."""
 
-    async def steps(self) -> None:
+    async def act(self) -> None:
         for card in ("galaxy-wormhole", "n300"):
             self.node.add(card)
         async with self.daemon:
@@ -330,20 +324,20 @@ class Boards(Story):
             await self.sharing()
 
     async def a_tray_of_chips(self) -> None:
-        self.stage.step("Another node: a Galaxy of 32 chips, and an n300. A pod requests 8 chips")
+        step("Another node: a Galaxy of 32 chips, and an n300. A pod requests 8 chips")
         await self.daemon.ready()
         await self.start_kubelet(GALAXY)
         got = await self.admit("train", GALAXY, 8)
         trays, ids = self.serials(got, GALAXY), sorted(got.ids[GALAXY])
         assert len(ids) == 8 and len(trays) == 1, f"the chips {ids} are on the trays {trays}"
-        self.stage.fact("allocated", f"{ids[0]} to {ids[-1]}, which are one tray, {trays.pop()}")
+        fact("allocated", f"{ids[0]} to {ids[-1]}, which are one tray, {trays.pop()}")
 
     async def reload(self) -> None:
         """The tray that the pod holds becomes another device, which no other pod may get."""
-        stage, kubelet = self.stage, self.kubelet
-        stage.step("systemctl reload: devices are whole boards, and four containers share the n300")
+        kubelet = self.kubelet
+        step("systemctl reload: devices are whole boards, and four containers share the n300")
         shared = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
-        stage.block(f'unit = "board"\n\n{shared}')
+        block(f'unit = "board"\n\n{shared}')
         rest = f'[sharing]\nlock_dir = "{self.home}/locks"\n[health]\ninterval = {INTERVAL}\n'
         self.configuration.write_text(f'unit = "board"\n{rest}{shared}')
         self.daemon.send(signal.SIGHUP)
@@ -351,35 +345,35 @@ class Boards(Story):
         await kubelet.wait_for(lambda: (len(healthy(TRAY)), len(healthy(N300))) == (3, 4), STEP)
         self.show_capacity({TRAY: 4, N300: 4})
         held = next(row for row in (await self.listed()).values() if row["pods"])
-        stage.fact("one tray", f"is held by {held['pods'][0]['pod']}, until that pod ends")
+        fact("one tray", f"is held by {held['pods'][0]['pod']}, until that pod ends")
         got = await self.admit("serve", TRAY)
         assert len(got.devices) == 8, f"serve gets {len(got.devices)} device files"
-        stage.fact("pod serve", f"requests one tray and gets {len(got.devices)} device files")
+        fact("pod serve", f"requests one tray and gets {len(got.devices)} device files")
 
     async def sharing(self) -> None:
-        self.stage.step("Five pods request the n300, which four can share")
+        step("Five pods request the n300, which four can share")
         got = [await self.admit(f"notebook-{number}", N300) for number in range(1, 5)]
         files = {device.container_path for each in got for device in each.devices}
         locks = {m.host_path for each in got for m in each.mounts if m.container_path == "/dev/shm"}
         assert len(files) == len(locks) == 1, f"they have {files} and the locks {locks}"
         shared = f"{self.short(locks.pop())} at /dev/shm"
-        self.stage.fact("four pods", f"have {files.pop()}, and take turns by locks: {shared}")
+        fact("four pods", f"have {files.pop()}, and take turns by locks: {shared}")
         await self.reject("notebook-5", N300)
 
 
 async def demo(pyz: Path | None) -> int:
-    stage, begin = Stage(), time.monotonic()
+    begin = time.monotonic()
     program = f"the zipapp {pyz.name}" if pyz else "from source"
-    stage.print(f"tt-device-plugin, {program} · simulated cards, reference kubelet, no cluster")
+    say(f"tt-device-plugin, {program} · simulated cards, reference kubelet, no cluster")
     try:
         for story in (Cards, Boards):
             with workspace() as home:
-                await within(10 * STEP, "the story hangs", story(stage, home, pyz).play())
+                await within(10 * STEP, "the story hangs", story(home, pyz).play())
     except (AssertionError, TimeoutError, AdmissionError) as error:
-        stage.print(f"\nFAILED in step {stage.steps}: {error}")
+        say(f"\nFAILED in step {len(steps)}: {error}")
         return 1
     seconds = time.monotonic() - begin
-    stage.print(f"\nSuccess: {stage.steps} steps in {seconds:.0f} s.")
+    say(f"\nSuccess: {len(steps)} steps in {seconds:.0f} s.")
     return 0
 
 
