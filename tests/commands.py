@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -112,6 +113,9 @@ class Host:
         """
         given = environment() | self.environ | environ
         return forked([*words, *self.flags], given, self.node)
+
+    async def ask(self, *words: str) -> Answer:
+        return await asyncio.to_thread(self.run, *words)
 
     def run_as_process(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
         """Run the program as it is installed, in real time, while the cards' firmware lives.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pty
 import shutil
@@ -84,7 +83,7 @@ async def test_with_a_running_daemon_all_is_ok(
     served.plugins.chmod(0o750)
     await start(runtime_dir=str(served.root))
     await kubelet.registered("tenstorrent.com/n150")
-    answer = await asyncio.to_thread(served.run, "check")
+    answer = await served.ask("check")
     text = f"{ttdp.__version__}: 1 × tenstorrent.com/n150, 1 healthy; registered with kubelet"
     assert answer.findings[1] == ("ok", "service", text)
     assert (answer.complaints, answer.status) == ([], 0)
@@ -98,7 +97,7 @@ async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(
     kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
     daemon = await start(runtime_dir=str(served.root))
     await until(lambda: "not welcome" in str(daemon.notes))
-    answer = await asyncio.to_thread(served.run, "check")
+    answer = await served.ask("check")
     text = "not registered: kubelet rejected Register: not welcome"
     assert ("FAIL", "tenstorrent.com/n150", text) in answer.complaints
 
@@ -114,7 +113,7 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
     daemon.loaded = load
     daemon.daemon.reload()
     await until(lambda: daemon.daemon.node.rejected)
-    answer = await asyncio.to_thread(served.run, "check")
+    answer = await served.ask("check")
     text = "the configuration on disk is rejected: /etc/x: unit: 'boards' is not valid"
     assert text in answer.findings[1][2] and answer.findings[1][0] == "FAIL"
 

@@ -52,10 +52,6 @@ class Repository:
     def read(self, name: str) -> str:
         return (self.top / name).read_text()
 
-    def append(self, text: str) -> None:
-        """Change the program."""
-        self.write("ttdp.py", self.read("ttdp.py") + text)
-
     def git(self, *arguments: str) -> str:
         command = ["git", *arguments]
         return subprocess.check_output(command, cwd=self.top, env=ENVIRONMENT, text=True).strip()
@@ -117,30 +113,15 @@ def test_versions_only_rise(repository: Repository) -> None:
     assert other.startswith("0.2.0~git2.g") and other not in seen
 
 
-def test_a_commit_after_a_tag_made_by_hand(repository: Repository) -> None:
-    """It is above the release and below every later one. A tag does not release an open version."""
-    before = repository.version()
-    repository.git("tag", "v0.2.0")
-    assert repository.version() == before
-    repository.git("tag", "--delete", "v0.2.0")
-    repository.write("packaging/deb/changelog", CLOSED)
-    repository.commit("Release 0.2.0")
-    repository.git("tag", "v0.2.0")
-    assert repository.version() == "0.2.0"
-    repository.commit("More")
-    assert repository.version().startswith("0.2.0+git")
-    assert rises("0.2.0", repository.version(), "0.2.1~git1.g0")
-
-
 def test_uncommitted_changes(repository: Repository) -> None:
     """Each has its own version, whether git knows the file or not; tests are not packed."""
     clean = repository.version()
     repository.write("tests/new.py", "not packed")
     assert repository.version() == clean
     changes: list[Callable[[], object]] = [
-        lambda: repository.append("# one\n"),
-        lambda: repository.append("# two\n"),
-        lambda: repository.git("add", "ttdp.py"),
+        lambda: repository.write("generated/nothing.py", "# one\n"),
+        lambda: repository.write("generated/nothing.py", "# two\n"),
+        lambda: repository.git("add", "generated"),
         lambda: repository.write("packaging/new", "not tracked"),
         lambda: (repository.top / "generated/nothing.py").unlink(),
     ]
@@ -167,7 +148,7 @@ def test_without_git(repository: Repository) -> None:
     shutil.rmtree(repository.top / ".git")
     first = repository.version()
     assert re.fullmatch(r"0\.2\.0~~src\.[0-9a-f]{8}", first) and rises(first, "0.2.0~git0.2026.g0")
-    repository.append("# more\n")
+    repository.write("generated/nothing.py", "# more\n")
     assert repository.version() != first
     repository.write("packaging/deb/changelog", CLOSED)
     assert repository.version() == "0.2.0"
