@@ -140,11 +140,6 @@ class Story:
         """Return a path of the simulated node as it would be on a real one."""
         return path.replace(str(self.node.root), "").replace(str(self.home), "")
 
-    def serials(self, allocation: Allocation, resource: str) -> set[str]:
-        """Return the serial numbers of the allocated boards."""
-        chips = map(self.node.chip, allocation.ids[resource])
-        return {chip.facts.telemetry["tt_serial"] for chip in chips}
-
     async def admit(self, pod: str, resource: str, number: int = 1) -> Allocation:
         return await self.kubelet.admit(pod, "main", {resource: number})
 
@@ -194,7 +189,6 @@ class Cards(Story):
         async with self.daemon:
             await self.register()
             await self.one_card()
-            await self.one_board()
             await self.failure()
             await self.hot_plug()
             await self.kubelet_restarts()
@@ -226,17 +220,6 @@ class Cards(Story):
         fact("environment", *(f"{key}={value}" for key, value in sorted(got.envs.items())))
         mounts = (f"{self.short(each.host_path)} at {each.container_path}" for each in got.mounts)
         fact("mounts", *mounts)
-
-    async def one_board(self) -> None:
-        step("A pod requests one p300 chip, the next pod two")
-        boards = []
-        for pod, number in (("single", 1), ("pair", 2)):
-            got = await self.admit(pod, P300, number)
-            boards.append(self.serials(got, P300))
-            for bdf in sorted(got.ids[P300]):
-                fact(pod, f"{bdf}  board {self.node.chip(bdf).facts.telemetry['tt_serial']}")
-        single, pair = boards
-        assert len(pair) == 1 and not pair & single, f"the pair is on the boards {pair}"
 
     async def failure(self) -> None:
         """The firmware of the unused n300 stops: only its heartbeat shows it, no event."""
@@ -287,7 +270,7 @@ class Cards(Story):
         fact("registered", f"all three resources after {median} (median), at most {most}")
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         assert held == before, f"pods held {before}, and now {held}"
-        await self.readmitted(begin, "training", "single", "pair", "notebook")
+        await self.readmitted(begin, "training", "notebook")
         fact("pods", "all keep their devices")
 
     async def stop(self) -> None:
@@ -307,7 +290,7 @@ class Cards(Story):
             begin = time.monotonic()
             seconds = await self.start_kubelet(*RESOURCES)
             fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
-            await self.readmitted(begin, "training", "single")
+            await self.readmitted(begin, "training", "notebook")
             fact("pods", "all are admitted again")
             await daemon.stop(signal.SIGKILL)
 
@@ -328,7 +311,8 @@ class Boards(Story):
         await self.daemon.ready()
         await self.start_kubelet(GALAXY)
         got = await self.admit("train", GALAXY, 8)
-        trays, ids = self.serials(got, GALAXY), sorted(got.ids[GALAXY])
+        ids = sorted(got.ids[GALAXY])
+        trays = {self.node.chip(bdf).facts.telemetry["tt_serial"] for bdf in ids}
         assert len(ids) == 8 and len(trays) == 1, f"the chips {ids} are on the trays {trays}"
         fact("allocated", f"{ids[0]} to {ids[-1]}, which are one tray, {trays.pop()}")
 

@@ -178,27 +178,25 @@ def test_a_narrow_link_is_named(host: Host) -> None:
 # -- hugepages, locks, mounts ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pages", [None, 0, 3, 4])
-def test_a_wormhole_without_iommu_needs_four_hugepages(host: Host, pages: int | None) -> None:
-    """None: the kernel has none of 1 GiB. The text has the boot option."""
-    host.node.add("n150")
-    if pages is not None:
-        host.node.set_hugepages(pages)
-    answer = host.run("check")
-    if pages == 4:
-        assert answer.complaints == []
-    else:
-        text = complaint(answer, "warn", "hugepages")
-        assert text.startswith(f"{pages or 0} × 1 GiB for 1 Wormhole without IOMMU; ")
-        assert "hugepages=4" in text
-
-
-def test_an_iommu_that_does_not_translate_is_none(host: Host) -> None:
-    """Its group has the type identity; a Blackhole needs no hugepages."""
+@pytest.mark.parametrize("iommu", ["identity", "DMA-FQ"])
+def test_a_wormhole_without_a_translating_iommu_needs_four_hugepages(
+    host: Host, iommu: str
+) -> None:
+    """A Blackhole needs none. The text has the boot option; None: the kernel has none of 1 GiB."""
     host.node.add("p150a")
+    host.node.set_iommu(FIRST, iommu)
+    for pages in (None, 3):
+        if pages is not None:
+            host.node.set_hugepages(pages)
+        answer = host.run("check")
+        if iommu == "DMA-FQ":
+            assert answer.complaints == []
+        else:
+            text = complaint(answer, "warn", "hugepages")
+            assert text.startswith(f"{pages or 0} × 1 GiB for 1 Wormhole without IOMMU; ")
+            assert "hugepages=4" in text
+    host.node.set_hugepages(4)
     assert host.run("check").complaints == []
-    host.node.set_iommu(FIRST, "identity")
-    assert "0 × 1 GiB" in complaint(host.run("check"), "warn", "hugepages")
 
 
 def check_locks(host: Host, *entries: str) -> Answer:
