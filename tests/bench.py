@@ -457,23 +457,15 @@ async def bench(options: argparse.Namespace) -> int:
         for measurement in MEASUREMENTS:
             print(f"{measurement.__name__.replace('_', ' ')} ...", file=sys.stderr)
             rows += await within(PATIENCE, "the measurement hangs", measurement(bench))
-    machine = {
-        "program": "zipapp" if options.pyz else "source",
-        "python": platform.python_version(),
-        "grpcio": grpc.__version__,
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "quick": options.quick,
-    }
     print(table(rows))
     print("\nfloor: a bare grpc.aio plugin; neither of the two loads OpenSSL")
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    program = "zipapp" if options.pyz else "source"
+    machine = f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
+    print(f"{program}, {machine}, grpcio {grpc.__version__}, load {os.getloadavg()[0]:.2f}")
     if options.json:
-        content = [asdict(row) | {"ratio": row.ratio} for row in rows]
-        text = json.dumps({"environment": machine, "rows": content}, indent=1)
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(f"{text}\n")
+        content = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        options.json.write_text(f"{json.dumps(content, indent=1)}\n")
     return 0
 
 

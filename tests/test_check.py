@@ -69,13 +69,12 @@ def test_an_invalid_configuration_fails(host: Host) -> None:
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode) -> Host:
+def served(short_tmp: Path, node: SimulatedNode, ticking: None) -> Host:
     """The host of a kubelet and a daemon."""
     node.set_iommu(node.add("n150")[0].bdf)
     return Host(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_with_a_running_daemon_all_is_ok(
     served: Host, kubelet: Kubelet, start: StartDaemon
 ) -> None:
@@ -89,7 +88,6 @@ async def test_with_a_running_daemon_all_is_ok(
     assert (answer.complaints, answer.status) == ([], 0)
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(
     served: Host, kubelet: Kubelet, start: StartDaemon
 ) -> None:
@@ -113,9 +111,9 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
     daemon.loaded = load
     daemon.daemon.reload()
     await until(lambda: daemon.daemon.node.rejected)
-    answer = await served.ask("check")
-    text = "the configuration on disk is rejected: /etc/x: unit: 'boards' is not valid"
-    assert text in answer.findings[1][2] and answer.findings[1][0] == "FAIL"
+    level, subject, text = (await served.ask("check")).findings[1]
+    assert (level, subject) == ("FAIL", "service")
+    assert text.startswith("the configuration on disk is rejected: /etc/x: unit: 'boards' is")
 
 
 # -- driver and devices ----------------------------------------------------------------------------

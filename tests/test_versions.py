@@ -49,9 +49,6 @@ class Repository:
         (self.top / name).parent.mkdir(exist_ok=True)
         (self.top / name).write_text(text)
 
-    def read(self, name: str) -> str:
-        return (self.top / name).read_text()
-
     def git(self, *arguments: str) -> str:
         command = ["git", *arguments]
         return subprocess.check_output(command, cwd=self.top, env=ENVIRONMENT, text=True).strip()
@@ -166,9 +163,9 @@ def test_a_release(repository: Repository) -> None:
     log = repository.git("log", "--format=%s").splitlines()
     assert log == ["Open 0.3.0", "Release 0.2.0", "Second", "First"]
     assert repository.git("rev-parse", "v0.2.0^{commit}") == repository.git("rev-parse", "main~1")
-    headings = re.findall(r"(?m)^## (.*)$", repository.read("CHANGELOG.md"))
+    headings = re.findall(r"(?m)^## (.*)$", (repository.top / "CHANGELOG.md").read_text())
     assert headings[0] == "0.3.0 – unreleased" and re.fullmatch("0.2.0 – 20..-..-..", headings[1])
-    assert '__version__ = "0.3.0"' in repository.read("ttdp.py")
+    assert '__version__ = "0.3.0"' in (repository.top / "ttdp.py").read_text()
     _, _, changes, _, worktrees = repository.state()
     assert not changes and len(worktrees.splitlines()) == 1
 
