@@ -3425,9 +3425,9 @@ class KubeletSession:
             was_watched = attempt.is_watched and attempt.kubelet == self._kubelet
             attempt.file = attempt.kubelet = None  # no longer outdated
             await completed(server.stop(0.1 if self.allocator.is_closing else None))
-            if was_watched:
+            if was_watched and not self.allocator.is_closing:
                 # Before 1.37 the end of any stream ends the newest registration (manager.go,
-                # PluginDisconnected), so it must come before the next one.
+                # PluginDisconnected), so it must come first.
                 await asyncio.sleep(STREAM_DELAY)
 
     async def _register(self, attempt: Attempt) -> None:
