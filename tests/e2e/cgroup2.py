@@ -19,7 +19,7 @@ from tests.e2e.machine import IMAGE, build_kubelet, busybox_layer, image_archive
 
 SUITE = "bookworm"
 KUBELET = "1.37"
-TREE = f"{vm.TREE},containerd,runc,bpftool"
+TREE = f"{vm.TREE},containerd,runc"
 TOOLS = {"mke2fs": "e2fsprogs", "busybox": "busybox-static"}  # and what vm.py takes
 FUNCTIONS = ("10.0", "11.0")
 DISK = 3 << 30  # bytes, of which the file has only those that are used

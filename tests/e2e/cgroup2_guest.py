@@ -1,25 +1,19 @@
-"""Runs on the node with cgroup v2: looks at what containers can open, and why.
+"""Runs on the node with cgroup v2: two pods with devices, one after the other.
 
 See steps.py for what it prints.
 """
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import itertools
 import json
 import os
 import platform
 import ssl
-import stat
-import subprocess
+import time
 import urllib.request
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.e2e.steps import JSON, shell, status_with, step, wait_for
-from tests.world.processes import Broken, wait_until
 
 DRIVERS = ("cgroupfs", "systemd")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -53,43 +47,10 @@ runtime_type = 'io.containerd.runc.v2'
 [plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc.options]
 SystemdCgroup = %s
 """
-# Runs in a container, with numbers of devices as arguments: opens the nodes that are there, and
-# ones that it makes.
-ATTEMPTS = """
-attempt() {
-    answer=$({ : <> "$2"; } 2>&1) && answer=opened
-    echo "$1=${answer##*: }"
-}
-for path in /dev/tenstorrent/* /host/[0-9]*; do
-    [ ! -c "$path" ] || attempt "$path" "$path"
-done
-for number; do
-    made=/tmp/node-$number
-    busybox mknod -m 666 "$made" c "${number%:*}" "${number#*:}"
-    attempt "made $number" "$made"
-    busybox rm "$made"
-done
-"""
-SERIAL_PORT = "4:64"
-UIDS = {
-    "besteffort": "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e01",
-    "guaranteed": "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e02",
-}
-PREDECESSOR = "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e03"
-SUCCESSOR = "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e04"
 CHECKPOINT = Path("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")
-# Opens its nodes and does not end when it is told to.
-STUBBORN = (
-    "trap '' TERM; exec 3<>/dev/tenstorrent/0 4<>/dev/tenstorrent/1; while :; do sleep 1; done"
-)
-# Tells who has a node of its own open, and so once more when it has opened that itself.
-LOOK = """
-cat /proc/driver/tenstorrent/0/pids > /tmp/before
-exec 3<>/dev/tenstorrent/0
-cat /proc/driver/tenstorrent/0/pids > /tmp/after
-trap exit TERM
-while :; do sleep 1; done
-"""
+UID = "3c5d0a51-7b0e-4f0e-9d6b-6f2f8b1c0e%02d"
+# Opens and closes a device again and again, and does not end when it is told to.
+STUBBORN = "trap '' TERM; while :; do exec 3<>/dev/tenstorrent/0; sleep 1; exec 3>&-; sleep 1; done"
 GRACE = 20  # seconds that the kubelet waits before it kills a pod
 
 
@@ -108,25 +69,6 @@ def configure(driver: str) -> None:
 
 def ctr(command: str) -> str:
     return shell(f"ctr --namespace k8s.io {command}")
-
-
-def run_pod(name: str, uid: str, processor: Mapping[str, str]) -> None:
-    """Give the kubelet a static pod: one container with a device, one without.
-
-    Both also see the host's nodes, in /host.
-    """
-    shared = {
-        "image": IMAGE,
-        "imagePullPolicy": "Never",
-        "volumeMounts": [{"name": "host", "mountPath": "/host"}],
-    }
-    containers: list[JSON] = [
-        {"name": "main", "resources": {"limits": {RESOURCE: "1", **processor}}},
-        {"name": "without", "resources": {"limits": {**processor}}},
-    ]
-    volumes = [{"name": "host", "hostPath": {"path": "/dev/tenstorrent"}}]
-    containers = [shared | container for container in containers]
-    put_manifest(name, uid, {"containers": containers, "volumes": volumes})
 
 
 def put_manifest(name: str, uid: str, spec: JSON) -> None:
@@ -172,164 +114,61 @@ def wait_running(name: str) -> dict[str, str]:
     return wait_for(lambda: running(name), lambda: f"pod {name}, which is {pods().get(name)}")
 
 
-def cgroups_with(part: str) -> list[Path]:
-    """Return the cgroups that have a part in their name."""
-    return sorted(Path(path) for path, _, _ in os.walk(CGROUPS) if part in os.path.basename(path))
-
-
 class Container:
     """A running container."""
 
     def __init__(self, identity: str) -> None:
-        self._identity = identity
-        [self.cgroup] = cgroups_with(identity)
-        self.process = (self.cgroup / "cgroup.procs").read_text().split()[0]
-        self._root = Path(f"/proc/{self.process}/root")
-        self.in_cgroup = Path(f"/proc/{self.process}/cgroup").read_text()
-
-    def read(self, path: str) -> str:
-        """Return what a file in it says; nothing while it is not there."""
-        file = self._root / path.lstrip("/")
-        return file.read_text() if file.exists() else ""
+        [cgroup] = [path for path, _, _ in os.walk(CGROUPS) if identity in os.path.basename(path)]
+        self.cgroup = cgroup.removeprefix(f"{CGROUPS}/")
+        self.process = Path("/proc", Path(cgroup, "cgroup.procs").read_text().split()[0])
 
     @property
-    def nodes(self) -> list[str]:
-        """The card's nodes in it."""
-        return sorted(path.name for path in self._root.glob("dev/tenstorrent/*"))
-
-    def attempts(self, numbers: Sequence[str]) -> dict[str, str]:
-        """Let it open the nodes that it sees, and ones that it makes for these numbers.
-
-        Returns by path or number "opened", or why not.
-        """
-        answers = self._root / "tmp/answers"
-        script = f"exec > /tmp/answers 2>&1\n{ATTEMPTS}"
-        enter = ["ctr", "--namespace", "k8s.io", "tasks", "exec", "--exec-id", next(_names)]
-        subprocess.run([*enter, self._identity, "sh", "-c", script, "sh", *numbers], check=True)
-        return dict(line.split("=", 1) for line in answers.read_text().splitlines())
-
-    def programs(self) -> list[JSON]:
-        """Return the programs that the kernel asks when a process in its cgroup opens a device."""
-        listed: list[JSON] = json.loads(shell(f"bpftool --json cgroup show {self.cgroup}") or "[]")
-        return [program for program in listed if "device" in program["attach_type"]]
-
-    def without_programs(self, numbers: Sequence[str]) -> dict[str, str]:
-        """Take the programs away, let it try again, and put them back."""
-        taken = [f"{program['attach_type']} id {program['id']}" for program in self.programs()]
-        for program in taken:
-            # A file keeps it: a program is gone when it is attached to nothing.
-            name = program.replace(" ", "-")
-            shell(f"bpftool prog pin {program.split(' ', 1)[1]} /sys/fs/bpf/{name}")
-            shell(f"bpftool cgroup detach {self.cgroup} {program}")
-        found = self.attempts(numbers)
-        for program in taken:
-            shell(f"bpftool cgroup attach {self.cgroup} {program} multi")
-        return found
-
-
-_names = (f"attempts-{number}" for number in itertools.count())
-
-
-def look_at(name: str, ids: Mapping[str, str], numbers: Sequence[str]) -> JSON:
-    """Return what there is to be seen of a pod's containers."""
-    cgroups = cgroups_with_uid(UIDS[name])
-    found: JSON = {"uid": UIDS[name], "cgroup": [str(path) for path in cgroups]}
-    for container, identity in ids.items():
-        seen = Container(identity)
-        found[container] = {
-            "id": identity,
-            "cgroup": str(seen.cgroup),
-            "in cgroup": seen.in_cgroup,
-            "nodes": seen.nodes,
-            "programs": seen.programs(),
-            "attempts": seen.attempts(numbers),
-        }
-    return found
-
-
-def cgroups_with_uid(uid: str) -> list[Path]:
-    """Return the cgroups that have a pod's UID in their name, as either driver writes it."""
-    return [*cgroups_with(uid), *cgroups_with(uid.replace("-", "_"))]
+    def started_at(self) -> float:
+        fields = (self.process / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # proc(5), starttime
 
 
 def holders() -> dict[str, list[str]]:
-    """Return who has which chip, by number of its node, as `list` shows it."""
+    """Return who has which chip, by path of its device file, as `list` shows it."""
     rows = json.loads(shell("tt-device-plugin list --json"))
-    found = {}
-    for row in rows:
-        found[row["path"]] = [f"{pod['namespace']}/{pod['pod']}" for pod in row["pods"] or ()]
-    return found
+    return {row["path"]: [pod["pod"] for pod in row["pods"] or ()] for row in rows}
 
 
-def try_driver(driver: str) -> JSON:
-    """Run the pods with cgroups of this driver, and return what is to be seen of them."""
-    configure(driver)
-    found: JSON = {}
-    found["status"] = status_with(f"2 × {RESOURCE}, 2 healthy", "registered with kubelet")
-    nodes = {path: os.stat(path) for path in sorted(glob.glob("/dev/tenstorrent/[0-9]*"))}
-    numbers = [f"{os.major(node.st_rdev)}:{os.minor(node.st_rdev)}" for node in nodes.values()]
-    found["nodes"] = {path: f"{stat.S_IMODE(node.st_mode):o}" for path, node in nodes.items()}
-    found["numbers"] = dict(zip(nodes, numbers, strict=True))
-    nobody = "setpriv --reuid=65534 --clear-groups"
-    found["outside"] = [shell(f"{nobody} sh -c ': <> {path}' && echo opened") for path in nodes]
-    run_pod("besteffort", UIDS["besteffort"], {})
-    run_pod("guaranteed", UIDS["guaranteed"], {"cpu": "500m", "memory": "64Mi"})
-    for name in UIDS:
-        ids = wait_running(name)
-        found[name] = look_at(name, ids, [*numbers, SERIAL_PORT])
-    found["holders"] = holders()
-    found["without programs"] = Container(ids["without"]).without_programs(numbers)
-    found["with them again"] = Container(ids["without"]).attempts(numbers)
-    withdraw(**UIDS)
-    found["holders in the end"] = last_holders()
-    return found
+def are_held_by(pod: str) -> bool:
+    """Return whether a pod holds all chips; another one that has ended may still be shown."""
+    return all(pod in pods for pods in holders().values())
 
 
-def withdraw(**uids: str) -> None:
-    """Take pods away, and wait until nothing is left of them."""
-    for name in uids:
-        (MANIFESTS / f"{name}.json").unlink()
-    wait_for(
-        lambda: not any(map(cgroups_with_uid, uids.values())),
-        lambda: f"the pods' cgroups to go; there are {[*map(cgroups_with_uid, uids.values())]}",
-    )
-
-
-def last_holders() -> dict[str, list[str]]:
-    """Return who has which chip when no pod is left; `list` has half a minute to notice that."""
-    with contextlib.suppress(Broken):
-        wait_until(lambda: not any(holders().values()), seconds=30)
-    return holders()
-
-
-def hand_over() -> JSON:
-    """Take a pod away that does not end, and let another one have its devices.
-
-    The latter tells who had one of them open when it was started: a line for each opening.
-    """
-    found: JSON = {"given too early": False}
+def hand_over(number: int) -> JSON:
+    """Take a pod away that does not end, and let another one have its devices."""
+    found: JSON = {"given too early": False, "last seen": 0.0}
     main: JSON = {"name": "main", "image": IMAGE, "imagePullPolicy": "Never"}
     main["resources"] = {"limits": {RESOURCE: "2"}}
+    names = (f"predecessor-{number}", f"successor-{number}")
     stubborn = main | {"command": ["sh", "-c", STUBBORN]}
     spec = {"containers": [stubborn], "terminationGracePeriodSeconds": GRACE}
-    put_manifest("predecessor", PREDECESSOR, spec)
-    process = Container(wait_running("predecessor")["main"]).process
-    (MANIFESTS / "predecessor.json").unlink()
-    wait_for(lambda: "predecessor" not in pods(), "the kubelet to have no such pod any longer")
-    put_manifest("successor", SUCCESSOR, {"containers": [main | {"command": ["sh", "-c", LOOK]}]})
+    put_manifest(names[0], UID % number, spec)
+    predecessor = Container(wait_running(names[0])["main"])
+    found["cgroup"] = predecessor.cgroup
+    opened = predecessor.process / "fd/3"
+    wait_for(opened.exists, "it to open its device")
+    wait_for(lambda: are_held_by(f"{names[0]}-node"), lambda: f"its name in {holders()}")
+    (MANIFESTS / f"{names[0]}.json").unlink()
+    wait_for(lambda: names[0] not in pods(), "the kubelet to have no such pod any longer")
+    put_manifest(names[1], UID % (number + 1), {"containers": [main]})
 
     def has_ended() -> bool:
-        has_it_open = process in Path("/proc/driver/tenstorrent/0/pids").read_text().split()
-        found["given too early"] |= has_it_open and SUCCESSOR in CHECKPOINT.read_text()
-        return not has_it_open
+        if predecessor.process.exists():
+            found["last seen"] = time.monotonic()
+            found["given too early"] |= UID % (number + 1) in CHECKPOINT.read_text()
+        return not predecessor.process.exists()
 
     wait_for(has_ended, "the predecessor to end")
-    successor = Container(wait_running("successor")["main"])
-    later = wait_for(lambda: successor.read("/tmp/after"), "the successor to look")
-    found["open later"] = later.split()
-    found["open at its start"] = successor.read("/tmp/before").split()
+    successor = Container(wait_running(names[1])["main"])
+    found["later"] = round(successor.started_at - found["last seen"], 2)
     found["journal"] = shell("journalctl --identifier=tt-device-plugin --output=cat").splitlines()
-    withdraw(successor=SUCCESSOR)
+    (MANIFESTS / f"{names[1]}.json").unlink()
+    wait_for(lambda: not any(holders().values()), lambda: f"nobody to hold a chip: {holders()}")
     return found
 
 
@@ -343,9 +182,8 @@ with step("boot") as seen:
     for program in ("systemctl", "containerd", "runc", "kubelet", "tt-device-plugin"):
         seen[program] = shell(f"{program} --version").splitlines()[0]
 
-for name in DRIVERS:
-    with step(name) as seen:
-        seen |= try_driver(name)
-
-with step("handed over") as seen:
-    seen |= hand_over()
+for number, driver in enumerate(DRIVERS):
+    with step(driver) as seen:
+        configure(driver)
+        seen["status"] = status_with(f"2 × {RESOURCE}, 2 healthy", "registered with kubelet")
+        seen |= hand_over(2 * number)
