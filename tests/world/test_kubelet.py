@@ -15,6 +15,7 @@ from generated import deviceplugin_pb2 as pb
 from generated import podresources_pb2 as pods_pb
 from tests.world.plugins import is_extended_resource
 from tests.world.pods import ADDRESSES
+from tests.world.processes import until
 from tests.world.reference import Bench, ReferenceWorld, lister
 from tests.world.scenarios import SCENARIOS, Scenario, perform
 from tests.world.stage import Plugin, device
@@ -263,7 +264,7 @@ async def test_cgroups_show_whether_a_pod_has_processes(
 
     kubelet.hold_volumes()
     await kubelet.admit("pod", "main", {N150: 1}, static=True, quality=quality)
-    await kubelet.wait_for(lambda: found() is not None)
+    await until(lambda: found() is not None)
     assert found() is False
     plugin.grants.clear()
     kubelet.hold_volumes(False)
