@@ -3669,7 +3669,7 @@ class MetricsServer:
 
 TICK = 1.0  # seconds between turns without an event
 START_TICK = 0.02  # likewise, before READY=1
-DEBOUNCE = 0.05  # seconds for which kernel events are gathered
+DEBOUNCE = 0.04  # seconds for which kernel events are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
 METRICS_INTERVAL = 15.0  # seconds between readings of sensors
 SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way
