@@ -1455,8 +1455,6 @@ class AllocationTracker:
         """Read checkpoint and evidence; return the kubelet's socket. ours: resources."""
         kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
         is_new_kubelet = kubelet not in (None, self._kubelet)
-        if is_new_kubelet:
-            self._kubelet = kubelet
         self._read()
         entries: dict[Key, Allocation] = {}
         for allocation, paths in self.checkpoint.entries:
@@ -1467,8 +1465,10 @@ class AllocationTracker:
                 entries[allocation.key] = allocation
         is_new = self._add(entries)
         if is_new_kubelet or is_new or now - self._looked_at >= LOOK_INTERVAL:
-            self._looked_at = now
+            self._looked_at = -inf  # until it succeeds
             self._look(entries, now, is_new_kubelet=is_new_kubelet)
+            self._looked_at = now
+            self._kubelet = kubelet or self._kubelet
         for key, record in [*self._records.items()]:
             if key not in entries and not record.is_in_force(now):
                 del self._records[key]

@@ -6,6 +6,7 @@ The clock is the test's. Evidence is looked for every five seconds.
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import shutil
@@ -192,6 +193,31 @@ def test_another_root_is_found_when_it_appears(tracked: Tracked) -> None:
     tracked.write(checkpoint([entry()]))
     assert tracked.in_force() == {A}
     tracked.write(checkpoint([]))
+    assert tracked.seconds_in_force() == ENOUGH
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_a_look_that_fails_is_repeated_at_once(
+    tracked: Tracked, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The daemon's own errors end no allocation, also if a kubelet has just started."""
+    tracked.make_cgroup(populated=True)
+    tracked.write(checkpoint([entry()]))
+    assert tracked.in_force() == {A}
+    shutil.rmtree(tracked.cgroups / "kubepods")
+    tracked.start_kubelet()
+    tracked.write(checkpoint([entry(container="other")]))
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listdir", fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            tracked.in_force()
+    tracked.now += 1
+    assert tracked.in_force() == {A}
+    assert [each.container for each in tracked.tracker.in_force(tracked.now)][-1] == "other"
     assert tracked.seconds_in_force() == ENOUGH
 
 
