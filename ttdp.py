@@ -1848,8 +1848,6 @@ class Cost(NamedTuple):
 NO_COST = Cost()
 
 BySize = list[Cost]  # the least costs of 0, 1, 2, … devices
-
-
 Nodes = frozenset[int]
 
 
@@ -1982,7 +1980,6 @@ def _grouped(candidates: Candidates, key: str) -> list[list[Candidate]]:
 
 
 # ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
-
 
 Containers = Sequence[Sequence[str]]  # IDs of each
 Edits = pb.ContainerAllocateResponse
@@ -3882,6 +3879,8 @@ class Daemon:
         try:
             self._directory.check()
             is_poll = self._observe(now)
+            if condition.is_failing and not self.node.readers.is_settled(now):
+                return
             disturbed = self._directory.has_changed()
         except DirectoryError as error:
             self._exit(*error.args)
@@ -3889,6 +3888,7 @@ class Daemon:
             if not condition.is_failing:
                 log.warning("cannot observe the node, so nothing changes for now: %s", error)
             condition.is_failing = True
+            self.node.polled_at = -inf  # have all chips read again
         else:
             if condition.is_failing:
                 log.info("the node can be observed again")

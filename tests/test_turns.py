@@ -138,6 +138,33 @@ async def test_the_first_list_has_every_chip(
     slow.unblock()
 
 
+async def test_reads_without_descriptors_are_repeated_until_they_succeed(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """At the next turns, not at the next poll; the log has one line at each change."""
+    monkeypatch.setattr("ttdp.TICK", 0.05)
+    scans: list[ttdp.Bus] = []
+    genuine = ttdp.scan
+
+    def scan(settings: ttdp.Settings, known: ttdp.Bus) -> ttdp.Bus:
+        scans.append(genuine(settings, known))
+        return scans[-1]
+
+    monkeypatch.setattr(ttdp, "scan", scan)
+    first, second = node.chip(0), *node.add("n150")
+    first.fail("tt_heartbeat", "EMFILE")
+    await start(interval=3600)
+    await until(lambda: len(scans) > 3)
+    lines = [line for line in caplog.messages if "observe" in line]
+    assert len(lines) == 1 and "cannot observe the node" in lines[0]
+    first.restore("tt_heartbeat")
+    await kubelet.wait_for(lambda: kubelet.find("list", NAME))
+    found = kubelet.find("list", NAME)[0].fields
+    assert found["healthy_ids"] == sorted([first.bdf, second.bdf])
+    assert "the node can be observed again" in caplog.messages
+
+
 async def test_the_cdi_file_is_current_when_chips_are_advertised(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, tmp_path: Path
 ) -> None:
