@@ -309,6 +309,7 @@ def test_a_hidden_process_is_a_user(host: Host, comm: str | None) -> None:
 REASONS = {
     "trip": "thermal trip (1 so far; healthy again after 300 s without another); check its cooling",
     "unbind": "driver is not bound; run: echo 0000:01:00.0 > /sys/bus/pci/drivers/tenstorrent/bind",
+    "unload": "driver is not loaded; run: modprobe tenstorrent",
     "vanish": "PCI device is gone; healthy again when it returns",
     "die": "chip does not respond (registers read as ones); reset it: tt-smi -r 0000:01:00.0",
     "replace": "device file is invalid: {path} is not a character device; remove the file that is "
@@ -326,13 +327,15 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
 ) -> None:
     """Each has the same reason with the same remedy, once."""
     (chip,) = served.node.add("p150a")
-    has_event = fault in ("unbind", "vanish")  # no read shall meet these half done
+    has_event = fault in ("unbind", "unload", "vanish")  # no read shall meet these half done
     daemon = await start(runtime_dir=str(served.root), interval=3600 if has_event else 0.1)
     await kubelet.registered(P150)
     reason = REASONS[fault].format(path=chip.device_node)
     if fault == "replace":
         chip.device_node.unlink()
         chip.device_node.touch()
+    elif fault == "unload":
+        served.node.unload_driver()
     else:
         getattr(chip, fault)()
     await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
@@ -341,7 +344,9 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     metrics: Any = await daemon.daemon._reporter.metrics.text()
     (row,) = (await served.ask("list", "--json")).rows
     (word,) = (each["HEALTH"] for each in answer.table)
+    node = f"driver not loaded, 1 Tenstorrent PCI function; {ttdp.LOAD_DRIVER}; "
     status = f"1 × {P150}, 0 healthy ({chip.bdf}: {reason}); registered with kubelet"
+    status = f"{node if fault == 'unload' else ''}{status}"
     assert (row["healthy"], row["reason"]) == (False, reason)
     assert answer.below.startswith(f"{chip.bdf}: {reason}\n")
     assert check.findings[1] == ("ok", "service", f"{ttdp.__version__}: {status}")
@@ -349,6 +354,8 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert daemon.notified(f"STATUS={status}")
     assert f"{chip.bdf} (p150a): unhealthy: {reason}" in caplog.messages
     assert f'tt_device_fault{{device="{chip.bdf}",kind="{word.lower()}"}} 1' in metrics
+    assert ("tt_driver_info" in metrics) is (fault != "unload")
+    assert ('tt_pci_functions{driver=""} 1' in metrics) is (fault in ("unbind", "unload"))
 
 
 async def test_a_card_that_was_never_bound_is_reported_with_its_remedy(
