@@ -188,6 +188,23 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, mode: int, name: str) ->
     assert path.read_text() == "text" and mode_of(path) == mode
 
 
+def test_a_link_planted_at_the_last_moment_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is created, never opened; the next attempt succeeds."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    file = OutputFile(f"{tmp_path}/x.prom")
+    link = tmp_path / ".x.prom.new"
+    link.symlink_to(victim)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", lambda _: None)  # as if it were planted afterwards
+        file.keep("text")
+        assert victim.read_text() == "precious" and link.is_symlink()
+    file.keep("text")
+    assert (tmp_path / "x.prom").read_text() == "text"
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """Settings of a daemon whose state is saved."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
@@ -59,10 +60,12 @@ def sensors(function: PciFunction) -> dict[str, float]:
     return ttdp.read_sensors(function, AttributeFiles().hwmon(function))
 
 
-def look(inventory: Inventory, node: SimulatedNode) -> dict[str, ttdp.Chip]:
+def look(inventory: Inventory, node: SimulatedNode, at: float = 0.0) -> dict[str, ttdp.Chip]:
     """Poll once, with an answer of every chip."""
+    for each in node.chips:
+        each.beat()
     inventory.observe(settings(node))
-    readings = [Reading(each, read(each), 0.0) for each in inventory.present]
+    readings = [Reading(each, read(each), at) for each in inventory.present]
     inventory.apply(readings, HealthSettings())
     return inventory.chips
 
@@ -339,25 +342,39 @@ def test_a_read_that_fails_is_reported_with_its_attribute_and_errno(
         assert read(function_of(chip)) == Telemetry(error=(attribute, getattr(errno, error)))
 
 
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_the_daemons_own_errors_are_not_the_chips(
     chip: Chip, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Out of descriptors or memory: a scan and a read raise, and nothing is absent."""
+    """Out of descriptors or memory, a read raises."""
     function = function_of(chip)
-
-    def fail(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("os.open", fail)
+    monkeypatch.setattr("os.open", failing(number))
     with pytest.raises(OSError, match=os.strerror(number)):
         read(function)
-    with pytest.raises(OSError, match=os.strerror(number)):
-        functions(chip.node)
-    monkeypatch.undo()
-    monkeypatch.setattr("os.listdir", fail)
-    with pytest.raises(OSError, match=os.strerror(number)):
-        functions(chip.node)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+@pytest.mark.parametrize("call", ["open", "listdir", "readlink", "stat"])
+def test_a_scan_that_fails_changes_nothing(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Only "not found" means absence: no chip is gone, and the next scan is as ever."""
+    node.add("n150")[0].unbind()
+    node.add("n150")
+    inventory = Inventory({})
+    before = look(inventory, node)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{call}", failing(number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            inventory.observe(settings(node))
+    assert inventory.chips == before == look(inventory, node)
 
 
 def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip) -> None:
@@ -569,6 +586,22 @@ def test_a_card_that_returns_keeps_its_identity_until_it_reports_one(
     other = Identity(card="p150a", serial="A" * 16)
     inventory.apply([Reading(function, Telemetry(other), 0.0)], HealthSettings())
     assert inventory.chips[chip.bdf].identity == other
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_thermal_trip_outlasts_a_restart_of_the_daemon(chip: Chip, is_running: bool) -> None:
+    """Until the holdoff is over, also if it happened while no daemon was running."""
+    inventory = Inventory({})
+    look(inventory, chip.node)
+    if is_running:
+        chip.trip()
+        look(inventory, chip.node)
+    state = {bdf: record.to_state() for bdf, record in inventory.records.items()}
+    if not is_running:
+        chip.trip()
+    inventory = Inventory(json.loads(json.dumps(state)))
+    faults = [look(inventory, chip.node, at)[chip.bdf].fault for at in (10.0, 299.0, 310.0)]
+    assert faults == [ttdp.Fault.TRIPPED, ttdp.Fault.TRIPPED, None]
 
 
 def test_another_kind_of_card_at_an_address_has_another_identity(chip: Chip) -> None:
