@@ -88,6 +88,28 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
 
 
+@pytest.mark.parametrize("has_state", [True, False])
+async def test_a_chip_that_a_pod_holds_has_one_reason_after_a_restart_without_the_driver(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path, has_state: bool
+) -> None:
+    """The same as before the restart: load the driver."""
+    state_dir = str(tmp_path) if has_state else None
+    daemon = await start(state_dir=state_dir)
+    await kubelet.registered(NAME)
+    await kubelet.admit("pod", "main", {NAME: 1})
+    await until(lambda: daemon.daemon.node.allocations.in_force(time.monotonic())[0].pod)
+    await until(lambda: not has_state or (tmp_path / "state.json").exists())
+    await daemon.stop()
+    node.on_uevent = None
+    node.unload_driver()
+    daemon = await start(state_dir=state_dir)
+    remedy = "run: modprobe tenstorrent"
+    reason = f"{node.chips[0].bdf}: driver is not loaded; {remedy}"
+    driver = f"driver not loaded, 1 Tenstorrent PCI function; {remedy}"
+    status = f"{driver}; 1 × {NAME}, 0 healthy ({reason}); registered with kubelet"
+    await until(lambda: daemon.notified(f"STATUS={status}"))
+
+
 async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path,
     monkeypatch: pytest.MonkeyPatch,
