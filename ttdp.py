@@ -600,7 +600,7 @@ ProcessRow = Mapping[str, object]  # pid, command, of_pod
 
 
 class Reading(NamedTuple):
-    """What was read of a chip at one moment."""
+    """What was read of a chip."""
 
     function: PciFunction
     telemetry: Telemetry
@@ -1225,7 +1225,6 @@ class Inventory:
         return [chip.function for chip in self.chips.values() if chip.present]
 
     def observe(self, settings: Settings) -> None:
-        """Look at sysfs."""
         self._bus = scan(settings, self._bus)
         self.driver = driver_version(settings)
         functions = {bdf: function for bdf, function in self._bus.items() if function}
@@ -1321,7 +1320,6 @@ def parse_checkpoint(content: bytes) -> Checkpoint:
 
 
 def _names(value: list[Any]) -> Names:
-    """Return a list's names."""
     if not isinstance(value, list) or not all(name.isprintable() for name in value):
         raise ValueError("not a list of names")
     return frozenset(value)
@@ -2552,7 +2550,6 @@ class TelemetryReaders:
         self._start_thread(monotonic())
 
     def collect(self, now: float) -> list[Reading]:
-        """Return what was read."""
         readings = []
         error = None
         while not self._results.empty():
@@ -2986,7 +2983,6 @@ class Node:
         self.readers.submit(present, periodic=periodic, details=settings)
 
     def collect(self, now: float) -> None:
-        """Apply what was read."""
         self.inventory.apply(self.readers.collect(now), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
             self.inventory.records[bdf].start_listing()
@@ -3746,7 +3742,7 @@ class Reporter:
         writer.close()
 
     async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read; the loop collects what was read."""
+        """Have sensors and processes read; the loop collects them."""
         await self._settle()
         now = monotonic()
         if now - self._details_at >= max_age:
@@ -3888,7 +3884,7 @@ class Daemon:
             if not condition.is_failing:
                 log.warning("cannot observe the node, so nothing changes for now: %s", error)
             condition.is_failing = True
-            self.node.polled_at = -inf  # have all chips read again
+            self.node.polled_at = -inf  # read all again
         else:
             if condition.is_failing:
                 log.info("the node can be observed again")
