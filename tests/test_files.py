@@ -316,6 +316,7 @@ async def test_containers_on_a_shared_device_share_their_locks_also_if_one_of_th
             os.chown(locks, NOBODY, NOBODY)
         assert await mounts(kubelet, f"{strategy}-2") == wanted
         await daemon.stop()
+        await kubelet.wait_for(lambda: not kubelet.manager.plugins.is_listed(N150))
 
 
 async def test_locks_exist_before_any_allocation_and_are_created_again(
