@@ -708,6 +708,8 @@ def _read_function(settings: Settings, bdf: str) -> PciFunction | None:
 
 def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
     """Return a function with its present driver and device file."""
+    if function.path and not function.file_fault and not file_fault_now(function):
+        return function
     # Not from the class: after a renumbering, a name there leads to another chip.
     for name in names_in(f"{function.directory}/{DRIVER}"):
         ordinal = decimal(name.removeprefix(f"{DRIVER}!"))
@@ -1180,12 +1182,13 @@ class ChipRecord:
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
-        self.chip = self.chip._replace(identity=identity, verdict=verdict)
+        if (identity, verdict) != (self.chip.identity, self.chip.verdict):
+            self.chip = self.chip._replace(identity=identity, verdict=verdict)
         self.start_listing()
 
     def start_listing(self) -> None:
         """List it, unless its device file was invalid from the start."""
-        if not self.chip.function.file_fault:
+        if not self.chip.listed and not self.chip.function.file_fault:
             self.chip = self.chip._replace(listed=True)
 
     def block(self) -> None:
@@ -1658,6 +1661,15 @@ class Resource:
     @property
     def unique_devices(self) -> list[Device]:
         return [self.devices[ids[0]] for ids in self.ids_of_devices]
+
+    @cached_property
+    def summary(self) -> str:
+        devices = self.unique_devices
+        unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
+        shared = f", {self.replicas} replicas each" if self.replicas else ""
+        healthy = f"{len(devices) - len(unhealthy)} healthy"
+        first = f" ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})" if unhealthy else ""
+        return f"{len(devices)} × {self.name}{shared}, {healthy}{first}"
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
         chips: dict[str, Chip] = {}
@@ -2204,6 +2216,9 @@ class Decision:
                     found[f"{name} {device.identifier}"] = device.withheld
         return found
 
+    def resource(self, name: str) -> Resource:
+        return self.resources.get(name) or Resource(name, {})
+
     def advertises(self, chip: Chip) -> bool:
         """Return whether a chip is a device, or waits for its board's serial."""
         return chip.listed or chip.bdf in self.owners
@@ -2446,17 +2461,8 @@ def plugin_metrics(decision: Decision, states: States, counts: Counts, started: 
     return samples.text()
 
 
-def resource_summary(resource: Resource) -> str:
-    devices = resource.unique_devices
-    unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
-    shared = f", {resource.replicas} replicas each" if resource.replicas else ""
-    healthy = f"{len(devices) - len(unhealthy)} healthy"
-    first = f" ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})" if unhealthy else ""
-    return f"{len(devices)} × {resource.name}{shared}, {healthy}{first}"
-
-
 def status_line(decision: Decision, states: States) -> str:
-    parts = [resource_summary(resource) for resource in decision.resources.values()]
+    parts = [resource.summary for resource in decision.resources.values()]
     if decision.driver_problem:
         parts.insert(0, decision.driver_problem)
     if not parts:
@@ -2547,7 +2553,8 @@ class TelemetryReaders:
                 self.pending[function.bdf] = None
                 files = self._files.pop(function, None) or AttributeFiles()
                 self._jobs.put(ReadJob(function, periodic, details, files))
-        self._start_thread(monotonic())
+        # After this turn: each thread would wait for the other's lock.
+        asyncio.get_running_loop().call_soon(self._start_thread)
 
     def collect(self, now: float) -> list[Reading]:
         readings = []
@@ -2566,7 +2573,7 @@ class TelemetryReaders:
             if isinstance(result, Reading):
                 readings.append(result)
             error = result if isinstance(result, OSError) else error
-        self._start_thread(now)
+        self._start_thread()
         if error:
             raise error
         return readings
@@ -2587,14 +2594,15 @@ class TelemetryReaders:
         for function in self._files.keys() - present:
             self._files.pop(function).close()
 
-    def _start_thread(self, now: float) -> None:
+    def _start_thread(self) -> None:
         """Start a thread if jobs wait and all others are blocked."""
-        if not self._jobs.empty() and self._threads <= len(self.slow(now)):
+        if not self._jobs.empty() and self._threads <= len(self.slow(monotonic())):
             try:
                 _thread.start_new_thread(self._run, (asyncio.get_running_loop(),))
             except RuntimeError as error:
-                raise OSError(errno.EAGAIN, str(error)) from None
-            self._threads += 1
+                self._results.put((self._jobs.get_nowait(), OSError(errno.EAGAIN, str(error))))
+            else:
+                self._threads += 1
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(queue.Empty):
@@ -2692,6 +2700,7 @@ class StateFile:
         self.chips: Json = {}
         self.allocations: list[Any] = []
         self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._saved: tuple[Json, str] = ({}, "")  # parts, and their text
         self._file: OutputFile | None = None
         if settings.state_dir:
             self._file = OutputFile(f"{settings.state_dir}/state.json", 0o600)
@@ -2716,8 +2725,10 @@ class StateFile:
 
     def save(self, **parts: Any) -> None:
         if self._file:
-            text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
-            self._file.keep(f"{_checksum(text)}\n{text}")
+            if parts != self._saved[0]:
+                text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
+                self._saved = (parts, f"{_checksum(text)}\n{text}")
+            self._file.keep(self._saved[1])
 
 
 def _checksum(text: str) -> str:
@@ -2891,7 +2902,7 @@ class PluginDirectory:
         self._wake = wake
         self._locked = -1  # descriptor
         self._inotify = -1
-        self._watch = -1
+        self.watch = -1
 
     def open(self) -> None:
         self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -2921,14 +2932,14 @@ class PluginDirectory:
         except OSError as error:
             reason = f"{self.path} cannot be used: {error.strerror}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
-        if self._watch < 0 <= self._inotify:
+        if self.watch < 0 <= self._inotify:
             path = os.fsencode(self.path)
-            self._watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
+            self.watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
 
     def _lock(self) -> None:
         if self._locked >= 0:
             os.close(self._locked)
-        self._watch = -1
+        self.watch = -1
         self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3058,10 +3069,9 @@ class Allocator:
         self.is_closing = False
         self._node = node
 
-    def _resource(self, name: str, now: float) -> Resource:
-        """Return a resource as it is now."""
+    def _decide(self, now: float) -> Decision:
         self._node.observe_allocations(now)
-        return self._node.decide(now).resources.get(name, Resource(name, {}))
+        return self._node.decide(now)
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
         """Return what containers with these IDs get; raises RequestError."""
@@ -3080,7 +3090,8 @@ class Allocator:
         """Return the answer, None to wait for a link: the kubelet keeps it for the pod's life."""
         now = monotonic()
         settings = self._node.settings
-        resource = self._resource(name, now)
+        decision = self._decide(now)
+        resource = decision.resource(name)
         check_request(resource, containers)
         chips = [resource.chips(ids) for ids in containers]
         links = {}
@@ -3092,7 +3103,7 @@ class Allocator:
                 links[chip.bdf] = link
             elif may_wait and expects_links(settings):
                 return None
-        mounts = [*existing_mounts(settings)] if settings.device_list_strategy != "cdi" else []
+        mounts = [*decision.seen.mounts] if settings.device_list_strategy != "cdi" else []
         if locks := lock_path(resource, chain(*containers), settings):
             mounts.append(Mount(locks, "/dev/shm"))
         for ids, theirs in zip(containers, chips, strict=True):
@@ -3101,9 +3112,8 @@ class Allocator:
         return [container_edits(each, links, settings, mounts) for each in chips]
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
-        """Return the best of the available IDs; raises RequestError."""
         now = monotonic()
-        resource = self._resource(name, now)
+        resource = self._decide(now).resource(name)
         allocations = self._node.allocations
         required = question.must_include_deviceIDs
         free = frozenset(question.available_deviceIDs).difference(required)
@@ -3136,7 +3146,7 @@ class Allocator:
         """Return another pod that runs on these chips without sharing them."""
         now = monotonic()
         allocations = self._node.allocations
-        addresses = {chip.bdf for chip in self._resource(name, now).chips(ids)}
+        addresses = {chip.bdf for chip in self._decide(now).resource(name).chips(ids)}
         in_force = allocations.in_force(now)
         own = ""
         for each in in_force:
@@ -3319,7 +3329,6 @@ def connection_error(path: str) -> int:
 
 
 def remove_dead_sockets(directory: str) -> None:
-    """Remove the sockets of a daemon that was killed."""
     for name in names_in(directory):
         if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
             with suppress(OSError):
@@ -3466,6 +3475,7 @@ class KubeletSession:
             return
         since, resends = self._mismatch = self._mismatch or (now, 0)
         if now - since <= CHECKPOINT_TIMEOUT:
+            asyncio.get_running_loop().call_later(CHECKPOINT_TIMEOUT, self._wake)
             return
         is_ours = registered <= self.stream.ever_advertised
         if is_ours and since - self.stream.sent_at <= CHECKPOINT_TIMEOUT and resends < MAX_RESENDS:
@@ -3476,7 +3486,6 @@ class KubeletSession:
             self._attempt.end("another plugin has registered this name; stop it")
 
     async def close(self) -> None:
-        """End the session, and leave no task, server or socket."""
         if self._attempt:
             self._attempt.task.cancel()
             await asyncio.wait({self._attempt.task})
@@ -3660,8 +3669,9 @@ class MetricsServer:
 
 # ==== DAEMON: observe, decide, apply ==============================================================
 
-TICK = 1.0  # seconds between turns without an event
+TICK = 5.0  # seconds between turns without an event
 START_TICK = 0.02  # likewise, before READY=1
+RETRY_TICK = 1.0  # likewise, after an error or without inotify
 DEBOUNCE = 0.04  # seconds for which kernel events are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
 METRICS_INTERVAL = 15.0  # seconds between readings of sensors
@@ -3707,13 +3717,11 @@ class Reporter:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    @property
-    def status(self) -> str:
-        status = status_line(self._node.decide(monotonic()), self._sessions.states)
+    def status(self, decision: Decision) -> str:
+        status = status_line(decision, self._sessions.states)
         return "; ".join(filter(None, [status, self._node.rejected]))
 
     def write_metrics(self, files: OutputFiles, now: float) -> None:
-        """Write the metrics file if it is old and its directory exists."""
         path = self._node.settings.metrics_file
         if now - self._written_at >= METRICS_INTERVAL and path and isdir(dirname(path)):
             self._written_at = now
@@ -3736,13 +3744,12 @@ class Reporter:
         with suppress(OSError):
             await self._read_details(0.0)
             decision = self._node.decide(monotonic())
-            view = self._node.view(decision, self._sessions.states, self.status)
+            view = self._node.view(decision, self._sessions.states, self.status(decision))
             writer.write(json.dumps(view).encode())
             await writer.drain()
         writer.close()
 
     async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read; the loop collects them."""
         await self._settle()
         now = monotonic()
         if now - self._details_at >= max_age:
@@ -3800,10 +3807,11 @@ class Daemon:
             await self._open()
             pause = 0.0
             while condition.exit_status is None:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), pause)
+                timer = asyncio.get_running_loop().call_later(pause, self._wake.set)
+                await self._wake.wait()
+                timer.cancel()
                 self._wake.clear()
-                pause = TICK
+                pause = RETRY_TICK
                 with log_and_continue("a turn of the loop"):
                     self._turn(monotonic())
                     pause = self._pause(monotonic())
@@ -3844,11 +3852,11 @@ class Daemon:
         self.end(status)
 
     def _pause(self, now: float) -> float:
-        """Return seconds until the next turn, if no event comes."""
         if self._condition.is_failing:
-            return TICK
+            return RETRY_TICK
         node = self.node
-        due = [now + TICK, node.polled_at + node.settings.health.interval, self.sessions.retry_at]
+        tick = TICK if self._directory.watch >= 0 else RETRY_TICK
+        due = [now + tick, node.polled_at + node.settings.health.interval, self.sessions.retry_at]
         if self._condition.stage != "ready":
             due.append(now + START_TICK)
         if self._uevents.has_events:
@@ -3908,11 +3916,9 @@ class Daemon:
         return is_poll
 
     def _apply(self, now: float, *, is_poll: bool, disturbed: bool) -> None:
-        """Bring files, sessions, status and state in line with the decision."""
         node = self.node
         decision = node.decide(now)
-        before = self._applied
-        self._applied = decision
+        before, self._applied = self._applied, decision
         if decision is not before:
             for level, line in changes(before, decision):
                 log.log(level, "%s", line)
@@ -3925,7 +3931,7 @@ class Daemon:
                 self._pod_resources.ask(node.settings.pod_resources_socket)
             self._reporter.write_metrics(self._files, now)
         waiting = None if self._condition.stage == "ready" else self._get_ready(decision, now)
-        self._manager.show(waiting or self._reporter.status)
+        self._manager.show(waiting or self._reporter.status(decision))
 
     def _write_files(self, decision: Decision) -> None:
         settings = self.node.settings
@@ -3972,12 +3978,11 @@ class Daemon:
             condition.enter("ready", now)
             count = pluralize(len(present), "device")
             log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
-            self._manager.show(self._reporter.status)
+            self._manager.show(self._reporter.status(decision))
             self._manager.notify("READY=1")
         return None
 
     def _reload(self) -> None:
-        """Apply a new configuration, as far as that needs no restart."""
         self._condition.wants_reload = False
         try:
             loaded = self._load()

@@ -284,7 +284,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Without descriptors, say: each second it is tried again; one line at each change."""
-    monkeypatch.setattr("ttdp.TICK", 0.05)
+    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
     (chip,) = node.add("n150")
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)

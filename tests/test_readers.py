@@ -144,9 +144,11 @@ async def test_without_threads_the_daemon_itself_has_an_error(
 
     with monkeypatch.context() as patch:
         patch.setattr("_thread.start_new_thread", exhausted)
+        chips.submit(ONE)
+        await asyncio.sleep(0.01)
         with pytest.raises(OSError, match="can't start new thread"):
-            chips.submit(ONE)
-    chips.submit(TWO)
+            chips.answered()
+    chips.submit(ONE, TWO)
     await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf])
 
 

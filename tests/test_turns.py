@@ -165,7 +165,7 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """At the next turns, not at the next poll; the log has one line at each change."""
-    monkeypatch.setattr("ttdp.TICK", 0.05)
+    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
     scans: list[ttdp.Bus] = []
     genuine = ttdp.scan
 
