@@ -80,7 +80,8 @@ e2e-systemd: $(DEB)$(MACHINE).deb  ## the package on real systemd: containers, V
 OTHER_TESTS := newcomer.py pythons.py cgroup2.py arm64.py
 
 e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, containerd, podman
-	@$(PYTEST) -vv tests/e2e $(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
+	@$(PYTEST) -vv --numprocesses 2 --dist loadfile tests/e2e \
+		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
 e2e-slow: dist/tt-device-plugin.pyz  ## a container that crashes six minutes after a rename
 	@$(PYTEST) -vv -m slow tests/e2e/test_ownership.py

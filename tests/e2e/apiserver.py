@@ -1,9 +1,8 @@
 """As much of an API server as one kubelet needs: so that its pods are ordinary ones, not static.
 
-What a kubelet makes of the two differs where it matters here. Static pods are up for admission at
-its first turn; those of an API server come once the kubelet has found its own node there, which it
-looks for once a second. Objects are kept as they came, without defaults or validation; whoever asks
-for a list or a watch gets everything of that kind.
+Kubelets differ between the two: static pods are admitted in the first turn, those of an API server
+once the kubelet has found its own node there, which it looks for once a second. Objects are kept as
+they come, without defaults or validation; lists and watches give everything of a kind.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ class ApiServer:
 
     def __init__(self) -> None:
         self._objects: dict[str, JSON] = {}  # by path
-        self._events: list[
-            tuple[int, str, JSON]
-        ] = []  # version, path of the collection, watch event
+        self._events: list[tuple[int, str, JSON]] = []  # version, path, watch event
         self._version = itertools.count(1)
         self._latest = 0
         self._changed = threading.Condition()
@@ -63,18 +60,13 @@ class ApiServer:
         """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
         pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
-        pod["spec"] |= {
-            "nodeName": node,
-            "dnsPolicy": "Default",
-            "securityContext": {},
-            "schedulerName": "default",
-        }
-        pod["spec"].setdefault("enableServiceLinks", True)
-        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
-            container |= {
-                "terminationMessagePath": "/dev/termination-log",
-                "terminationMessagePolicy": "File",
-            }
+        spec = pod["spec"]
+        spec |= {"nodeName": node, "dnsPolicy": "Default", "schedulerName": "default"}
+        spec.setdefault("securityContext", {})
+        spec.setdefault("enableServiceLinks", True)
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            container["terminationMessagePath"] = "/dev/termination-log"
+            container["terminationMessagePolicy"] = "File"
             container.setdefault("imagePullPolicy", "IfNotPresent")
             # Defaulted like this by a real server; the kubelet's predicates see requests only.
             resources = container.setdefault("resources", {})
@@ -93,7 +85,7 @@ class ApiServer:
             self.patch(path, {"metadata": marks})
 
     def pod(self, name: str) -> JSON | None:
-        """The pod as `kubectl get` would show it."""
+        """Return the pod as `kubectl get` would show it."""
         return self.read(f"/api/v1/namespaces/default/pods/{name}")
 
     def node(self, name: str) -> JSON:
@@ -106,7 +98,7 @@ class ApiServer:
             return copy.deepcopy(self._objects.get(path))
 
     def collect(self, collection: str) -> tuple[list[JSON], int]:
-        """Everything of a kind in all namespaces (or one), and the version of that view."""
+        """Return everything of a kind in all namespaces (or one), and the version of that view."""
         with self._changed:
             found = [item for path, item in self._objects.items() if _within(path, collection)]
             return copy.deepcopy(found), self._latest
@@ -143,12 +135,8 @@ class ApiServer:
         """Return the watch events of a kind after a version, once there are any; None: closed."""
         with self._changed:
             while not server.closing:
-                found = [
-                    event
-                    for version, path, event in self._events
-                    if version > after and _within(path, collection)
-                ]
-                if found:
+                new = [each for each in self._events if each[0] > after]
+                if found := [event for _, path, event in new if _within(path, collection)]:
                     return found, self._latest
                 self._changed.wait()
         return None
@@ -177,11 +165,8 @@ def merged(item: Any, change: Any) -> Any:
 def _parse(path: str) -> tuple[str, str, str, str]:
     """Return a path's group and version, namespace, plural kind and name ("": a collection)."""
     parts = path.strip("/").split("/")
-    group, rest = (
-        ("/".join(parts[1:2]), parts[2:])
-        if parts[0] == "api"
-        else ("/".join(parts[1:3]), parts[3:])
-    )
+    start = 2 if parts[0] == "api" else 3
+    group, rest = "/".join(parts[1:start]), parts[start:]
     namespace = ""
     if rest[:1] == ["namespaces"] and len(rest) > 2:
         namespace, rest = rest[1], rest[2:]
@@ -216,9 +201,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _body(self) -> JSON:
-        return dict(
-            json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        )
+        length = int(self.headers.get("Content-Length") or 0)
+        return dict(json.loads(self.rfile.read(length) or b"{}"))
+
+    @property
+    def _object(self) -> str:
+        """Return the path of the object, also for its status."""
+        return urlsplit(self.path).path.removesuffix("/status")
 
     def _answer(self, code: int, content: JSON) -> None:
         data = json.dumps(content).encode()
@@ -232,37 +221,23 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(404, "NotFound")
 
     def _refuse(self, code: int, reason: str) -> None:
-        status = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "status": "Failure",
-            "reason": reason,
-            "code": code,
-        }
-        self._answer(code, {**status, "message": f"{self.path}: {reason}"})
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason}
+        self._answer(code, {**status, "code": code, "message": f"{self.path}: {reason}"})
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         group, _, kind, name = _parse(url.path)
         if name:
-            item = self.server.api.read(url.path.removesuffix("/status"))
+            item = self.server.api.read(self._object)
             return self._answer(200, item) if item else self._missing()
         if kind not in KINDS:
             return self._missing()
         if query.get("watch") in ("true", "1"):
             return self._watch(url.path, query)
         items, version = self.server.api.collect(url.path)
-        metadata = {"resourceVersion": str(version)}
-        self._answer(
-            200,
-            {
-                "kind": f"{KINDS[kind]}List",
-                "apiVersion": group,
-                "metadata": metadata,
-                "items": items,
-            },
-        )
+        answer = {"kind": f"{KINDS[kind]}List", "apiVersion": group, "items": items}
+        self._answer(200, {**answer, "metadata": {"resourceVersion": str(version)}})
 
     def _watch(self, collection: str, query: Mapping[str, str]) -> None:
         group, _, kind, _ = _parse(collection)
@@ -275,16 +250,10 @@ class _Handler(BaseHTTPRequestHandler):
             items, after = self.server.api.collect(collection)
             for item in items:
                 self._chunk({"type": "ADDED", "object": item})
-            done = {
-                "resourceVersion": str(after),
-                "annotations": {"k8s.io/initial-events-end": "true"},
-            }
-            self._chunk(
-                {
-                    "type": "BOOKMARK",
-                    "object": {"kind": KINDS[kind], "apiVersion": group, "metadata": done},
-                }
-            )
+            marks = {"k8s.io/initial-events-end": "true"}
+            metadata = {"resourceVersion": str(after), "annotations": marks}
+            last = {"kind": KINDS[kind], "apiVersion": group, "metadata": metadata}
+            self._chunk({"type": "BOOKMARK", "object": last})
         while found := self.server.api.wait_events(collection, after, self.server):
             events, after = found
             for event in events:
@@ -299,20 +268,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         item, path = self._body(), urlsplit(self.path).path
         name = item.get("metadata", {}).get("name") or uuid.uuid4().hex
-        if self.server.api.read(
-            f"{path}/{name}"
-        ):  # a kubelet that starts again creates its node and is told so
+        if self.server.api.read(f"{path}/{name}"):  # the node of a kubelet that starts again
             return self._refuse(409, "AlreadyExists")
         self._answer(201, self.server.api.write(f"{path}/{name}", item))
 
     def do_PUT(self) -> None:
-        self._answer(
-            200,
-            self.server.api.write(urlsplit(self.path).path.removesuffix("/status"), self._body()),
-        )
+        self._answer(200, self.server.api.write(self._object, self._body()))
 
     def do_PATCH(self) -> None:
-        item = self.server.api.patch(urlsplit(self.path).path.removesuffix("/status"), self._body())
+        item = self.server.api.patch(self._object, self._body())
         if item is None:
             self._missing()
         else:

@@ -7,10 +7,10 @@ need root.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,44 +20,13 @@ from tests.e2e.machine import VERSIONS, build_kubelet, missing_tools
 from tests.e2e.node import Node, Program, stale_zipapp
 from tests.world.processes import ROOT
 
-RESULTS = ROOT / "dist/realkubelet.json"
-
-Row = dict[str, str]
-
-
-class Results:
-    """Tables of what was measured: for the terminal at the end, and for dist/realkubelet.json."""
-
-    def __init__(self) -> None:
-        self.program = ""
-        self.tables: dict[str, list[Row]] = {}
-
-    def add(self, table: str, row: Row) -> None:
-        self.tables.setdefault(table, []).append(row)
-
-    def lines(self) -> Iterator[str]:
-        yield f"of {self.program}"
-        for title, rows in self.tables.items():
-            yield f"\n{title}"
-            cells = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
-            widths = [max(len(line[column]) for line in cells) for column in range(len(rows[0]))]
-            texts = [" | ".join(map(str.ljust, line, widths)) for line in cells]
-            texts.insert(1, "-|-".join("-" * width for width in widths))
-            yield from (f"| {text} |" for text in texts)
-
-
-_results = pytest.StashKey[Results]()
-
-
 Told = Callable[[str], None]
-_told = pytest.StashKey[list[tuple[str, str]]]()
 
 
 @pytest.fixture
-def told(request: pytest.FixtureRequest) -> Told:
-    """Give what is called with a sentence on what was measured, for the end of the run."""
-    sentences = request.config.stash.setdefault(_told, [])
-    return lambda sentence: sentences.append((request.node.name, sentence))
+def told(record_property: Callable[[str, object], None]) -> Told:
+    """Return a function that takes a sentence on what was measured, for the end of the run."""
+    return partial(record_property, "told")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,33 +56,20 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if sentences := config.stash.get(_told, []):
-        terminalreporter.section("checked and measured")
-        for name, sentence in sentences:
-            terminalreporter.write_line(f"{name}\n    {sentence}")
-    results = config.stash.get(_results, None)
-    if results is None or not results.tables:
-        return
-    terminalreporter.section("measured on the real kubelet")
-    for line in results.lines():
-        terminalreporter.write_line(line)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(
-        json.dumps({"program": results.program, **results.tables}, indent=1, ensure_ascii=False)
-        + "\n"
-    )
-    terminalreporter.write_line(f"\nalso in {RESULTS.relative_to(ROOT)}")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("checked and measured")
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if report.when == "call" and report.user_properties:
+                terminalreporter.write_line(report.nodeid.partition("::")[2])
+                for _, sentence in report.user_properties:
+                    terminalreporter.write_line(f"    {sentence}")
 
 
 @pytest.fixture(scope="session")
 def deb() -> Path:
-    """The latest package for this machine; without one there is no run."""
-    machine = subprocess.run(
-        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """Return the latest package for this machine; without one there is no run."""
+    machine = subprocess.check_output(["dpkg", "--print-architecture"], text=True).strip()
     debs = sorted(ROOT.glob(f"dist/*_{machine}.deb"), key=lambda deb: deb.stat().st_mtime)
     if not debs:
         pytest.exit("no package to test: make deb", returncode=1)
@@ -122,7 +78,7 @@ def deb() -> Path:
 
 @pytest.fixture(scope="session")
 def tools(pytestconfig: pytest.Config) -> None:
-    """Without what it takes there is no run: one line says what to install. Nothing is skipped."""
+    """End the run if something is missing, with one line that says what to install."""
     if missing := missing_tools():
         pytest.exit(missing, returncode=1)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
@@ -133,7 +89,7 @@ def tools(pytestconfig: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def program(tools: None, pytestconfig: pytest.Config) -> Program:
-    """The zipapp. Where there is none of this very program the sources do, loudly; not in CI."""
+    """Return the zipapp; without one of this very program the sources, loudly, but not in CI."""
     if (reason := stale_zipapp()) and os.environ.get("CI") == "true":
         pytest.exit(reason, returncode=1)
     if reason:
@@ -144,13 +100,6 @@ def program(tools: None, pytestconfig: pytest.Config) -> Program:
 
 
 @pytest.fixture(scope="session")
-def results(program: Program, pytestconfig: pytest.Config) -> Results:
-    found = pytestconfig.stash.setdefault(_results, Results())
-    found.program = program.name
-    return found
-
-
-@pytest.fixture(scope="session")
 def running_nodes(program: Program) -> Iterator[dict[str, Node]]:
     with contextlib.ExitStack() as stack:
         yield {version: stack.enter_context(Node(version, program)) for version in VERSIONS}
@@ -158,7 +107,7 @@ def running_nodes(program: Program) -> Iterator[dict[str, Node]]:
 
 @pytest.fixture(params=VERSIONS)
 def node(request: pytest.FixtureRequest, running_nodes: dict[str, Node]) -> Iterator[Node]:
-    """A node with a running kubelet, without cards, daemon and pods. The versions take turns."""
+    """A node with a running kubelet, without cards, daemon and pods."""
     node = running_nodes[request.param]
     node.wait_clear()
     yield node

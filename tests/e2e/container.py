@@ -73,7 +73,7 @@ def require_root(**tools: str) -> None:
 
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
-    """A tarball of a minimal system, from the cache or by mmdebstrap; raises Missing."""
+    """Return a tarball of a minimal system, from the cache or made; raises Missing."""
     arguments = ["--variant=minbase", f"--include={packages}"]
     arguments += ["--aptopt=Acquire::Check-Valid-Until false"]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
@@ -94,7 +94,7 @@ def root_tree(suite: str, packages: str = PACKAGES) -> Path:
 
 
 class Container:
-    """One system, which can be booted several times; it is booted and deleted with the context."""
+    """One system, booted and deleted with the context; it can be booted several times."""
 
     def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
         """binds: what of the host is where in it, read-only. packages: what it has."""
@@ -142,11 +142,8 @@ class Container:
             )
         wait_until(self._begun, f"the systemd of {self.name}", 30)
         begun()
-        wait_until(
-            self._up,
-            lambda: f"{self.name} to be up, whose console says\n{self._last_words()}\n",
-            60,
-        )
+        what = f"{self.name} to be up, whose console says\n"
+        wait_until(self._up, lambda: f"{what}{self._last_words()}\n", 60)
         return time.monotonic() - since
 
     def _begun(self) -> bool:
@@ -168,7 +165,7 @@ class Container:
         return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
 
     def run(self, *command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """A command in the container, to its end."""
+        """Run a command in the container to its end."""
         entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
         return subprocess.run(
             [*entering, *command],
@@ -180,7 +177,7 @@ class Container:
         )
 
     def __call__(self, *command: str, check: bool = True) -> str:
-        """Standard output and error of a command in the container."""
+        """Return standard output and error of a command in the container."""
         done = self.run("sh", "-c", 'exec "$@" 2>&1', "sh", *command)
         assert not check or done.returncode == 0, (
             f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
@@ -202,21 +199,20 @@ class Container:
         return os.path.lexists(self.root / path.lstrip("/"))
 
     def files(self) -> set[str]:
-        """Everything in the root tree but what logs and package management keep."""
+        """Return everything in the root tree but what logs and package management keep."""
         kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt",
                 "var/cache/debconf", "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc",
                 "sys")  # fmt: skip
         found: set[str] = set()
         for directory, names, files in os.walk(self.root):
             place = os.path.relpath(directory, self.root)
-            names[:] = [
-                name for name in names if os.path.normpath(os.path.join(place, name)) not in kept
-            ]
+            paths = {name: os.path.normpath(os.path.join(place, name)) for name in names}
+            names[:] = [name for name in names if paths[name] not in kept]
             found.update(os.path.normpath(os.path.join(place, name)) for name in [*names, *files])
         return found
 
     def shut_down(self) -> float:
-        """Orderly; returns the seconds that took."""
+        """Power off in an orderly manner; return the seconds that it took."""
         assert self._nspawn
         since = time.monotonic()
         self("systemctl", "poweroff", check=False)
@@ -227,7 +223,7 @@ class Container:
         return time.monotonic() - since
 
     def close(self) -> None:
-        """Whatever state it is in: nothing of it runs any longer."""
+        """End it in whatever state it is."""
         if self._nspawn:
             if self._nspawn.poll() is None:
                 self._nspawn.kill()

@@ -75,18 +75,12 @@ shell("udevadm trigger --subsystem-match=tenstorrent")
 show("without the rule")
 said = shell(f"mv /root/{os.path.basename(RULES)} {RULES} && {POSTINST} configure 0")
 show("installed with cards there", said=said)
+blacklist = f"echo 'blacklist tenstorrent' > {BLACKLIST}"
+remove, bring = f"mv {DRIVER} /root", "mv /root/tenstorrent.ko /usr/lib/modules/*/"
 for step, before, after in (
     ("installed with the driver not loaded", "true", "true"),
-    (
-        "installed with the driver not wanted",
-        f"echo 'blacklist tenstorrent' > {BLACKLIST}",
-        f"rm {BLACKLIST}",
-    ),
-    (
-        "installed without the driver",
-        f"mv {DRIVER} /root; depmod -a",
-        "mv /root/tenstorrent.ko /usr/lib/modules/*/; depmod -a",
-    ),
+    ("installed with the driver not wanted", blacklist, f"rm {BLACKLIST}"),
+    ("installed without the driver", f"{remove}; depmod -a", f"{bring}; depmod -a"),
 ):
     shell(f"rmmod tenstorrent; {before}; journalctl --rotate; journalctl --vacuum-time=1s")
     said = shell(f"{POSTINST} configure ''; echo status $?")

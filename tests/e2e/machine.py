@@ -1,14 +1,10 @@
 """Runs the real kubelet, with the real containerd and runc, for one test at a time.
 
-What makes a node out of it is `Machine`: namespaces of its own for mounts, processes, network, IPC
-and host name, in which /var/lib, /var/log and /run are directories of a scratch tree. Kubelet and
-containerd can therefore use their usual paths (for device plugins the kubelet knows no other than
-/var/lib/kubelet/device-plugins) and never see those of the host; their ports are on a loopback
-device that nobody else has; and a power cut is the death of one process, the namespace's first,
-which takes all others with it. The host sees no mount, no port and no process that outlives it.
-Only cgroups are shared: everything is kept below one cgroup, which is removed at the end.
-
-A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.device_plugin_dir`.
+A `Machine` is a node: namespaces of its own, in which /var/lib, /var/log and /run are directories
+of a scratch tree. Kubelet and containerd use their usual paths (the kubelet's directory for device
+plugins cannot be moved) and never see those of the host. A power cut is the death of one process,
+the namespace's first, which takes all others with it. Only cgroups are shared: everything is kept
+below one cgroup, which is removed at the end.
 
     with Machine() as machine:
         containerd = Containerd(machine)
@@ -17,20 +13,17 @@ A device plugin is started with `Machine.spawn`, or on the host with `Kubelet.de
         kubelet.start()
         kubelet.run_pod(pod("one", {"example.com/chip": 1}))
         kubelet.wait_running("one")
-        kubelet.exec("one", ["ls", "-l", "/dev/chip"])
-        machine.power_off()
 
-The kubelet runs standalone: there is no API server, pods are static pods (files in a directory),
-and what became of them is read from the kubelet's own /pods. Where the difference matters there is
-`apiserver.ApiServer`.
+Without an API server (`apiserver.ApiServer`) the kubelet runs standalone: pods are static pods,
+and what became of them is read from the kubelet's own /pods.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import fcntl
-import functools
 import hashlib
 import http.client
 import io
@@ -44,12 +37,12 @@ import ssl
 import subprocess
 import tarfile
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import grpc
@@ -59,14 +52,12 @@ from tests.world.processes import wait_until
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin"
+# The kubelets that can be had: a Go module beside this file pins each of them.
 VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kubelet-*"))
-"""The kubelets that can be had, by minor version: one module beside this file pins each of them."""
 
 NODE_NAME = "node"
 NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
-IMAGE = "localhost/realkubelet/busybox:1"
-"""The one image there is: a static busybox. It does for the pods and for the pause container."""
-
+IMAGE = "localhost/realkubelet/busybox:1"  # static; for the pods and for the pause container
 JSON = dict[str, Any]
 
 
@@ -87,40 +78,25 @@ _PACKAGES = {
     "promtool": "prometheus",
     "prometheus-node-exporter": "prometheus-node-exporter",
 }
-_MINIMUM_GO = (1, 21)
-"""The oldest Go that fetches by itself the newer one that a go.mod asks for."""
 
 
 def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
-    """What is missing to run these kubelets here, in one line that says what to do, or None."""
+    """Return what is missing to run these kubelets here, in one line, or None."""
     if os.geteuid() != 0:
         return "the real kubelet needs root"
-    packages = sorted(
-        {package for tool, package in _PACKAGES.items() if shutil.which(tool) is None}
-    )
+    packages = {package for tool, package in _PACKAGES.items() if shutil.which(tool) is None}
     if packages:
-        return f"apt-get install --no-install-recommends {' '.join(packages)}"
-    if all(kubelet_path(version).exists() for version in versions):
+        return f"apt-get install --no-install-recommends {' '.join(sorted(packages))}"
+    if shutil.which("go") or all(kubelet_path(version).exists() for version in versions):
         return None
-    if (go := shutil.which("go")) is None:
-        where = "golang-go, in Debian 12 from bookworm-backports"
-        return f"building the kubelet needs Go 1.21 or newer ({where})"
-    said = subprocess.run(
-        [go, "env", "GOVERSION"], capture_output=True, text=True, check=True
-    ).stdout
-    found = re.match(r"go(\d+)\.(\d+)", said)
-    if found and (int(found[1]), int(found[2])) < _MINIMUM_GO:
-        return f"building the kubelet needs Go 1.21 or newer, {go} is {said.strip()}"
-    return None
+    return "building the kubelet needs Go 1.21 or newer (golang-go of bookworm-backports)"
 
 
 def kubelet_path(version: str) -> Path:
     """Return where a minor version's kubelet is once built; another go.sum is another kubelet."""
     module = HERE / f"kubelet-{version}"
-    digest = hashlib.sha256(
-        (module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()
-    ).hexdigest()
-    return CACHE / f"kubelet-{version}-{digest[:16]}"
+    content = (module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()
+    return CACHE / f"kubelet-{version}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def build_kubelet(version: str) -> Path:
@@ -132,44 +108,38 @@ def build_kubelet(version: str) -> Path:
         if target.exists():
             return target
         module = HERE / f"kubelet-{version}"
-        release = re.search(
-            r"^\s*k8s\.io/kubernetes (v\S+)", (module / "go.mod").read_text(), re.MULTILINE
-        )
+        required = (module / "go.mod").read_text()
+        release = re.search(r"(?m)^\s*k8s\.io/kubernetes (v\S+)", required)
         assert release is not None, f"{module}/go.mod requires no k8s.io/kubernetes"
-        partial = target.with_name(f"{target.name}.partial")
         stamp = f"-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={release[1]}"
-        nice_build = ["nice", "-n", "10", "go", "build", "-p", "2", "-trimpath", "-buildvcs=false"]
-        subprocess.run(
-            [*nice_build, stamp, "-o", str(partial), "k8s.io/kubernetes/cmd/kubelet"],
-            cwd=module,
-            env=os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"},
-            check=True,
-        )
-        partial.rename(target)
+        build_go(module, target, "-p", "2", stamp, "k8s.io/kubernetes/cmd/kubelet")
     return target
+
+
+def build_go(module: Path, target: Path, *arguments: str) -> None:
+    """Build a Go program, without disturbing others much."""
+    half = target.with_name(f"{target.name}.partial")
+    command = ["nice", "-n", "10", "go", "build", "-trimpath", "-buildvcs=false"]
+    environ = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
+    command += ["-o", str(half), *arguments]
+    subprocess.run(command, cwd=module, env=environ, check=True)
+    half.rename(target)
 
 
 # --- A machine that can be switched off -----------------------------------------------------------
 
+NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 _CLONE_NEWNET = 0x40000000
-SYSCTLS = (
-    "vm/overcommit_memory",
-    "vm/panic_on_oom",
-    "kernel/panic",
-    "kernel/panic_on_oops",
-    "kernel/keys/root_maxkeys",
-    "kernel/keys/root_maxbytes",
-)
-"""What the kubelet sets for the whole kernel; in here it gets plain files to write to."""
+# What the kubelet sets for the whole kernel; in here it gets plain files to write to.
+SYSCTLS = ["vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"]
+SYSCTLS += ["kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"]
 
 
 class Process:
     """A process in a machine's namespaces, its output in a file."""
 
     def __init__(self, entered: subprocess.Popen[bytes], log: Path) -> None:
-        self._entered = (
-            entered  # nsenter: it waits for the process itself, and passes no signals on
-        )
+        self._entered = entered  # nsenter, which waits for the process and passes no signals on
         self.log = log
         self.pid = wait_until(self._behind, "the process behind nsenter", 10)
 
@@ -186,14 +156,11 @@ class Process:
         """Send a signal and wait for the end."""
         if self.alive:
             os.kill(self.pid, number)
-        self.wait(timeout)
-
-    def wait(self, timeout: float) -> None:
         self._entered.wait(timeout)
 
     @property
     def status(self) -> int:
-        """How it ended: exit status, or the signal's number negated."""
+        """Return how it ended: exit status, or the signal's number negated."""
         assert self._entered.returncode is not None, "it has not ended"
         return self._entered.returncode
 
@@ -204,25 +171,26 @@ def _child_of(pid: int) -> int | None:
 
 
 def tail(log: Path, lines: int = 40) -> str:
-    """The end of a log file, without the kubelet's notes of what this harness asked it."""
+    """Return the end of a log file, without the kubelet's notes of what this harness asked it."""
     if not log.exists():
         return "(no output)"
-    said = [
-        line for line in log.read_text(errors="replace").splitlines() if "httplog.go" not in line
-    ]
-    return "\n".join(said[-lines:])
+    said = log.read_text(errors="replace").splitlines()
+    return "\n".join([line for line in said if "httplog.go" not in line][-lines:])
 
 
 class Machine:
     """A node without its software: processes that can lose power, a disk that survives it.
 
-    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because the disk
-    must not be a tmpfs (overlayfs), and its path short because the sockets in it have to fit into
-    107 characters.
+    Everything lies below `scratch`, which `destroy()` removes. It is in /var/tmp because overlayfs
+    needs another file system than a tmpfs, and short because paths of sockets have to be.
     """
 
+    # Whole directories that every host has: a mount point of our own, /var/lib/kubelet say, would
+    # have to be made and removed on the host, which would unmount it in every other machine.
+    _mounts: ClassVar = {"/run": "run", "/var/log": "log", "/var/lib": "lib"}
+
     def __init__(self, numa_nodes: int | None = None) -> None:
-        """`numa_nodes`: how many the kubelet is shown; the CPUs are dealt out to them."""
+        """numa_nodes: how many the kubelet is shown; the CPUs are dealt out to them."""
         _remove_abandoned()
         self.scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/var/tmp"))
         self._lock = (self.scratch / "lock").open("w")
@@ -240,31 +208,30 @@ class Machine:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
     @property
     def cgroups(self) -> Path:
-        """The machine's cgroup in any one hierarchy: the kubelet makes a pod's in all of them."""
+        """Return the machine's cgroup in one hierarchy: the kubelet makes a pod's in all."""
         roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
         return next(root for root in roots if root.is_dir()) / self.cgroup[1:]
 
+    def pod_processes(self, uid: str = "") -> set[int]:
+        """Return the processes in a pod's cgroup, or in those of all pods."""
+        found: set[int] = set()
+        for path, _, _ in os.walk(self.cgroups):
+            if f"/pod{uid}" in path:
+                with contextlib.suppress(OSError):  # it has just been removed
+                    found.update(map(int, Path(path, "cgroup.procs").read_text().split()))
+        return found
+
     def path(self, inside: str) -> Path:
-        """Where a file of the node's /var/lib, /var/log or /run is on the host."""
+        """Return where a file of the node's /var/lib, /var/log or /run is on the host."""
         for directory, outside in self._mounts.items():
             if inside.startswith(f"{directory}/"):
                 return self.scratch / outside / inside[len(directory) + 1 :]
         raise ValueError(f"{inside} is the host's own")
-
-    # Whole directories that every host has. A mount point of our own, /var/lib/kubelet say, would
-    # have to be made and removed on the host, and its removal would unmount it in every other
-    # machine that runs at the time.
-    _mounts: ClassVar = {"/run": "run", "/var/log": "log", "/var/lib": "lib"}
 
     def power_on(self) -> None:
         """Make the namespaces, with one process in them that does nothing but keep them."""
@@ -272,9 +239,9 @@ class Machine:
         self.logs.mkdir(parents=True, exist_ok=True)
         script = "\n".join(self._first_script())
         make_cgroups(self.cgroup)
-        namespaces = ["--mount", "--pid", "--net", "--uts", "--ipc"]
+        unshare = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "--kill-child"]
         self._init = subprocess.Popen(
-            ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child", "sh", "-c", script],
+            [*unshare, "sh", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(self.logs / "machine.log").open("ab"),
@@ -283,8 +250,8 @@ class Machine:
         if self._init.stdout.readline() != b"on\n":
             self._init.wait()
             raise RuntimeError(f"no namespaces:\n{tail(self.logs / 'machine.log')}")
-        unshare = self._init.pid
-        self._init_pid = wait_until(lambda: _child_of(unshare), "the first process", 5)
+        pid = self._init.pid
+        self._init_pid = wait_until(lambda: _child_of(pid), "the first process", 5)
 
     def _first_script(self) -> Iterator[str]:
         """Yield the lines of what the first process does; make what they need."""
@@ -302,9 +269,8 @@ class Machine:
         yield f"busybox hostname {NODE_NAME}"
         yield "busybox ip link set lo up"
         yield f"busybox ip address add {NODE_ADDRESS}/32 dev lo"
-        # The first process of a PID namespace inherits every orphan; with SIGCHLD ignored the
-        # kernel reaps them. It lives as long as somebody holds the other end of its stdin: should
-        # the tests be killed outright, the machine goes down all the same.
+        # It inherits every orphan; with SIGCHLD ignored the kernel reaps them. It ends with its
+        # stdin: should the tests be killed outright, the machine goes down all the same.
         yield "echo on"
         yield "exec env --ignore-signal=CHLD cat"
 
@@ -313,9 +279,8 @@ class Machine:
         if self._init is None:
             return
         assert self._init.stdin is not None and self._init.stdout is not None
-        os.kill(
-            self._init_pid, signal.SIGKILL
-        )  # the kernel kills all others and holds this one until they are gone
+        # The kernel kills all others, and holds this one until they are gone.
+        os.kill(self._init_pid, signal.SIGKILL)
         self._init.wait(30)
         self._init.stdin.close()
         self._init.stdout.close()
@@ -332,92 +297,57 @@ class Machine:
 
     def _entering(self, argv: Sequence[str]) -> list[str]:
         assert self._init is not None, "the machine is off"
-        return [
-            "nsenter",
-            f"--target={self._init_pid}",
-            "--mount",
-            "--pid",
-            "--net",
-            "--uts",
-            "--ipc",
-            "--",
-            *argv,
-        ]
+        return ["nsenter", f"--target={self._init_pid}", *NAMESPACES, "--", *argv]
 
     def spawn(
         self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
     ) -> Process:
         """Start a process in the machine; its output is appended to `log`."""
-        with log.open("ab") as output:
-            entered = subprocess.Popen(
-                self._entering(argv),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-            )
-        return Process(entered, log)
+        with log.open("ab") as file:
+            output: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            return Process(subprocess.Popen(self._entering(argv), env=env, **output), log)
 
     def run(self, argv: Sequence[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
-        return subprocess.run(
-            self._entering(argv),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        return subprocess.run(self._entering(argv), timeout=timeout, **streams)
 
     def connect(self, port: int) -> socket.socket:
-        """A connection to the machine's loopback device."""
-        return in_network(
-            self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10)
-        )
+        """Connect to the machine's loopback device."""
+        return self._in_network(lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
 
     def listen(self, port: int) -> socket.socket:
-        """A socket that takes connections on the machine's loopback device."""
-        return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
+        """Listen on the machine's loopback device."""
+        return self._in_network(lambda: socket.create_server(("127.0.0.1", port)))
+
+    def _in_network(self, make: Callable[[], socket.socket]) -> socket.socket:
+        """Return a socket that is made in the machine's network namespace, and works from here."""
+
+        def enter() -> socket.socket:  # a namespace is a thread's own
+            with open(f"/proc/{self._init_pid}/ns/net", "rb") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return make()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(enter).result()
 
     def _fake_numa(self, nodes: int) -> Path:
         """Make a /sys/devices/system/node with that many nodes; the first have the CPUs."""
         root = self.scratch / "numa"
         shutil.rmtree(root, ignore_errors=True)
-        memory = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) // nodes  # type: ignore[index]
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024 // nodes
         for node in range(nodes):
-            (root / f"node{node}").mkdir(parents=True)
-            (root / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: {memory} kB\n")
-            (root / f"node{node}" / "distance").write_text(
-                " ".join("10" if n == node else "20" for n in range(nodes))
-            )
+            directory = root / f"node{node}"
+            directory.mkdir(parents=True)
+            (directory / "meminfo").write_text(f"Node {node} MemTotal: {memory} kB\n")
+            distances = ("10" if other == node else "20" for other in range(nodes))
+            (directory / "distance").write_text(" ".join(distances))
         for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*"):
             (root / f"node{int(path.name[3:]) % nodes}" / path.name).symlink_to(path)
         for name in ("online", "possible", "has_cpu", "has_memory"):
             (root / name).write_text(f"0-{nodes - 1}\n" if nodes > 1 else "0\n")
         return root
-
-
-def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
-    """A socket that is made in the network namespace of a process, and works from here."""
-    made: list[socket.socket | OSError] = []
-
-    def enter() -> (
-        None
-    ):  # the namespace is a thread's own, and a socket stays in the one that it was made in
-        try:
-            with open(f"/proc/{pid}/ns/net", "rb") as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            made.append(make())
-        except OSError as error:
-            made.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    if isinstance(made[0], OSError):
-        raise made[0]
-    return made[0]
 
 
 _PREFIX = "ttdp-node-"
@@ -429,9 +359,8 @@ def _remove_abandoned() -> None:
         try:
             with (scratch / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if (
-                    time.time() - os.fstat(lock.fileno()).st_mtime > 60
-                ):  # not one that is just about to lock it
+                age = time.time() - os.fstat(lock.fileno()).st_mtime
+                if age > 60:  # not one that is just about to lock it
                     remove_cgroups(f"/{scratch.name}")
                     shutil.rmtree(scratch)
         except (FileNotFoundError, BlockingIOError):
@@ -439,10 +368,9 @@ def _remove_abandoned() -> None:
 
 
 def cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
-    """Where the cgroup hierarchies are, and whether it is version 2's with all controllers.
+    """Yield the cgroup hierarchies, and whether it is version 2's with all controllers.
 
-    Beside version 1 there can be one of version 2 without them, in which runc makes its cgroups as
-    well.
+    Beside version 1 there can be one of version 2 without them, in which runc makes cgroups, too.
     """
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
@@ -451,28 +379,25 @@ def cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
 
 
 def make_cgroups(cgroup: str) -> None:
-    """A cgroup of this name in every hierarchy, in which processes can run."""
+    """Make a cgroup of this name in every hierarchy, in which processes can run."""
     for root, unified in cgroup_hierarchies():
         ours = root / cgroup[1:]
         ours.mkdir(exist_ok=True)
         if unified:
-            controllers = " ".join(
-                f"+{name}" for name in (root / "cgroup.controllers").read_text().split()
-            )
+            names = (root / "cgroup.controllers").read_text().split()
             for directory in (root, ours):
-                (directory / "cgroup.subtree_control").write_text(controllers)
-        for name in (
-            "cpuset.cpus",
-            "cpuset.mems",
-        ):  # empty in a new cpuset of version 1, which nothing can run in
-            if not unified and (root / name).exists():
+                text = " ".join(f"+{name}" for name in names)
+                (directory / "cgroup.subtree_control").write_text(text)
+            continue
+        for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new one: nothing could run in it
+            if (root / name).exists():
                 (ours / name).write_text((root / name).read_text())
 
 
 def remove_cgroups(cgroup: str) -> None:
     for root, _ in cgroup_hierarchies():
         for path, _, _ in os.walk(root / cgroup[1:], topdown=False):
-            wait_until(functools.partial(_removed, Path(path)), f"the cgroup {path} to empty", 10)
+            wait_until(partial(_removed, Path(path)), f"the cgroup {path} to empty", 10)
 
 
 def _removed(cgroup: Path) -> bool:
@@ -528,22 +453,15 @@ class Containerd:
         if not path.exists():
             return False
         with grpc.insecure_channel(f"unix://{path}") as channel:
+            call = channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)
             try:  # containerd's own services answer some time before that for the kubelet does
-                channel.unary_unary("/runtime.v1.RuntimeService/Version", bytes, bytes)(
-                    b"", timeout=5
-                )
+                call(b"", timeout=5)
             except grpc.RpcError:
                 return False
         return True
 
-    def stop(self) -> None:
-        """End containerd; the containers run on, as on a node whose containerd is upgraded."""
-        if self.process is not None:
-            self.process.signal(signal.SIGTERM)
-            self.process = None
-
     def ctr(self, *argv: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
-        """containerd's own client, in the namespace that the kubelet's containers are in."""
+        """Run containerd's own client, in the namespace of the kubelet's containers."""
         done = self.machine.run([self._ctr, "--namespace", "k8s.io", *argv], timeout)
         if done.returncode != 0 and argv[:2] != ("tasks", "exec"):
             raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
@@ -551,30 +469,19 @@ class Containerd:
 
     def config(self) -> str:
         """Return the defaults, but for the pause image and what a restricted root may not do."""
-        said = subprocess.run(
-            [self._binary, "--version"], capture_output=True, text=True, check=True
-        ).stdout
+        said = subprocess.check_output([self._binary, "--version"], text=True)
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
-            lines = [
-                "version = 3",
-                "[plugins.'io.containerd.cri.v1.images'.pinned_images]",
-                f"sandbox = '{IMAGE}'",
-                "[plugins.'io.containerd.cri.v1.runtime']",
-            ]
+            lines = ["version = 3", "[plugins.'io.containerd.cri.v1.images'.pinned_images]"]
+            lines += [f"sandbox = '{IMAGE}'", "[plugins.'io.containerd.cri.v1.runtime']"]
         else:
-            lines = [
-                "version = 2",
-                "[plugins.'io.containerd.grpc.v1.cri']",
-                f"sandbox_image = '{IMAGE}'",
-            ]
+            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']"]
+            lines += [f"sandbox_image = '{IMAGE}'"]
             if (int(found[1]), int(found[2])) >= (1, 7):
                 lines.append("enable_cdi = true")  # the default of 2.0
-        if not _has_capability(_CAP_SYS_RESOURCE):
-            lines.append(
-                "restrict_oom_score_adj = true"
-            )  # else runc fails: pods want less than our own
+        if not _has_capability(_CAP_SYS_RESOURCE):  # runc fails: pods want less than our own
+            lines.append("restrict_oom_score_adj = true")
         return "\n".join(lines) + "\n"
 
 
@@ -586,12 +493,12 @@ def _has_capability(number: int) -> bool:
     return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
+# A bare sleep, as its namespace's first process, gets no SIGTERM.
 _SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
-"""Ends when it is told to: a bare sleep, as its namespace's first process, gets no SIGTERM."""
 
 
 def busybox_layer() -> bytes:
-    """A layer of an image: busybox, static, under the names that the tests use."""
+    """Return an image's layer: busybox, static, under the names that the tests use."""
     busybox = shutil.which("busybox")
     assert busybox is not None
     layer = io.BytesIO()
@@ -610,7 +517,7 @@ def busybox_layer() -> bytes:
 
 
 def image_archive(name: str, layer: bytes) -> bytes:
-    """An OCI image archive of one layer, a tarball; the image sleeps unless told otherwise."""
+    """Return an OCI image archive of one layer; the image sleeps unless told otherwise."""
     blobs: dict[str, bytes] = {}
     stored_layer = _store(blobs, layer, "layer.v1.tar")
     config = {
@@ -657,26 +564,18 @@ def pod(
     containers: int = 1,
     command: Sequence[str] | None = None,
     restart: str = "Always",
-    env: Mapping[str, str] | None = None,
     image: str = IMAGE,
-    own_shm: bool = False,
     selector: Mapping[str, str] | None = None,
 ) -> JSON:
-    """Return a manifest: containers main, main-1, … that each ask for these resources and sleep.
-
-    `own_shm`: with a volume at /dev/shm.
-    """
+    """Return a manifest: containers main, main-1, … that each ask for these resources and sleep."""
     wanted = {resource: str(count) for resource, count in (resources or {}).items()}
     container: JSON = {
         "image": image,
         "imagePullPolicy": "Never",
         "resources": {"limits": wanted, "requests": wanted},
-        "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
     }
     if command is not None:
         container["command"] = list(command)
-    if own_shm:
-        container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     spec = {
         "hostNetwork": True,  # there is no network plugin
         "restartPolicy": restart,
@@ -686,7 +585,6 @@ def pod(
         "containers": [
             {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
         ],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if own_shm else [],
     }
     metadata = {"name": name, "namespace": "default"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -701,11 +599,10 @@ def refusal(status: Mapping[str, Any]) -> str | None:
 
 
 def all_run(manifest: Mapping[str, Any]) -> bool:
-    """Whether each of a pod's containers runs."""
+    """Return whether each of a pod's containers runs."""
     states = manifest["status"].get("containerStatuses") or []
-    return len(states) == len(manifest["spec"]["containers"]) and all(
-        "running" in s["state"] for s in states
-    )
+    running = [each for each in states if "running" in each["state"]]
+    return len(running) == len(manifest["spec"]["containers"])
 
 
 PORT = 10250
@@ -745,7 +642,7 @@ def _configuration(version: str, machine: Machine) -> JSON:
     return config
 
 
-class KubeletProcess:
+class Kubelet:
     """A kubelet of one minor version; stopped, killed and started again it keeps its state."""
 
     def __init__(
@@ -757,10 +654,9 @@ class KubeletProcess:
         config: JSON | None = None,
         api_server: str | None = None,
     ) -> None:
-        """`config`: further keys of KubeletConfiguration, which win over the ones made here.
-
-        `api_server`: the URL of one; without it the kubelet runs standalone, and all pods are
-        static.
+        """Args:
+        config: further keys of its configuration, which win over the ones made here;
+        api_server: the URL of one; without it, all pods are static.
         """
         self.version = version
         self.machine = machine
@@ -768,30 +664,27 @@ class KubeletProcess:
         self._config = _configuration(version, machine)
         self.configure(**(config or {}))
         self.api_server = api_server
+        # What a kubelet without API server adds to the names of pods.
+        self._suffix = f"-{NODE_NAME}" if api_server is None else ""
         if api_server is not None:
             self._config |= {"registerNode": True, "contentType": "application/json"}
         self._starts = 0
         self._connection: http.client.HTTPConnection | None = None
         self.process: Process | None = None
 
-    # What it consists of on the host
-
     @property
     def device_plugin_dir(self) -> Path:
-        """The directory to start the device plugin with."""
         path = self.machine.path("/var/lib/kubelet/device-plugins")
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
         return path
 
     @property
     def log(self) -> Path:
-        """What this start of the kubelet has logged."""
+        """Return what this start of the kubelet has logged."""
         return self.machine.logs / f"kubelet-{self.version}-{self._starts}.log"
 
-    # Its life
-
     def configure(self, **keys: Any) -> None:
-        """Keys of KubeletConfiguration, for the next start and those after it."""
+        """Set keys of its configuration, from the next start on."""
         self._config |= keys
 
     def start(self, timeout: float = 60) -> None:
@@ -808,7 +701,7 @@ class KubeletProcess:
         self.process = self.machine.spawn(self.command(), self.log)
 
     def command(self) -> list[str]:
-        """Writes its configuration; the command that starts it with that."""
+        """Write its configuration; return the command that starts it with that."""
         Path(self._config["staticPodPath"]).mkdir(exist_ok=True)
         config = self.machine.scratch / "kubelet.json"
         config.write_text(json.dumps(self._config, indent=1))
@@ -820,47 +713,42 @@ class KubeletProcess:
         if self.api_server is None:
             return []
         kubeconfig = self.machine.scratch / "kubeconfig"
-        kubeconfig.write_text(
-            json.dumps(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "clusters": [{"name": "c", "cluster": {"server": self.api_server}}],
-                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
-                    "current-context": "c",
-                }
-            )
-        )
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": self.api_server}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
+            "current-context": "c",
+        }
+        kubeconfig.write_text(json.dumps(config))
         return [f"--kubeconfig={kubeconfig}", f"--node-ip={NODE_ADDRESS}"]
 
     def wait_ready(self, timeout: float = 60) -> None:
-        """Until it answers on its port and takes registrations."""
+        """Wait until it answers on its port and takes registrations."""
         wait_until(self._ready, f"kubelet {self.version} to answer", timeout)
 
     def _ready(self) -> bool:
         if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
-            return self.get("/healthz") == b"ok" and self.socket_identity() not in (
-                None,
-                self._stale_socket,
-            )
+            is_healthy = self.get("/healthz") == b"ok"
         except OSError:
             return False
+        return is_healthy and self.socket_identity() not in (None, self._stale_socket)
 
     def socket_identity(self) -> int | None:
-        """Tells the registration socket of this start from the one that the last left behind."""
+        """Return what tells this start's registration socket from the one that the last left."""
         try:
             return (self.device_plugin_dir / "kubelet.sock").stat().st_ctime_ns
         except FileNotFoundError:
             return None
 
     def stop(self) -> None:
-        """SIGTERM, as systemctl stop: the pods run on."""
+        """Stop it; the pods run on."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL: as a crash."""
+        """Kill it, as a crash does."""
         self._end(signal.SIGKILL)
 
     def _end(self, number: signal.Signals) -> None:
@@ -903,18 +791,8 @@ class KubeletProcess:
 
     def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
         """Wait until this start's log has a line that matches; the first, with its Unix time."""
-        return wait_until(lambda: self.logged(pattern), f"the kubelet to log {pattern!r}", timeout)[
-            0
-        ]
-
-
-class Kubelet(KubeletProcess):
-    """A kubelet, its pods and its devices."""
-
-    @property
-    def _suffix(self) -> str:
-        """What a kubelet without API server adds to the names of pods."""
-        return f"-{NODE_NAME}" if self.api_server is None else ""
+        what = f"the kubelet to log {pattern!r}"
+        return wait_until(lambda: self.logged(pattern), what, timeout)[0]
 
     # Pods
 
@@ -929,45 +807,25 @@ class Kubelet(KubeletProcess):
         # A static pod's UID is a hash of its manifest, and a kubelet that sees a UID again
         # remembers what became of it.
         manifest["metadata"].setdefault("annotations", {})["realkubelet/attempt"] = uuid.uuid4().hex
-        partial = (
-            directory / f".{manifest['metadata']['name']}"
-        )  # names that begin with a dot are left alone
-        partial.write_text(json.dumps(manifest))
-        partial.rename(directory / f"{manifest['metadata']['name']}.json")
-
-    def delete_pod(self, name: str, timeout: float = 30) -> None:
-        """Remove a pod's manifest, and wait until the pod is gone."""
-        self.withdraw_pod(name)
-        self.wait_gone(name, timeout)
+        name = manifest["metadata"]["name"]
+        hidden = directory / f".{name}"  # which it leaves alone
+        hidden.write_text(json.dumps(manifest))
+        hidden.rename(directory / f"{name}.json")
 
     def withdraw_pod(self, name: str) -> None:
         """Remove a pod's manifest; the kubelet takes about two seconds to remove the pod."""
         Path(self._config["staticPodPath"], f"{name}.json").unlink()
 
-    def wait_gone(self, name: str, timeout: float = 30) -> None:
-        wait_until(
-            lambda: self.get_pod(name) is None and not self._has_containers(name),
-            f"pod {name} to go",
-            timeout,
-        )
-
     def get_pod(self, name: str) -> JSON | None:
-        """The pod as the kubelet's /pods shows it, None while it knows none of that name."""
+        """Return the pod as the kubelet's /pods shows it, None while it knows none of that name."""
         listed = json.loads(self.get("/pods"))
         for item in listed.get("items") or ():
             if item["metadata"]["name"] == f"{name}{self._suffix}":
                 return dict(item)
         return None
 
-    def _has_containers(self, name: str) -> bool:
-        listed = json.loads(self.get("/runningpods/"))  # from containerd, unlike /pods
-        return any(
-            item["metadata"]["name"] == f"{name}{self._suffix}"
-            for item in listed.get("items") or ()
-        )
-
     def pod_status(self, name: str) -> JSON:
-        """The pod's status; empty while the kubelet does not know it."""
+        """Return the pod's status; empty while the kubelet does not know it."""
         found = self.get_pod(name)
         return dict(found["status"]) if found else {}
 
@@ -976,7 +834,7 @@ class Kubelet(KubeletProcess):
         return refusal(self.pod_status(name))
 
     def running(self, name: str) -> bool:
-        """Whether each of its containers runs."""
+        """Return whether each of its containers runs."""
         found = self.get_pod(name)
         return found is not None and all_run(found)
 
@@ -989,7 +847,7 @@ class Kubelet(KubeletProcess):
         wait_until(probe, f"pod {name} to run", timeout)
 
     def wait_rejected(self, name: str, timeout: float = 30) -> str:
-        """Until the pod is refused; the reason."""
+        """Wait until the pod is refused; return the reason."""
         return wait_until(lambda: self.rejection(name), f"pod {name} to be refused", timeout)
 
     def container_id(self, name: str, container: str = "main") -> str:
@@ -1007,27 +865,18 @@ class Kubelet(KubeletProcess):
         """
         end = uuid.uuid4().hex
         script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
+        identity = self.container_id(name, container)
         for _ in range(10):
-            command = (
-                "tasks",
-                "exec",
-                "--exec-id",
-                uuid.uuid4().hex,
-                self.container_id(name, container),
-            )
+            command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, identity)
             done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
             if done.stdout.endswith(end) and end in done.stderr:
-                done.stdout, done.stderr = (
-                    done.stdout.removesuffix(end),
-                    done.stderr.replace(end, ""),
-                )
+                done.stdout = done.stdout.removesuffix(end)
+                done.stderr = done.stderr.replace(end, "")
                 return done
-        raise RuntimeError(
-            f"{' '.join(argv)} in {name}: no whole output in ten attempts, the last: {done}"
-        )
+        raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts: {done}")
 
     def logs(self, name: str, container: str = "main") -> str:
-        """What a container has written, with the runtime's time stamps."""
+        """Return what a container has written, with the runtime's time stamps."""
         where = self.machine.path("/var/log/pods")
         files = sorted(where.glob(f"default_{name}{self._suffix}_*/{container}/*.log"))
         return "".join(file.read_text(errors="replace") for file in files)
@@ -1042,60 +891,36 @@ class Kubelet(KubeletProcess):
             return getattr(stub, method)(request, timeout=10)
 
     def allocatable(self, resource: str) -> set[str]:
-        """The IDs of the resource's healthy devices, in use or not."""
+        """Return the IDs of the resource's healthy devices, in use or not."""
         return self.allocatable_by_resource().get(resource, set())
 
     def allocatable_by_resource(self) -> dict[str, set[str]]:
-        """The IDs of all healthy devices."""
-        answer = self._ask(
-            "GetAllocatableResources", podresources_pb2.AllocatableResourcesRequest()
-        )
+        """Return the IDs of all healthy devices."""
+        question = podresources_pb2.AllocatableResourcesRequest()
+        answer = self._ask("GetAllocatableResources", question)
         found: dict[str, set[str]] = {}
         for devices in answer.devices:
             found.setdefault(devices.resource_name, set()).update(devices.device_ids)
         return found
 
     def assigned(self, resource: str) -> dict[tuple[str, str], set[str]]:
-        """Which devices the containers have, by pod and container."""
+        """Return which devices the containers have, by pod and container."""
         answer = self._ask("List", podresources_pb2.ListPodResourcesRequest())
         found: dict[tuple[str, str], set[str]] = {}
         for p in answer.pod_resources:
             for c in p.containers:
-                ids = {
-                    device
-                    for d in c.devices
-                    if d.resource_name == resource
-                    for device in d.device_ids
-                }
-                if ids:
-                    found[p.name.removesuffix(self._suffix), c.name] = ids
+                place = p.name.removesuffix(self._suffix), c.name
+                for devices in c.devices:
+                    if devices.resource_name == resource:
+                        found.setdefault(place, set()).update(devices.device_ids)
         return found
 
-    def capacity(self, resource: str) -> int:
-        """How many devices the resource has, healthy or not.
-
-        Capacity is part of the node's status, which a kubelet without API server shows nobody. This
-        is from its log: the length of the list that the plugin pushed last, or, if that is newer,
-        what went into the status.
-        """
-        name = re.escape(resource)
-        pushed = rf'"State pushed for device plugin" resource="{name}" resourceCapacity=(\d+)'
-        in_status = rf'"Updated capacity for device plugin" plugin="{name}" capacity=(\d+)'
-        said = re.findall(f"{pushed}|{in_status}", self.log.read_text(errors="replace"))
-        return int(said[-1][0] or said[-1][1]) if said else 0
-
-    def wait_capacity(self, resource: str, devices: int) -> None:
-        wait_until(lambda: self.capacity(resource) == devices, f"{resource} to have {devices}", 30)
-
-    def wait_allocatable(self, resource: str, devices: set[str], timeout: float = 30) -> None:
-        wait_until(
-            lambda: self.allocatable(resource) == devices,
-            f"{resource} to be {sorted(devices)}",
-            timeout,
-        )
+    def wait_allocatable(self, resource: str, devices: set[str]) -> None:
+        what = f"{resource} to be {sorted(devices)}"
+        wait_until(lambda: self.allocatable(resource) == devices, what, 30)
 
     def socket_appeared(self) -> float:
-        """When the registration socket was made: Unix time, in the kernel's steps of a few ms."""
+        """Return when the registration socket was made: Unix time, in steps of a few ms."""
         return (self.device_plugin_dir / "kubelet.sock").stat().st_mtime
 
 

@@ -1,17 +1,14 @@
 """A node: a machine with a real kubelet, simulated cards, and tt-device-plugin as it is shipped.
 
-The daemon runs inside the machine, with what its systemd unit gives it: a directory for what it has
-to remember, and a socket to say READY=1 on. There is no udev: the simulated node makes its links by
-PCI address. The cards' device nodes are real character devices, of drivers that every kernel has
-and that containers may not open by default: a container can really open what it is given.
+There is no udev: the simulated node makes the links by PCI address. The cards' device files are
+real character devices, of drivers that every kernel has and that containers may not open by
+default: a container can really open what it is given.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -23,8 +20,8 @@ import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tests.e2e.apiserver import PORT, ApiServer
@@ -40,6 +37,7 @@ from tests.e2e.machine import (
     refusal,
     tail,
 )
+from tests.world.checkpoint import CHECKPOINT
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, NotifySocket, wait_until
 
@@ -47,31 +45,29 @@ ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 STATE_DIRECTORY = "/var/lib/tt-device-plugin"
 CDI_DIRECTORY = "/run/cdi"
 
-# fuse, loop-control, cpuid of CPU 0, autofs, btrfs-control, cpuid of CPU 1: opening these takes no
-# capability, as with a Tenstorrent card. tun (10:200) would not do: runc lets every container open
-# it.
-OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (10, 234), (203, 1))
-"""Numbers of the first cards' nodes; the rest get tests.world.node's, which nobody opens."""
+N300 = "tenstorrent.com/n300"
+# The first cards' numbers: fuse, loop-control, cpuid of two processors, autofs, btrfs-control. To
+# open them takes no capability, as with a Tenstorrent card. runc lets all containers open tun.
+OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (203, 1), (10, 234))
 
 
 # --- What is tested -------------------------------------------------------------------------------
 
 
-def without_version(text: str) -> str:
-    """The program's text without the one line that a build replaces."""
+def _without_version(text: str) -> str:
+    """Return the program's text without the one line that a build replaces."""
     return re.sub(r'(?m)^__version__ = ".*"$', "", text)
 
 
 def stale_zipapp() -> str | None:
-    """Why dist/ has no zipapp of this very program, in one line, or None if it has."""
+    """Return why dist/ has no zipapp of this very program, or None if it has."""
+    name = ZIPAPP.relative_to(ROOT)
     if not ZIPAPP.exists():
-        return f"there is no {ZIPAPP.relative_to(ROOT)}; run: make pyz"
+        return f"there is no {name}; run: make pyz"
     with zipfile.ZipFile(ZIPAPP) as packed:
         program = packed.read("site-packages/ttdp.py").decode()
-        if without_version(program) != without_version((ROOT / "ttdp.py").read_text()):
-            return (
-                f"{ZIPAPP.relative_to(ROOT)} is of another ttdp.py than the one here; run: make pyz"
-            )
+    if _without_version(program) != _without_version((ROOT / "ttdp.py").read_text()):
+        return f"{name} is of another ttdp.py than the one here; run: make pyz"
     return None
 
 
@@ -81,66 +77,41 @@ class Program:
 
     zipapp: bool
 
-    @property
-    def name(self) -> str:
-        file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        return f"{file.relative_to(ROOT)} (sha256 {digest[:12]})"
-
     def install(self, directory: Path) -> list[str]:
-        """Put it there, as dpkg does: over the old one, in one step; returns the command."""
+        """Replace the old one in one step, as dpkg does; return the command."""
         directory.mkdir(parents=True, exist_ok=True)
         file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
         shutil.copy2(file, directory / ".new")
         (directory / ".new").rename(directory / file.name)
         if self.zipapp:
             return [str(directory / file.name)]
-        shutil.copytree(
-            ROOT / "generated",
-            directory / "generated",
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        shutil.copytree(ROOT / "generated", directory / "generated", dirs_exist_ok=True)
         return [sys.executable, str(directory / file.name)]
 
 
 class Daemon:
-    """The daemon on a machine, under the hand of a service manager that is this class."""
+    """The daemon on a machine, started and stopped as by systemd."""
 
     def __init__(
-        self,
-        machine: Machine,
-        cards: SimulatedNode,
-        program: Program,
-        *,
-        interval: float = 5.0,
-        config: str = "",
+        self, machine: Machine, cards: SimulatedNode, program: Program, interval: float = 5.0
     ) -> None:
-        """`interval`: seconds between two polls; the default is the daemon's own.
-
-        `config`: keys and tables for the configuration file.
-        """
-        self.machine = machine
+        """interval: seconds between two polls; the default is the daemon's own."""
         self.process: Process | None = None
-        self.starting: Callable[[], object] = lambda: (
-            None
-        )  # called when it was started, before it is ready
+        self.starting: Callable[[], object] = lambda: None  # called at a start, before READY=1
+        self.log = machine.logs / "tt-device-plugin.log"
+        self.log.unlink(missing_ok=True)  # of another one, which has ended
+        self._machine = machine
         self._program = program
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
         self._interval = interval
-        self.configure(config)
         self._installed = 0
+        self.configure("")
         self.install()
 
-    @property
-    def log(self) -> Path:
-        return self.machine.logs / "tt-device-plugin.log"
-
     def configure(self, config: str) -> None:
-        """Write its configuration file, which counts from the next start or SIGHUP on."""
-        # A poll that comes before the ticker's next beat is no fault of the chip, so there are many
-        # to wait.
+        """Write its configuration file: keys and tables."""
+        # A poll that comes before the ticker's next beat is no fault of the chip.
         misses = max(2, round(5 / self._interval))
         health = f"[health]\ninterval = {self._interval}\nheartbeat_misses = {misses}\n"
         self._config.write_text(f"{config}\n{health}")
@@ -148,60 +119,48 @@ class Daemon:
     def install(self) -> None:
         """Install the program, or over the installed one; the next start runs it."""
         self._installed += 1
-        self._command = self._program.install(self.machine.scratch / "usr")
-        # Another release unpacks itself into another directory; in here they are all the same
-        # release.
-        self._cache = self.machine.scratch / f"cache-{self._installed}"
+        self._command = self._program.install(self._machine.scratch / "usr")
+        # Another release unpacks itself into another directory.
+        self._cache = self._machine.scratch / f"cache-{self._installed}"
 
-    def start(self, timeout: float = 30) -> None:
-        """Do what systemctl start does: return when it has said READY=1."""
+    def start(self) -> None:
+        """Start it, and wait for READY=1."""
         assert self.process is None, "it runs already"
         for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
-            self.machine.path(directory).mkdir(exist_ok=True)
-        manager = NotifySocket(self.machine.scratch / "notify")
+            self._machine.path(directory).mkdir(exist_ok=True)
+        manager = NotifySocket(self._machine.scratch / "notify")
+        environment = {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "LANG": "C.UTF-8",
+            "STATE_DIRECTORY": STATE_DIRECTORY,
+            "NOTIFY_SOCKET": manager.address,
+            "SHIV_ROOT": str(self._cache),
+            "PYTHONPYCACHEPREFIX": str(self._cache),
+        }
+        # Nice as in the unit: a kubelet that starts takes all the processors that it can get.
+        command = ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}"]
+
+        def is_ready() -> bool:
+            return any("READY=1" in note.text.splitlines() for note in manager.receive())
+
         with contextlib.closing(manager):
-            self.process = self.machine.spawn(
-                # Nice as in the unit: while a kubelet starts it takes all the processors that it
-                # can get.
-                [
-                    "nice",
-                    "-n-10",
-                    *self._command,
-                    "run",
-                    f"--config-file={self._config}",
-                    *self._flags,
-                ],
-                self.log,
-                env={
-                    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-                    "LANG": "C.UTF-8",
-                    "STATE_DIRECTORY": STATE_DIRECTORY,
-                    "NOTIFY_SOCKET": manager.address,
-                    "SHIV_ROOT": str(self._cache),
-                    "PYTHONPYCACHEPREFIX": str(self._cache),
-                },
-            )
+            self.process = self._machine.spawn([*command, *self._flags], self.log, environment)
             self.starting()
-            wait_until(
-                lambda: any("READY=1" in note.text.splitlines() for note in manager.receive()),
-                lambda: f"READY=1 of the daemon, whose log ends\n{tail(self.log)}\n",
-                timeout,
-            )
+            wait_until(is_ready, lambda: f"READY=1; the log ends\n{tail(self.log)}\n", 30)
 
     def stop(self) -> None:
-        """systemctl stop; its exit status has to be 0."""
-        assert self.end(signal.SIGTERM) == 0, tail(self.log)
+        """Stop it; its exit status has to be 0."""
+        assert self._end(signal.SIGTERM) == 0, tail(self.log)
 
     def reload(self) -> None:
-        """systemctl reload: it reads its configuration again, soon."""
         assert self.process is not None, "it does not run"
         os.kill(self.process.pid, signal.SIGHUP)
 
     def kill(self) -> None:
-        """As the kernel's OOM killer does."""
-        self.end(signal.SIGKILL)
+        """Kill it, as the kernel's OOM killer does."""
+        self._end(signal.SIGKILL)
 
-    def end(self, number: signal.Signals) -> int:
+    def _end(self, number: signal.Signals) -> int:
         assert self.process is not None, "it does not run"
         self.process.signal(number)
         status = self.process.status
@@ -213,11 +172,8 @@ class Daemon:
 
 _names = itertools.count(1)
 
-Outcome = str
-"""What became of a pod: RUNNING, or the kubelet's words for why it was refused."""
+Outcome = str  # what became of a pod: RUNNING, or why the kubelet refused it
 RUNNING: Outcome = "running"
-
-
 N = TypeVar("N", bound="Site")
 
 
@@ -236,10 +192,9 @@ class Site:
         machine: Machine | None = None,
         kubelet: type[Kubelet] = Kubelet,
     ) -> None:
-        """`static_pods=False`: an API server has the pods. `config`: the kubelet's.
-
-        `containerd`: a directory with another one than the host's. `images`: archives of further
-        ones than busybox. `machine`, `kubelet`: of another kind than usual.
+        """Args:
+        static_pods: else an API server has the pods; config: the kubelet's; containerd: a
+        directory with another one than the host's; images: archives of more than busybox.
         """
         self.version = version
         self.program = program
@@ -265,12 +220,7 @@ class Site:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ticker.close()
         if self.api:
             self.api.close()
@@ -322,44 +272,36 @@ class Site:
     ) -> None:
         """Install the daemon, start it, and wait until the kubelet has all cards.
 
-        `config`: for its configuration file. `expected`: IDs by resource, where they are not what
-        they are by default.
+        expected: IDs by resource, if not those of the default configuration.
         """
-        self._daemon = Daemon(
-            self.machine, self.cards, self.program, interval=interval, config=config
-        )
+        self._daemon = Daemon(self.machine, self.cards, self.program, interval)
+        self._daemon.configure(config)
         self._daemon.start()
         self.wait_complete(expected)
 
     def wait_complete(self, expected: Mapping[str, set[str]] | None = None) -> None:
-        """Until every card that is there is allocatable, or these IDs are, by resource."""
-        if expected is None:
-            by_resource: dict[str, set[str]] = {}
-            for chip in self.cards.chips:
-                by_resource.setdefault(
-                    resource_of(chip.facts.telemetry["tt_card_type"]), set()
-                ).add(chip.bdf)
-            expected = by_resource
-        for resource, devices in expected.items():
+        """Wait until every card is allocatable, or these IDs are, by resource."""
+        by_resource: dict[str, set[str]] = {}
+        for chip in self.cards.chips:
+            card = chip.facts.telemetry["tt_card_type"]
+            board = card if card.startswith("galaxy") else card.rstrip("abc")
+            by_resource.setdefault(f"tenstorrent.com/{board}", set()).add(chip.bdf)
+        for resource, devices in (by_resource if expected is None else expected).items():
             self.kubelet.wait_allocatable(resource, devices)
 
     def wait_status(self, expected: Mapping[str, tuple[int, int]]) -> None:
-        """Until the node's status in the API server has these capacities and allocatable counts."""
-        assert self.api is not None
-        api = self.api
+        """Wait until the node's status has these capacities and allocatable counts."""
 
-        def probe() -> bool:
-            status = api.node(NODE_NAME).get("status", {})
-            return all(
-                (
-                    status.get("capacity", {}).get(resource),
-                    status.get("allocatable", {}).get(resource),
-                )
-                == (str(capacity), str(allocatable))
-                for resource, (capacity, allocatable) in expected.items()
-            )
+        def found() -> dict[str, tuple[int, int]]:
+            assert self.api is not None
+            status = self.api.node(NODE_NAME).get("status", {})
+            capacity, allocatable = status.get("capacity", {}), status.get("allocatable", {})
+            return {
+                name: (int(capacity.get(name, 0)), int(allocatable.get(name, 0)))
+                for name in expected
+            }
 
-        wait_until(probe, f"the node's status to be {expected}", 30)
+        wait_until(lambda: found() == expected, lambda: f"{expected}, not {found()}", 30)
 
     def label(self, labels: Mapping[str, str]) -> None:
         """Give the node these labels, as nfd-master does."""
@@ -367,11 +309,11 @@ class Site:
         self.api.patch(f"/api/v1/nodes/{NODE_NAME}", {"metadata": {"labels": dict(labels)}})
 
     def last_words(self) -> str:
-        """What daemon and kubelet say at the end."""
+        """Return the end of the daemon's and of the kubelet's log."""
         return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
 
     def host_number(self, bdf: str) -> tuple[int, int]:
-        """Major and minor number of a chip's device node as it is now."""
+        """Return the major and minor number of a chip's device file as it is now."""
         status = os.stat(self.cards.chip(bdf).device_node)
         return os.major(status.st_rdev), os.minor(status.st_rdev)
 
@@ -406,11 +348,18 @@ class Node(Site):
         self._pods = [name for name in self._pods if name not in going]
 
     def wait_clear(self) -> None:
-        """Until the pods are gone that were taken out, with their containers."""
+        """Wait until the pods that were taken out are gone, with their processes."""
         for name in self._going:
-            self.kubelet.wait_gone(name)
+            wait_until(partial(self._is_forgotten, name), f"{name} to go", 30)
+        wait_until(lambda: not self.machine.pod_processes(), "all pods to end", 30)
         self._going = []
         self.kubelet.assigned("")  # it forgets pods that have ended when it is asked for them
+        # No test has to wait for the end of their evidence.
+        (self.kubelet.device_plugin_dir / CHECKPOINT).unlink(missing_ok=True)
+        shutil.rmtree(self.machine.path(STATE_DIRECTORY), ignore_errors=True)
+
+    def _is_forgotten(self, name: str) -> bool:
+        return self.kubelet.get_pod(name) is None
 
     def reboot(
         self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
@@ -431,10 +380,23 @@ class Node(Site):
             time.sleep(daemon_late_by)  # this is what is tried, nothing is waited for
             self.daemon.start()
 
+    def restart_kubelet(self, **config: Any) -> None:
+        """Restart it with these keys of its configuration."""
+        self.kubelet.stop()
+        self.kubelet.configure(**config)
+        self.kubelet.start()
+
+    def registration_delay(self, resource: str, devices: int) -> float:
+        """Return seconds from a kubelet's socket to so many devices, after its start."""
+        counted = f'"Processed device updates for resource" resourceName="{resource}"'
+        counted += rf" totalCount=\d+ healthyCount={devices}"
+        allocatable, _ = self.kubelet.wait_logged(counted)
+        return allocatable - self.kubelet.socket_appeared()
+
     # Pods
 
     def run(self, resources: Mapping[str, int], *, user: int | None = None, **others: Any) -> str:
-        """Create a pod whose containers ask for these; its name. `others`: of `machine.pod`."""
+        """Create a pod whose containers ask for these; return its name. others: of pod()."""
         name = f"pod-{next(_names)}"
         manifest = pod(name, resources, **others)
         if user is not None:
@@ -447,7 +409,7 @@ class Node(Site):
         return name
 
     def started(self, resources: Mapping[str, int], **others: Any) -> str:
-        """A pod that runs."""
+        """Create a pod, and wait until it runs."""
         name = self.run(resources, **others)
         self.kubelet.wait_running(name)
         return name
@@ -463,28 +425,8 @@ class Node(Site):
 
         return wait_until(probe, f"pod {name} to run or be refused", timeout)
 
-    def assert_admitted(self, names: Sequence[str]) -> None:
-        """Assert that these pods run, after a reboot and up to ten restarts for static ones.
-
-        A kubelet takes static pods up milliseconds after its socket is there, and no plugin is
-        quicker than that each time. Its next start takes them up again, with the devices that they
-        had. An API server's have the one chance.
-        """
-        outcomes = [self.outcome(name) for name in names]
-        for _ in range(0 if self.api else 10):
-            if set(outcomes) == {RUNNING}:
-                break
-            assert all(
-                outcome == RUNNING or "no healthy devices present" in outcome
-                for outcome in outcomes
-            ), outcomes
-            self.kubelet.stop()
-            self.kubelet.start()
-            outcomes = [self.outcome(name) for name in names]
-        assert outcomes == [RUNNING] * len(names)
-
     def devices(self, resource: str, name: str, container: str = "main") -> set[str]:
-        """The IDs that a container of the pod has."""
+        """Return the IDs that a container of the pod has."""
         return self.kubelet.assigned(resource).get((name, container), set())
 
     def inside(
@@ -493,81 +435,58 @@ class Node(Site):
         """Run a command in a pod's container."""
         return self.kubelet.exec(name, argv, container)
 
+    def device_files(self, name: str, container: str = "main") -> set[str]:
+        """Return the cards' device files in a pod's container."""
+        found = self.inside(name, "ls", "-A", "/dev/tenstorrent", container=container).stdout
+        return {f"/dev/tenstorrent/{each}" for each in found.split()}
+
     def open_inside(self, name: str, path: str) -> str:
-        """Open a file in a pod's container for reading and writing: "opened", or why not."""
+        """Open a file in a pod's container to read and write: return "opened", or why not."""
         done = self.inside(name, "sh", "-c", f": <> {path}")
         return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
 
     def make_and_open_inside(self, name: str, number: tuple[int, int]) -> str:
-        """Let the container itself make a device node, and open that."""
+        """Let the container itself create a device file, and open that."""
         path = f"/tmp/{number[0]}-{number[1]}"
         make = f"busybox rm -f {path}; busybox mknod {path} c {number[0]} {number[1]}"
         done = self.inside(name, "sh", "-c", f"{make} && : <> {path}")
         assert "mknod" not in done.stderr, done.stderr
         return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
 
-    def number_inside(self, name: str, path: str, container: str = "main") -> tuple[int, int]:
-        """Major and minor number of a device node in a pod's container."""
-        done = self.inside(name, "stat", "-c", "%F %t %T", path, container=container)
+    def number_inside(self, name: str, path: str) -> tuple[int, int]:
+        """Return the major and minor number of a device file in a pod's container."""
+        done = self.inside(name, "stat", "-c", "%F %t %T", path)
         assert done.stdout.startswith("character special file "), done.stdout + done.stderr
         major, minor = done.stdout.split()[-2:]
         return int(major, 16), int(minor, 16)
 
-    def access(self, name: str, number: tuple[int, int], container: str = "main") -> str:
-        """What the runtime was told that a container may do with a device: of r, w, m.
-
-        In the container this cannot be seen: runc lets everyone make any device node, and forbids
-        to open it.
-        """
-        told = self.containerd.ctr("containers", "info", self.kubelet.container_id(name, container))
-        devices = json.loads(told.stdout)["Spec"]["linux"]["resources"]["devices"]
-        return "".join(
-            rule["access"] for rule in devices if (rule.get("major"), rule.get("minor")) == number
-        )
-
     def environment(self, name: str) -> dict[str, str]:
-        """The environment of the pod's first process."""
+        """Return the environment of the pod's first process."""
         done = self.inside(name, "cat", "/proc/1/environ")
         return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
 
     def find(self, name: str) -> JSON | None:
-        """The pod, as the API server shows it, or where there is none the kubelet."""
+        """Return the pod, as the API server shows it, or where there is none the kubelet."""
         return self.api.pod(name) if self.api else self.kubelet.get_pod(name)
 
     def containers(self, name: str) -> dict[str, str]:
-        """The IDs of the pod's containers, which are others after a restart."""
+        """Return the IDs of the pod's containers, which are others after a restart."""
         found = self.find(name)
         states = found["status"].get("containerStatuses", ()) if found else ()
         return {str(state["name"]): str(state.get("containerID")) for state in states}
 
+    def crash_containers(self, names: Sequence[str]) -> None:
+        """Kill these pods' containers, and wait until others run."""
+        before = {name: self.containers(name) for name in names}
+        for name in names:
+            self.kill_container(name)
 
-def resource_of(card: str) -> str:
-    """The resource that a card type belongs to: `p300c` is a p300, a Galaxy is called as it is."""
-    return f"tenstorrent.com/{card if card.startswith('galaxy') else card.rstrip('abc')}"
+        def again(name: str) -> bool:
+            return self.kubelet.running(name) and self.containers(name) != before[name]
 
+        for name in names:
+            wait_until(partial(again, name), f"another container of {name}", 40)
 
-# --- How fast -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """A starting kubelet's race between plugin and pods: seconds from kubelet.sock on."""
-
-    allocatable: float  # the devices count
-    admission: float  # the first pod is up for admission
-
-    @property
-    def won(self) -> bool:
-        return self.allocatable < self.admission
-
-
-def race(kubelet: Kubelet, resource: str, devices: int) -> Race:
-    """How the last start went, with at least one pod; waits for its end."""
-    counted = (
-        rf'"Processed device updates for resource" resourceName="{resource}"'
-        rf" totalCount=\d+ healthyCount={devices}"
-    )
-    allocatable, _ = kubelet.wait_logged(counted)
-    admission, _ = kubelet.wait_logged(r'"SyncLoop ADD" source="\w+" pods=\["')
-    appeared = kubelet.socket_appeared()
-    return Race(allocatable - appeared, admission - appeared)
+    def kill_container(self, name: str) -> None:
+        container = self.kubelet.container_id(name)
+        self.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", container)

@@ -1,8 +1,7 @@
-"""Which pods have the cards' nodes open: in the driver's files, and as what no two pods may do.
+"""Which pods have the cards' device files open, in the driver's files, and whether two have one.
 
-The stand-in nodes are other drivers' devices, so nobody keeps /proc/driver/tenstorrent/<N>/pids for
-them. This does, from what the processes in the pods' cgroups really have open, and each look is
-also a check: no two pods have one node open, unless they share its chip on purpose.
+The stand-in device files are other drivers', so nobody writes /proc/driver/tenstorrent/<N>/pids for
+them. This does, from what the processes in the pods' cgroups really have open.
 """
 
 from __future__ import annotations

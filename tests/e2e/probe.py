@@ -64,61 +64,41 @@ def cgroup_of(process: str) -> None:
 
 
 device, process = sys.argv[1:]
-status = dict(
-    line.split(":\t", 1)
-    for line in Path("/proc/self/status").read_text().splitlines()
-    if ":\t" in line
-)
-print(
-    json.dumps(
-        {
-            "stat a device": attempt(lambda: os.stat(device)),
-            "open a device": attempt(lambda: os.close(os.open(device, os.O_RDONLY))),
-            "open a device as the driver's users do": attempt(
-                lambda: os.close(os.open(device, os.O_RDWR))
-            ),
-            "make a device": attempt(
-                lambda: os.mknod("/var/lib/kubelet/device-plugins/null", 0o20600, os.makedev(1, 3))
-            ),
-            "IPv4": attempt(lambda: socket.socket(socket.AF_INET).close()),
-            "IPv6": attempt(lambda: socket.socket(socket.AF_INET6).close()),
-            "packets": attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()),
-            "unix sockets": attempt(lambda: socket.socket(socket.AF_UNIX).close()),
-            "a socket in the run-time directory": attempt(status_socket),
-            "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            "kernel events": attempt(
-                lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 15).bind((0, 1))
-            ),
-            "write to the kubelet's directory": attempt(
-                writable("/var/lib/kubelet/device-plugins")
-            ),
-            "write to CDI's": attempt(writable("/var/run/cdi")),
-            "write to labels": attempt(
-                writable("/etc/kubernetes/node-feature-discovery/features.d")
-            ),
-            "write to the node exporter's": attempt(writable("/var/lib/prometheus/node-exporter")),
-            "a directory for everybody's locks": attempt(lock_directory),
-            "write to /etc": attempt(writable("/etc")),
-            "write to /usr": attempt(writable("/usr")),
-            "write to /var/lib": attempt(writable("/var/lib")),
-            "write to /sys": attempt(writable("/sys")),
-            "name of another user's process": attempt(
-                lambda: Path(f"/proc/{process}/comm").read_bytes()
-            ),
-            "cgroup of another user's process": attempt(lambda: cgroup_of(process)),
-            "cgroups": attempt(lambda: os.listdir("/sys/fs/cgroup/system.slice")),
-            "make a cgroup": attempt(lambda: os.mkdir("/sys/fs/cgroup/probe")),
-            "look into another user's process": attempt(
-                lambda: os.readlink(f"/proc/{process}/exe")
-            ),
-            "look into pods": attempt(lambda: os.listdir("/var/lib/kubelet/pods")),
-            "look into home directories": attempt(lambda: os.listdir(os.path.expanduser("~root"))),
-            "new user namespace": attempt(new_namespace),
-            "writable and executable memory": attempt(executable_memory),
-            "capabilities": status["CapEff"],
-            "interfaces": [name for _, name in socket.if_nameindex()]
-            if hasattr(socket, "if_nameindex")
-            else [],
-        }
-    )
-)
+lines = Path("/proc/self/status").read_text().splitlines()
+status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+plugins = "/var/lib/kubelet/device-plugins"
+attempts: dict[str, Callable[[], object]] = {
+    "stat a device": lambda: os.stat(device),
+    "open a device": lambda: os.close(os.open(device, os.O_RDONLY)),
+    "open a device as the driver's users do": lambda: os.close(os.open(device, os.O_RDWR)),
+    "make a device": lambda: os.mknod(f"{plugins}/null", 0o20600, os.makedev(1, 3)),
+    "IPv4": lambda: socket.socket(socket.AF_INET).close(),
+    "IPv6": lambda: socket.socket(socket.AF_INET6).close(),
+    "packets": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close(),
+    "unix sockets": lambda: socket.socket(socket.AF_UNIX).close(),
+    "a socket in the run-time directory": status_socket,
+    "kernel events": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 15).bind((0, 1)),
+    "write to the kubelet's directory": writable(plugins),
+    "write to CDI's": writable("/var/run/cdi"),
+    "write to labels": writable("/etc/kubernetes/node-feature-discovery/features.d"),
+    "write to the node exporter's": writable("/var/lib/prometheus/node-exporter"),
+    "a directory for everybody's locks": lock_directory,
+    "write to /etc": writable("/etc"),
+    "write to /usr": writable("/usr"),
+    "write to /var/lib": writable("/var/lib"),
+    "write to /sys": writable("/sys"),
+    "name of another user's process": lambda: Path(f"/proc/{process}/comm").read_bytes(),
+    "cgroup of another user's process": lambda: cgroup_of(process),
+    "cgroups": lambda: os.listdir("/sys/fs/cgroup/system.slice"),
+    "make a cgroup": lambda: os.mkdir("/sys/fs/cgroup/probe"),
+    "look into another user's process": lambda: os.readlink(f"/proc/{process}/exe"),
+    "look into pods": lambda: os.listdir("/var/lib/kubelet/pods"),
+    "look into home directories": lambda: os.listdir(os.path.expanduser("~root")),
+    "new user namespace": new_namespace,
+    "writable and executable memory": executable_memory,
+}
+found: dict[str, object] = {name: attempt(act) for name, act in attempts.items()}
+found["descriptors"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+found["capabilities"] = status["CapEff"]
+found["interfaces"] = [name for _, name in socket.if_nameindex()]
+print(json.dumps(found))

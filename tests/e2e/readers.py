@@ -14,10 +14,18 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
-from tests.e2e.machine import CACHE, HERE, IMAGE, JSON, Machine, busybox_layer, image_archive
+from tests.e2e.machine import (
+    CACHE,
+    HERE,
+    IMAGE,
+    JSON,
+    Machine,
+    build_go,
+    busybox_layer,
+    image_archive,
+)
 from tests.e2e.node import OPENABLE, Daemon, Program
 from tests.world.node import SimulatedNode, Ticker
 
@@ -32,11 +40,9 @@ class Alone:
 
     def __init__(self, machine: Machine, program: Program) -> None:
         self.machine = machine
-        self.cards = SimulatedNode(
-            machine.scratch / f"cards-{next(_numbers)}", nodes="mknod", numbers=OPENABLE
-        )
+        root = machine.scratch / f"cards-{next(_numbers)}"
+        self.cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
         self.daemon = Daemon(machine, self.cards, program, interval=0.2)
-        self.daemon.log.unlink(missing_ok=True)  # of another one, which has ended
         self._ticker = contextlib.ExitStack()
 
     def start(self, config: str = "") -> None:
@@ -48,12 +54,7 @@ class Alone:
         self._ticker.enter_context(Ticker(self.cards))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.daemon.process:
             self.daemon.stop()
         self._ticker.close()
@@ -67,15 +68,7 @@ def built(name: str, package: str, sources: Sequence[Path]) -> Path:
     with (CACHE / "judges.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not program.exists():
-            partial = program.with_name(f"{program.name}.partial")
-            flags = ["-trimpath", "-buildvcs=false", "-o", str(partial)]
-            subprocess.run(
-                ["nice", "go", "build", *flags, package],
-                cwd=sources[0].parent,
-                env=os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"},
-                check=True,
-            )
-            partial.rename(program)
+            build_go(sources[0].parent, program, package)
     return program
 
 
@@ -120,9 +113,7 @@ def labels_by_nfd(features: Path, *options: str) -> dict[str, str]:
 
 
 def packages(suite: str, *names: str) -> Path:
-    """A directory with the files of these Debian packages and of what they need; nothing of it is
-    set up or run.
-    """
+    """Return a directory with the files of Debian packages and of what they need."""
     command = ["mmdebstrap", "--quiet", "--variant=extract", f"--include={','.join(names)}"]
     command += ["--aptopt=Acquire::Check-Valid-Until false", "--format=directory", suite]
     tree = CACHE / f"{suite}-{hashlib.sha256(repr(command).encode()).hexdigest()[:12]}"
@@ -139,10 +130,9 @@ def packages(suite: str, *names: str) -> Path:
 
 
 def containerd_of(suite: str) -> Path:
-    """A directory with containerd as that release of Debian has it, to be run on this one.
+    """Return a directory with another Debian release's containerd, to be run on this one.
 
-    Its programs need nothing but a C library, which may be older than the one that they were built
-    with; runc is the host's own.
+    It needs nothing but a C library, which may be older; runc is the host's own.
     """
     here = packages(suite, "containerd") / "usr/bin"
     chosen = CACHE / f"{here.parents[1].name}-containerd"
@@ -164,44 +154,22 @@ class Podman:
         assert loaded.returncode == 0, loaded.stderr
 
     def _podman(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        return self._machine.run(
-            ["podman", "--cgroup-manager=cgroupfs", "--events-backend=none", *argv]
-        )
+        command = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=none", *argv]
+        return self._machine.run(command)
 
     def run(self, device: str, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-        """A shell script in a container with this device, `podman run --device`."""
-        argv = [
-            "run",
-            "--rm",
-            "--network=none",
-            f"--cgroup-parent={self._machine.cgroup}",
-            f"--device={device}",
-        ]
-        return self._podman(*argv, *options, "--entrypoint=/bin/sh", IMAGE, "-c", script)
+        """Run a shell script in a container with this device."""
+        argv = ["run", "--rm", "--network=none", f"--cgroup-parent={self._machine.cgroup}"]
+        argv += [f"--device={device}", *options, "--entrypoint=/bin/sh", IMAGE, "-c", script]
+        return self._podman(*argv)
 
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["promtool", *arguments], input=text, capture_output=True, text=True, timeout=60
-    )
+    command = ["promtool", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
 
 
 def device_numbers(container: JSON) -> dict[str, tuple[int, int]]:
-    """Device nodes of a container by path, in the OCI runtime's words."""
-    return {
-        node["path"]: (node["major"], node["minor"])
-        for node in container.get("linux", {}).get("devices", ())
-    }
-
-
-def read_features(text: str) -> dict[str, str]:
-    """Labels by key, as node-feature-discovery's local source reads a feature file.
-
-    Lines are stripped; empty ones and those with a `#` in front are none; without a `=` the value
-    is "true". A file of more than 64 KiB is not read at all. That nfd-worker reads the same, tests
-    of labels show.
-    """
-    assert len(text.encode()) <= 65536
-    lines = [line.strip() for line in text.split("\n")]
-    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
-    return {key: value if equals else "true" for key, equals, value in pairs}
+    """Return a container's device files by path, in the OCI runtime's words."""
+    devices = container.get("linux", {}).get("devices", ())
+    return {node["path"]: (node["major"], node["minor"]) for node in devices}

@@ -1,51 +1,41 @@
-"""What reads the CDI file: the specification's own library, podman, and containerd with a real
-kubelet.
-"""
+"""What reads the CDI file: its specification's library, podman, and containerd with a kubelet."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.machine import JSON, VERSIONS, Machine
-from tests.e2e.node import CDI_DIRECTORY, OPENABLE, RUNNING, Node, Program
+from tests.e2e.node import CDI_DIRECTORY, N300, OPENABLE, RUNNING, Node, Program
 from tests.e2e.readers import Alone, Podman, containerd_of, device_numbers, judge
 from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import wait_until
 
-N300 = "tenstorrent.com/n300"
 DEVICE = "tenstorrent.com/device"
 FILE = f"{CDI_DIRECTORY}/tenstorrent.com-device.json"
+FORBIDDEN = "Operation not permitted"
+PAGES = ("/dev/hugepages", "/dev/hugepages-1G")
 
 
 def described(file: Path) -> dict[str, str]:
-    """What a file describes, by name, with the host's path of its (first) node; without a chip
-    there is no file.
-    """
-    try:
-        devices = json.loads(file.read_text())["devices"]
-    except FileNotFoundError:
+    """Return what a file describes: by name the host's path of its (first) device file."""
+    if not file.exists():  # there is no chip
         return {}
+    devices = json.loads(file.read_text())["devices"]
     return {
         device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices
     }
 
 
 def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
-    """Renumber two chips, and wait for the file to say so; while both are away there is none."""
+    """Renumber two chips, and wait until the file has that; while both are away there is none."""
     paths = described(file)
     cards.swap_ordinals(one, other)
-    swapped = [paths[other], paths[one]]
-    wait_until(
-        lambda: [described(file).get(bdf) for bdf in (one, other)] == swapped,
-        "the file to follow",
-        10,
-    )
+    expected = paths | {one: paths[other], other: paths[one]}
+    wait_until(lambda: described(file) == expected, "the file to follow", 10)
 
 
 class CdiHost(Alone):
@@ -54,28 +44,27 @@ class CdiHost(Alone):
     def __init__(self, machine: Machine, program: Program, podman: Podman) -> None:
         super().__init__(machine, program)
         self.podman = podman
+        self.file = machine.path(FILE)
         self.cards.add("n300")
         self.cards.add("p300c")
         self.cards.set_hugepages(4)
 
-    @property
-    def file(self) -> Path:
-        return self.machine.path(FILE)
-
-    def names(self) -> set[str]:
-        """The devices that the file has, by their names in it."""
-        return set(described(self.file))
-
-    def wait_names(self, names: set[str]) -> None:
-        wait_until(lambda: self.names() == names, f"the file to name {sorted(names)}", 10)
+    def wait_chips(self, chips: list[Chip]) -> None:
+        names = {*(chip.bdf for chip in chips), "all"}
+        wait_until(lambda: described(self.file).keys() == names, f"{names} in the file", 10)
 
     def judged(self, *devices: str) -> JSON:
-        """What a container with these devices gets, by the specification's library; the file has to
-        be valid.
-        """
+        """Return what a container with these devices gets, by the specification's library."""
         done = judge("cdi", str(self.file.parent), *(f"{DEVICE}={name}" for name in devices))
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
+
+    def seen(self, device: str) -> dict[str, tuple[int, int]]:
+        """Return the device files in a container of podman's, each of which can be opened."""
+        done = self.podman.run(f"{DEVICE}={device}", SHOW)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        lines = [line.split() for line in done.stdout.splitlines()]
+        return {path: (int(major), int(minor)) for path, major, minor in lines}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +84,7 @@ def host(machine: tuple[Machine, Podman], program: Program) -> Iterator[CdiHost]
 
 
 def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
-    """What a container has to have of these chips: numbers by path, both as on the host."""
+    """Return what a container has to have of these chips: numbers by path, both the host's."""
     found = {}
     for chip in chips:
         major, minor = chip.attribute("dev").read_text().split(":")
@@ -107,47 +96,16 @@ def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
 
 
 def test_the_file_is_valid(host: CdiHost) -> None:
-    """The specification's library and its JSON schema accept the file, which has every chip and all
-    of them.
-    """
+    """The specification's library and schema accept it: each chip, and all, with their mounts."""
     names = [chip.bdf for chip in host.cards.chips]
     assert host.judged()["devices"] == [f"{DEVICE}={name}" for name in sorted([*names, "all"])]
-
-
-def test_the_judge_objects(host: CdiHost, tmp_path: Path) -> None:
-    """What the specification forbids is found: a link in place of a node, a key that it does not
-    know.
-    """
-    described = json.loads(host.file.read_text())
-    edits = described["devices"][0]["containerEdits"]
-    link = tmp_path / "link"
-    link.symlink_to(edits["deviceNodes"][0]["hostPath"])
-    edits["deviceNodes"][0]["hostPath"] = str(link)
-    (tmp_path / "linked.json").write_text(json.dumps(described))
-    assert judge("cdi", str(tmp_path)).returncode == 0  # nobody has looked at the node yet
-    done = judge("cdi", str(tmp_path), f"{DEVICE}={described['devices'][0]['name']}")
-    assert done.returncode == 1 and "link" in done.stderr
-    (tmp_path / "linked.json").write_text(json.dumps(described | {"remark": "unknown"}))
-    assert judge("cdi", str(tmp_path)).returncode == 1
-
-
-def test_a_device_is_its_node(host: CdiHost) -> None:
-    """A chip's device is its node under the host's number, to read and write, and what all devices
-    need is mounted.
-    """
-    for chip in host.cards.chips:
-        container = host.judged(chip.bdf)["container"]
-        expected = numbers([chip])
-        assert device_numbers(container) == expected
+    for name, chips in {**{c.bdf: [c] for c in host.cards.chips}, "all": host.cards.chips}.items():
+        container = host.judged(name)["container"]
+        assert device_numbers(container) == numbers(chips)
         allowed = container["linux"]["resources"]["devices"]
-        assert [(rule["major"], rule["minor"], rule["access"]) for rule in allowed] == [
-            (*expected.popitem()[1], "rw")
-        ]
-        assert {mount["destination"] for mount in container["mounts"]} == {
-            "/dev/hugepages",
-            "/dev/hugepages-1G",
-        }
-    assert device_numbers(host.judged("all")["container"]) == numbers(host.cards.chips)
+        found = {(rule["major"], rule["minor"], rule["access"]) for rule in allowed}
+        assert found == {(*number, "rw") for number in numbers(chips).values()}
+        assert {mount["destination"] for mount in container["mounts"]} == {*PAGES}
 
 
 # -- podman, with no kubelet on the machine --------------------------------------------------------
@@ -163,175 +121,83 @@ MAKE = """
 """
 
 
-def seen(host: CdiHost, device: str) -> dict[str, tuple[int, int]]:
-    """The device nodes in a container of podman's, each of which can be opened."""
-    done = host.podman.run(f"{DEVICE}={device}", SHOW)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return {path: (int(major), int(minor)) for path, major, minor in lines}
-
-
-def test_podman_gives_one_chip(host: CdiHost) -> None:
-    """`podman run --device` with a PCI address: this node can be opened and no other, not even one
-    that is made.
-    """
+def test_podman_gives_chips(host: CdiHost) -> None:
+    """A container can open the named chip and no other, not even one that it creates, or all."""
     for chip in host.cards.chips[:2]:
         own = numbers([chip])
-        assert seen(host, chip.bdf) == own
+        assert host.seen(chip.bdf) == own
         for number in OPENABLE:
             done = host.podman.run(f"{DEVICE}={chip.bdf}", MAKE % number, "--cap-add=MKNOD")
-            expected = "opened" if number in own.values() else "Operation not permitted"
+            expected = "opened" if number in own.values() else FORBIDDEN
             assert done.stdout.strip().rpartition(": ")[2] == expected
-
-
-def test_podman_gives_all_chips(host: CdiHost) -> None:
-    """`podman run --device tenstorrent.com/device=all`: every node, each of which can be opened."""
-    assert seen(host, "all") == numbers(host.cards.chips)
-
-
-def test_podman_mounts_hugepages(host: CdiHost) -> None:
-    """What is written to the container's hugepages arrives in the host's."""
-    written = ["/dev/hugepages/written", "/dev/hugepages-1G/written"]
-    done = host.podman.run(
-        f"{DEVICE}={host.cards.chips[0].bdf}", f"busybox touch {' '.join(written)}"
-    )
+    assert host.seen("all") == numbers(host.cards.chips)
+    touch = " ".join(["busybox touch", *(f"{path}/written" for path in PAGES)])
+    done = host.podman.run(f"{DEVICE}={host.cards.chips[0].bdf}", touch)
     assert done.returncode == 0, done.stderr
-    assert all((host.cards.root / path[1:]).exists() for path in written)
-
-
-def test_podman_after_a_renumbering(host: CdiHost) -> None:
-    """After the chips were renumbered a name still means the same chip, under its new number."""
-    first, second = host.cards.chips[:2]
-    before = numbers([first])
-    swap(host.cards, host.file, first.bdf, second.bdf)
-    assert numbers([first]) != before
-    assert set(device_numbers(host.judged(first.bdf)["container"])) == set(numbers([first]))
-    assert seen(host, first.bdf) == numbers([first])
+    assert all((host.cards.root / path[1:] / "written").exists() for path in PAGES)
 
 
 def test_the_file_follows_the_chips(host: CdiHost) -> None:
-    """A chip that goes leaves the file and comes back to it; one that is only ill stays in it."""
+    """A chip that goes leaves the file and comes back to it; an unhealthy one stays in it."""
     first, *others = host.cards.chips
     first.vanish()
-    host.wait_names({*(chip.bdf for chip in others), "all"})
+    host.wait_chips(others)
     assert host.podman.run(f"{DEVICE}={first.bdf}", "true").returncode != 0
-    assert seen(host, "all") == numbers(others)
+    assert host.seen("all") == numbers(others)
     first.come_back()
-    host.wait_names({*(chip.bdf for chip in host.cards.chips), "all"})
+    host.wait_chips(host.cards.chips)
     first.die()
-    wait_until(
-        lambda: "does not respond" in host.daemon.log.read_text(), "the daemon to notice", 10
-    )
-    assert seen(host, first.bdf) == numbers([first])
+    wait_until(lambda: "does not respond" in host.daemon.log.read_text(), "the fault's line", 10)
+    assert host.seen(first.bdf) == numbers([first])
 
 
 def test_the_file_outlives_the_daemon(host: CdiHost) -> None:
     """While the daemon is stopped, or was killed, containers still start."""
     host.daemon.stop()
-    assert seen(host, "all") == numbers(host.cards.chips)
+    assert host.seen("all") == numbers(host.cards.chips)
     host.daemon.start()
     host.daemon.kill()
-    assert seen(host, "all") == numbers(host.cards.chips)
-
-
-def test_the_file_is_never_half_written(host: CdiHost) -> None:
-    """Whoever reads it at any moment while chips come and go reads a whole one."""
-    over, broken, reads = threading.Event(), [], itertools.count()
-
-    def read() -> None:
-        while not over.is_set():
-            next(reads)
-            try:
-                json.loads(host.file.read_text())
-            except (OSError, ValueError) as error:
-                broken.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        everyone = {*(chip.bdf for chip in host.cards.chips), "all"}
-        for _ in range(5):
-            for chip in host.cards.chips:
-                chip.vanish()
-                host.wait_names(everyone - {chip.bdf})
-                chip.come_back()
-                host.wait_names(everyone)
-    finally:
-        over.set()
-        reader.join()
-    assert broken == [] and next(reads) > 100
+    assert host.seen("all") == numbers(host.cards.chips)
 
 
 # -- A kubelet, with a containerd that knows CDI ---------------------------------------------------
 
 
-@pytest.fixture(params=VERSIONS)
-def node(request: pytest.FixtureRequest, program: Program) -> Iterator[Node]:
-    """A node whose containerd is that of Debian 13, and whose pods are an API server's."""
-    with Node(
-        request.param, program, static_pods=False, containerd=containerd_of("trixie")
-    ) as node:
-        yield node
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pods_by_cdi(program: Program, version: str) -> None:
+    """Each container has its own chip, also after a reboot that renumbers, and after a crash."""
+    trixie = containerd_of("trixie")
+    with Node(version, program, static_pods=False, containerd=trixie) as node:
+        bdfs = [chip.bdf for _ in range(3) for chip in node.cards.add("n300")]
+        node.cards.set_hugepages(4)
+        node.start_daemon(interval=0.2, config='device_list_strategy = "cdi"')
+        names = [node.started({N300: 1}) for _ in bdfs]
+        held = {name: node.devices(N300, name) for name in names}
+        assert_own_chips(node, held)
+        for name in names:
+            assert node.inside(name, "sh", "-c", f": > {PAGES[1]}/written").returncode == 0
+            mounts = node.inside(name, "cat", "/proc/mounts").stdout.splitlines()
+            mounted = [line.split()[1] for line in mounts]
+            assert [mounted.count(path) for path in PAGES] == [1, 1]
+
+        node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs[:2]))
+        assert [node.outcome(name) for name in names] == [RUNNING] * 3
+        assert_own_chips(node, held)
+
+        swap(node.cards, node.machine.path(FILE), *bdfs[1:])
+        node.crash_containers(names)
+        assert_own_chips(node, held)
 
 
-def own_chip(node: Node, name: str) -> None:
-    """The pod's container has the node of the chip that the kubelet gave it, can open it, and has
-    no other.
-    """
-    (bdf,) = node.devices(N300, name)
-    path = f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}"
-    assert node.inside(name, "ls", "/dev/tenstorrent").stdout.split() == [path.rpartition("/")[2]]
-    assert node.number_inside(name, path) == node.host_number(bdf)
-    assert node.open_inside(name, path) == "opened"
-    assert node.environment(name)["TT_VISIBLE_DEVICES"] == bdf
-    for number in OPENABLE:
-        expected = "opened" if number == node.host_number(bdf) else "Operation not permitted"
-        assert node.make_and_open_inside(name, number) == expected
-
-
-CDI = 'device_list_strategy = "cdi"'
-
-
-def test_pods_by_cdi(node: Node) -> None:
-    """The daemon names devices, containerd looks them up: each container has its own chip, and
-    hugepages.
-    """
-    chips = [chip for _ in range(3) for chip in node.cards.add("n300")]
-    node.cards.set_hugepages(4)
-    node.start_daemon(config=CDI)
-    names = [node.run({N300: 1}) for _ in chips]
-    for name in names:
-        node.kubelet.wait_running(name)
-        own_chip(node, name)
-        assert node.inside(name, "sh", "-c", ": > /dev/hugepages-1G/written").returncode == 0
-        mounted = [
-            line.split()[1] for line in node.inside(name, "cat", "/proc/mounts").stdout.splitlines()
-        ]
-        assert [mounted.count(f"/dev/{each}") for each in ("hugepages", "hugepages-1G")] == [1, 1]
-
-
-def test_swapped_ordinals_by_cdi(node: Node) -> None:
-    """After a reboot that renumbered the chips, and after a crash, each container has its own chip
-    under its number.
-    """
-    bdfs = [chip.bdf for _ in range(2) for chip in node.cards.add("n300")]
-    node.start_daemon(interval=0.2, config=CDI)
-    names = [node.started({N300: 1}) for _ in bdfs]
-    held = {name: node.devices(N300, name) for name in names}
-
-    node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs))
-    assert [node.outcome(name) for name in names] == [RUNNING, RUNNING]
-    for name in names:
-        assert node.devices(N300, name) == held[name]
-        own_chip(node, name)
-
-    before = {name: node.containers(name) for name in names}
-    swap(node.cards, node.machine.path(FILE), *bdfs)
-    for name in names:
-        node.containerd.ctr("tasks", "kill", "--signal", "SIGKILL", node.kubelet.container_id(name))
-    wait_until(
-        lambda: all(node.containers(name) != before[name] for name in names), "other containers", 40
-    )
-    for name in names:
-        node.kubelet.wait_running(name)
-        own_chip(node, name)
+def assert_own_chips(node: Node, held: dict[str, set[str]]) -> None:
+    """Check that each pod's container has its chip's device file, can open it, and has no other."""
+    for name, bdfs in held.items():
+        (bdf,) = node.devices(N300, name)
+        path = f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}"
+        assert bdfs == {bdf} and node.device_files(name) == {path}
+        assert node.number_inside(name, path) == node.host_number(bdf)
+        assert node.open_inside(name, path) == "opened"
+        assert node.environment(name)["TT_VISIBLE_DEVICES"] == bdf
+        for number in OPENABLE:
+            expected = "opened" if number == node.host_number(bdf) else FORBIDDEN
+            assert node.make_and_open_inside(name, number) == expected

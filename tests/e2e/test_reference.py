@@ -19,16 +19,7 @@ import pytest
 
 from generated import podresources_pb2 as pods_pb
 from tests.e2e.apiserver import PORT, ApiServer
-from tests.e2e.machine import (
-    JSON,
-    NODE_NAME,
-    VERSIONS,
-    Containerd,
-    Kubelet,
-    Machine,
-    pod,
-    tail,
-)
+from tests.e2e.machine import JSON, NODE_NAME, VERSIONS, Containerd, Kubelet, Machine, pod, tail
 from tests.world.plugins import Policy
 from tests.world.processes import until, wait_until
 from tests.world.scenarios import SCENARIOS, Scenario, perform
@@ -113,13 +104,11 @@ class RealWorld:
     def _find(self, name: str) -> JSON | None:
         """Return a pod as the kubelet's /pods shows it, a static one with its own UID."""
         shown = f"{name}-{NODE_NAME}" if name in self._static else name
-        try:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it is, or goes, down
             listed = json.loads(self.kubelet.get("/pods"))
-        except (OSError, http.client.HTTPException):  # it is down, or just goes down
-            return None
-        for item in listed.get("items") or ():
-            if item["metadata"]["name"] == shown:
-                return dict(item)
+            for item in listed.get("items") or ():
+                if item["metadata"]["name"] == shown:
+                    return dict(item)
         return None
 
     async def uid(self, name: str) -> str:
@@ -142,13 +131,8 @@ class RealWorld:
         if "terminated" in state:
             return "done" if state["terminated"]["exitCode"] == 0 else ""
         waiting = state.get("waiting", {})
-        ordinary = waiting.get("reason") in (
-            None,
-            "ContainerCreating",
-            "PodInitializing",
-            "CrashLoopBackOff",
-        )
-        return "" if ordinary else f"{waiting['reason']}: {waiting.get('message')}"
+        is_usual = waiting.get("reason") in USUAL
+        return "" if is_usual else f"{waiting['reason']}: {waiting.get('message')}"
 
     def _refusal(self, name: str) -> str:
         """Return why the kubelet has refused a pod, from its events: its status passes."""

@@ -1,8 +1,4 @@
-"""The whole way: the package's own unit, in its sandbox, and a real kubelet, under one systemd.
-
-In a system container containerd and the kubelet are units like any other, and the package is
-installed with apt.
-"""
+"""The whole way: the package's unit in its sandbox and a real kubelet, under one systemd."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +24,8 @@ from tests.e2e.machine import (
     build_kubelet,
     make_cgroups,
 )
-from tests.e2e.node import RUNNING, Node, Program
+from tests.e2e.node import N300, RUNNING, Node, Program
 
-N300 = "tenstorrent.com/n300"
 PACKAGES = f"{container.PACKAGES},containerd,runc,busybox-static,mount"
 
 # As in container.BOOT, but with the controllers of cgroup version 1, which the kubelet needs.
@@ -42,9 +38,8 @@ export SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=0
 exec systemd-nspawn --quiet --register=no --keep-unit --console=pipe --private-network \\
     --machine="$NAME" --system-call-filter='@keyring bpf' --capability=all "$@"
 """
-# The first process, before it becomes systemd. A node's root may do what a container's may not:
-# write to cgroups and to settings of the kernel, of which this one gets copies. The address is one
-# that a kubelet takes for its own.
+# Before it becomes systemd. A node's root may do what a container's may not: write to cgroups, and
+# to settings of the kernel, of which this one gets copies. A kubelet takes the address for its own.
 INIT = f"""
 set -e
 for controller in $(grep -o '/sys/fs/cgroup/[a-z,_]* cgroup ro' /proc/mounts | cut -d' ' -f1); do
@@ -128,9 +123,8 @@ class SystemNode(Node):
 
     def __init__(self, version: str, program: Program, deb: Path) -> None:
         self.system = System(build_kubelet(version), deb)
-        super().__init__(
-            version, program, static_pods=False, machine=self.system, kubelet=UnitOfKubelet
-        )
+        kinds: Any = {"machine": self.system, "kubelet": UnitOfKubelet}
+        super().__init__(version, program, static_pods=False, **kinds)
 
     def _power_on(self) -> None:
         assert self.api
@@ -196,13 +190,15 @@ def test_the_unit_serves_the_kubelet_and_boots_before_it(
         assert node.devices(N300, name) == {held[name]}
         assert node.number_inside(name, paths[name]) == node.host_number(held[name])
         assert node.open_inside(name, paths[name]) == "opened"
-    ready, started = (
-        int(system("systemctl", "show", "--value", f"--property={moment}TimestampMonotonic", unit))
-        / 1e6
-        for unit, moment in ((UNIT, "ActiveEnter"), ("kubelet", "ExecMainStart"))
-    )
+    ready = moment(system, UNIT, "ActiveEnter")
+    started = moment(system, "kubelet", "ExecMainStart")
     assert ready <= started
     early = (started - ready) * 1000
     told(
         f"kubelet {node.version}: READY {early:.0f} ms before it starts; both pods have their chips"
     )
+
+
+def moment(system: container.Container, unit: str, name: str) -> float:
+    shown = ("show", "--value", f"--property={name}TimestampMonotonic")
+    return int(system("systemctl", *shown, unit)) / 1e6

@@ -29,9 +29,8 @@ DRIVER = HERE / "driver.c"
 
 def image() -> Path:
     """Return the image's archive: from the cache, or made of Debian packages and the wheel."""
-    key = hashlib.sha256(
-        repr((IMAGE, RELEASE, HASHES, DEBIAN, DRIVER.read_text())).encode()
-    ).hexdigest()[:16]
+    parts = (IMAGE, RELEASE, HASHES, DEBIAN, DRIVER.read_text())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     archive = CACHE / f"tt-umd-{key}.tar"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "tt-umd.lock").open("w") as lock:
@@ -53,10 +52,8 @@ def _layer() -> bytes:
         made = Path(directory)
         with zipfile.ZipFile(_wheel(made)) as wheel:
             wheel.extractall(made / "site")
-        subprocess.run(
-            ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-o", made / "driver.so", DRIVER],
-            check=True,
-        )
+        gcc = ["gcc", "-shared", "-fPIC", "-O1", "-Wall"]
+        subprocess.run([*gcc, "-o", made / "driver.so", DRIVER], check=True)
         tar.add(made / "site", "usr/lib/python3.11")
         tar.add(made / "driver.so", "driver.so")
     return layer.getvalue()
@@ -69,27 +66,18 @@ def _without_documentation(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 def _wheel(directory: Path) -> Path:
     machine = os.uname().machine
     (directory / "requirements.txt").write_text(f"tt-umd=={RELEASE} --hash={HASHES[machine]}\n")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--require-hashes",
-    ]
-    which = ["--python-version=3.11", f"--platform=manylinux_2_28_{machine}", f"--dest={directory}"]
-    subprocess.run([*pip, *which, f"--requirement={directory / 'requirements.txt'}"], check=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    pip += ["--only-binary=:all:", "--require-hashes", "--python-version=3.11"]
+    pip += [f"--platform=manylinux_2_28_{machine}", f"--dest={directory}"]
+    subprocess.run([*pip, f"--requirement={directory / 'requirements.txt'}"], check=True)
     (wheel,) = directory.glob("*.whl")
     return wheel
 
 
 def python(text: str, cards: str | None = None) -> list[str]:
-    """The command that runs a program with tt-umd in it.
+    """Return the command that runs a program with tt-umd in it.
 
-    `cards`: PCI addresses by number of the node, "0=0000:01:00.0 1=…": what the driver says if it
-    is asked.
+    cards: what the driver answers, PCI addresses by number: "0=0000:01:00.0 1=…".
     """
     driver = [] if cards is None else ["env", "LD_PRELOAD=/driver.so", f"CARDS={cards}"]
     return [*driver, "/usr/bin/python3.11", "-u", "-c", text]

@@ -26,12 +26,8 @@ from tests.world.processes import ROOT
 Steps = dict[str, dict[str, Any]]
 DRIVER = Path(__file__).with_name("driver")
 TREE = "systemd,systemd-sysv,udev,dbus,kmod,python3"
-TOOLS = {
-    "qemu-system-x86_64": "qemu-system-x86",
-    "gcc": "gcc",
-    "make": "make",
-    "mmdebstrap": "mmdebstrap",
-}
+TOOLS = {"qemu-system-x86_64": "qemu-system-x86"}
+TOOLS |= {tool: tool for tool in ("gcc", "make", "mmdebstrap")}
 BOOTED = 600.0  # seconds for a whole run, on a machine that has much else to do
 
 
@@ -63,12 +59,8 @@ def kernel() -> Kernel:
         with tempfile.TemporaryDirectory(dir=CACHE) as half:
             _make_kernel(release, Path(half, "made"))
             Path(half, "made").rename(place)
-    return Kernel(
-        release,
-        place / f"boot/vmlinuz-{release}",
-        place / f"lib/modules/{release}",
-        place / "tenstorrent.ko",
-    )
+    image = place / f"boot/vmlinuz-{release}"
+    return Kernel(release, image, place / f"lib/modules/{release}", place / "tenstorrent.ko")
 
 
 def _make_kernel(release: str, place: Path) -> None:
@@ -86,12 +78,8 @@ def _make_kernel(release: str, place: Path) -> None:
         text = (build / name).read_text()
         (build / name).write_text(text.replace("/usr/src/", f"{place}/usr/src/"))
     shutil.copytree(DRIVER, place / "driver")
-    made = subprocess.run(
-        ["make", "-C", str(build), f"M={place}/driver", "modules"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["make", "-C", str(build), f"M={place}/driver", "modules"]
+    made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         raise Missing(f"the driver cannot be compiled:\n{made.stderr}")
     (place / "driver/tenstorrent.ko").rename(place / "tenstorrent.ko")

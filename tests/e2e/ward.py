@@ -27,6 +27,7 @@ P300 = f"{DOMAIN}/p300"
 LONG = 60.0  # seconds after which something is taken for hung
 STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on
 
+# What containers run: they open every device file that they have, and keep it open.
 HOLD = """
 trap {term} TERM
 trap 'exit 0' USR1
@@ -38,8 +39,7 @@ for node in /dev/tenstorrent/*; do
 done
 while :; do sleep 3600 & wait; done
 """
-"""What containers run: they open every device file that they have, and keep it open."""
-
+# Opens and closes its device each second.
 SOMETIMES = """
 trap {term} TERM
 while :; do
@@ -49,8 +49,6 @@ while :; do
     sleep 0.5
 done
 """
-"""Opens and closes its device each second."""
-
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"
 
 
@@ -62,8 +60,7 @@ class Held(NamedTuple):
     chips: frozenset[str]  # PCI addresses
 
 
-Offer = dict[str, dict[str, frozenset[str]]]
-"""What a configuration gives: by resource and ID the chips."""
+Offer = dict[str, dict[str, frozenset[str]]]  # a configuration's chips, by resource and ID
 
 
 class Pod(NamedTuple):
@@ -112,14 +109,14 @@ class Ward(Node):
 
     def reconfigure(self, config: str) -> None:
         """Do what systemctl reload does, with another configuration."""
-        before = self.daemon.log.read_text().count("configuration reloaded")
+
+        def reloads() -> int:
+            return self.daemon.log.read_text().count("configuration reloaded")
+
+        before = reloads()
         self.daemon.configure(config)
         self.daemon.reload()
-
-        def reloaded() -> bool:
-            return self.daemon.log.read_text().count("configuration reloaded") > before
-
-        wait_until(reloaded, "the reload", LONG)
+        wait_until(lambda: reloads() > before, "the reload", LONG)
 
     def offered(self) -> dict[str, set[str]]:
         """Return the IDs that the kubelet takes for healthy, by resource."""
@@ -172,8 +169,7 @@ class Ward(Node):
         stubborn: it ignores SIGTERM; once: it is not started again; late: seconds until it opens
         its devices.
         """
-        number = len(self._pods) + len(self._static) + len(self._going)
-        name = f"{'static' if static else 'pod'}-{time.monotonic_ns()}-{number}"
+        name = f"{'static' if static else 'pod'}-{time.monotonic_ns()}"
         term = "''" if stubborn else "'exit 0'"
         command = ["sh", "-c", script.format(term=term, late=late)]
         restart = "Never" if once else "Always"
@@ -216,18 +212,24 @@ class Ward(Node):
         """Return what is known of a pod that is not as it should be."""
         return f"{self.kubelet.get_pod(holder.name)}\n{self.last_words()}"
 
-    def has_processes(self, holder: Pod) -> bool:
-        """Return whether a process is in a pod's cgroup or below it."""
-        for path, _, _ in os.walk(self.machine.cgroups):
-            if f"/pod{holder.uid}" in path:
-                with contextlib.suppress(OSError):  # it has just been removed
-                    if Path(path, "cgroup.procs").read_text():
-                        return True
-        return False
-
     def has_ended(self, holder: Pod) -> bool:
         name = f"pod{holder.uid}"
         return not any(name in names for _, names, _ in os.walk(self.machine.cgroups))
+
+    def started_at(self, holder: Pod) -> float:
+        """Return when the first process started that has a pod's device files open."""
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.processes(holder)]
+        ticks = [int(stat.rpartition(")")[2].split()[19]) for stat in stats]  # starttime
+        return min(ticks) / os.sysconf("SC_CLK_TCK")
+
+    def wait_released(self, holder: Pod) -> None:
+        """Wait until a scheduler would give a pod's devices to the next one."""
+
+        def has_ended() -> bool:
+            found = self.find(holder.name)
+            return not found or found["status"]["phase"] in ("Succeeded", "Failed")
+
+        wait_until(has_ended, f"the end of {holder}", LONG)
 
     def delete(self, holder: Pod) -> None:
         """Delete a pod in an orderly manner, and do not wait."""
@@ -252,20 +254,23 @@ class Ward(Node):
         for holder in holders:
             wait_until(partial(self.has_ended, holder), f"the end of {holder}", LONG)
 
+    def processes(self, holder: Pod) -> set[int]:
+        """Return the processes that have a pod's device files open."""
+        return {each.host_pid for each in self.openers.now if each.pod == holder.uid}
+
     def signal(self, holder: Pod, number: signal.Signals) -> None:
-        """Send a signal to the processes that have a pod's nodes open."""
-        for opener in self.openers.now:
-            if opener.pod == holder.uid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(opener.host_pid, number)
+        """Send a signal to the processes that have a pod's device files open."""
+        for pid in self.processes(holder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def crash(self, holder: Pod) -> None:
         """Kill a pod's container, and wait until it has been started again."""
-        before = {each.host_pid for each in self.openers.now if each.pod == holder.uid}
+        before = self.processes(holder)
         self.signal(holder, signal.SIGKILL)
 
         def again() -> bool:
-            now = {each.host_pid for each in self.openers.now if each.pod == holder.uid}
+            now = self.processes(holder)
             return bool(now) and now.isdisjoint(before)
 
         wait_until(again, lambda: f"{holder} to start again: {self.why(holder)}", LONG)
