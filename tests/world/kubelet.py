@@ -3,8 +3,8 @@
 It is as strict as the original and behaves as Kubernetes 1.30 to 1.37 do, errors included, over
 real gRPC on real sockets. Tests can also kill it, restart it and make it fail. `Kubelet.violations`
 lists what the original tolerates or fails of but a correct plugin never does, and every moment at
-which two pods run with one chip; tests assert that it stays empty. The proof that it is right: the
-same scenarios run against the original, see tests.world.scenarios.
+which two pods run with one chip; tests assert that it stays empty. What the daemon's tests say here
+of pods, checkpoints and restarts, tests.e2e says of the originals.
 
 Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods.
 
@@ -203,9 +203,6 @@ class _Observed:
     def is_sound(self) -> bool:
         """Whether no fault is pending."""
         return not self.faults
-
-    def heal(self) -> None:
-        self.faults.clear()
 
     async def meet_fault(self, method: Method) -> Fault | None:
         """Return the fault of a call that has just arrived, after its delay."""

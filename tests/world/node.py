@@ -262,9 +262,6 @@ class Chip:
     def thaw(self) -> None:
         self.frozen = False
 
-    def heat(self, celsius: float) -> None:
-        self._set(self.sensors, "temp1_input", str(round(celsius * 1000)))
-
     def trip(self, n: int = 1) -> None:
         """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
         trips = int(self.telemetry["tt_therm_trip_count"]) + n

@@ -441,21 +441,6 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
-GRPC_THREADS = ("event_engine", "grpc_", "lifeguard", "resolver", "timer")  # prefixes of names
-
-
-def wake_ups(pid: int) -> tuple[int, int]:
-    """Return how often present threads were woken from a wait: all, and those not gRPC's."""
-    total = own = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            found = re.search(r"(?m)^voluntary_ctxt\w+:\s+(\d+)", (task / "status").read_text())
-            count = int(found[1]) if found else 0
-            total += count
-            own += 0 if (task / "comm").read_text().startswith(GRPC_THREADS) else count
-    return total, own
-
-
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the smallest value that at least `percent` % of the values do not exceed."""
     ordered = sorted(values)

@@ -1,9 +1,10 @@
-"""The reference kubelet as a world for scenarios, and with plugins beside it."""
+"""A reference kubelet with plugins that are not ours."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,103 @@ import grpc
 import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
-from generated import podresources_pb2 as pods_pb
 from generated import podresources_pb2_grpc as pods_rpc
-from tests.world.kubelet import AdmissionError, Kubelet
-from tests.world.plugins import Policy
-from tests.world.pods import Container
-from tests.world.stage import LONG, Listed, Plugin, Wish
+from tests.world.kubelet import Kubelet
+from tests.world.plugins import rpc
 
 N150 = "tenstorrent.com/n150"
+LONG = 60.0  # seconds after which something that a kubelet must do has failed
+
+
+def device(ident: str, health: str = "Healthy", nodes: Sequence[int] = ()) -> pb.Device:
+    """Return a device as plugins list them; `nodes`: its NUMA nodes."""
+    topology = pb.TopologyInfo(nodes=[pb.NUMANode(ID=n) for n in nodes]) if nodes else None
+    return pb.Device(ID=ident, health=health, topology=topology)
+
+
+class Plugin:
+    """The least that a kubelet accepts as a device plugin: one resource, one socket, and knobs."""
+
+    def __init__(
+        self, directory: Path, devices: Iterable[pb.Device], resource: str, name: str
+    ) -> None:
+        """Args: name: its socket's."""
+        self.directory = directory
+        self.devices = list(devices)
+        self.resource = resource
+        self.name = name
+        self.options = pb.DevicePluginOptions()
+        self.grants = asyncio.Event()  # PreStartContainer waits for this
+        self.grants.set()
+        self.permissions = "rw"
+        self.envs: dict[str, str] = {}  # additional ones for every container
+        self.preference: Sequence[str] | None = None  # None: must-include, then the lowest IDs
+        self._streams: set[asyncio.Queue[list[pb.Device]]] = set()
+        self._server: grpc.aio.Server | None = None
+
+    async def serve(self) -> None:
+        self._server = grpc.aio.server()
+        rpc.add_DevicePluginServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.directory / self.name}")
+        await self._server.start()
+
+    async def register(self) -> None:
+        request = pb.RegisterRequest(
+            version="v1beta1", endpoint=self.name, resource_name=self.resource, options=self.options
+        )
+        socket = f"unix:{self.directory / 'kubelet.sock'}"
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(socket, options=options) as channel:
+            await rpc.RegistrationStub(channel).Register(request, timeout=LONG)
+
+    async def stop(self) -> None:
+        """Stop serving; gRPC removes the socket."""
+        if self._server:
+            await self._server.stop(None)
+            self._server = None
+
+    def send(self, *devices: pb.Device) -> None:
+        self.devices = list(devices)
+        for stream in self._streams:
+            stream.put_nowait(self.devices)
+
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> Any:
+        return self.options
+
+    async def ListAndWatch(self, request: pb.Empty, context: Any) -> AsyncIterator[Any]:
+        lists: asyncio.Queue[list[pb.Device]] = asyncio.Queue()
+        lists.put_nowait(self.devices)
+        self._streams.add(lists)
+        try:
+            while True:
+                yield pb.ListAndWatchResponse(devices=await lists.get())
+        finally:
+            self._streams.discard(lists)
+
+    async def GetPreferredAllocation(self, request: Any, context: Any) -> Any:
+        question = request.container_requests[0]
+        must, size = sorted(question.must_include_deviceIDs), question.allocation_size
+        available = sorted(question.available_deviceIDs)
+        lowest = [*must, *(ident for ident in available if ident not in must)][:size]
+        ids = lowest if self.preference is None else self.preference
+        answer = pb.ContainerPreferredAllocationResponse(deviceIDs=ids)
+        return pb.PreferredAllocationResponse(container_responses=[answer])
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:
+        ids = sorted(request.container_requests[0].devices_ids)
+        node = pb.DeviceSpec(
+            container_path=f"/dev/{ids[0]}", host_path="/dev/null", permissions=self.permissions
+        )
+        answer = pb.ContainerAllocateResponse(
+            envs={"IDS": ",".join(ids), **self.envs},
+            mounts=[pb.Mount(container_path="/etc/ids", host_path="/etc/hostname", read_only=True)],
+            devices=[node],
+        )
+        return pb.AllocateResponse(container_responses=[answer])
+
+    async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:
+        await self.grants.wait()
+        return pb.PreStartContainerResponse()
 
 
 @contextlib.asynccontextmanager
@@ -59,120 +149,3 @@ class Bench(contextlib.AsyncExitStack):
         await plugin.register()
         await kubelet.registered(resource)
         return plugin
-
-
-class ReferenceWorld:
-    """The reference kubelet, as scenarios see it."""
-
-    def __init__(self, directory: Path, version: tuple[int, int]) -> None:
-        self.version = version
-        self.cgroups = directory / "cgroups"  # with `tasks` files in pods' cgroups, at any depth
-        self.directory = directory / "d"  # of plugins' sockets and the checkpoint
-        self.kubelet = Kubelet(
-            self.directory, version=version, back_off=0.01, cgroups=self.cgroups, layout="v1"
-        )
-        self._forced: set[str] = set()
-
-    async def create(self, wish: Wish) -> None:
-        """Create a pod; `state` returns how far it is."""
-        containers = [Container(part.name, dict(part.request), part.kind) for part in wish.parts]
-        with contextlib.suppress(AdmissionError):
-            await self.kubelet.admit_pod(wish.name, containers, static=wish.static)
-
-    async def uid(self, name: str) -> str:
-        """Return the UID by which the kubelet knows a pod."""
-        return self.kubelet.uid(name)
-
-    async def state(self, name: str, container: str) -> str:
-        """Return "running", "done", or the kubelet's reason why not; "" while it starts."""
-        found = self.kubelet.pods.get(name)
-        about = [event.fields for event in self.kubelet.events if event.fields.get("pod") == name]
-        failures = [fields for fields in about if "reason" in fields]
-        state = found.containers[container]
-        if not found.rejected:
-            if state.pid is not None or state.over:
-                return "done" if state.over else "running"
-            failures = [fields for fields in failures if fields["container"] == container]
-        return "".join(f"{fields['reason']}: {fields['message']}" for fields in failures[-1:])
-
-    async def complete(self, name: str) -> None:
-        """Let a pod's containers end with success, and wait until the kubelet has seen it."""
-        self.kubelet.complete(name)
-
-    async def crash(self, name: str, container: str) -> None:
-        """Let a container end with failure; the kubelet starts it again."""
-        self.kubelet.crash(name, container)
-
-    async def delete(self, name: str) -> None:
-        """Delete a pod in an orderly manner; `gone` waits for its end."""
-        self.kubelet.delete(name)
-
-    async def force_delete(self, name: str) -> None:
-        """Delete a pod's object or manifest at once, and wait until the kubelet has seen it."""
-        self._forced.add(name)
-        self.kubelet.force_delete(name)
-
-    async def gone(self, name: str) -> None:
-        """Wait until a deleted or rejected pod has neither cgroup nor object any more.
-
-        The containers of a pod whose deletion was forced are killed.
-        """
-        if name in self._forced:
-            self.kubelet.end(name)
-        pod = self.kubelet.pods.get(name)
-        await self.kubelet.wait_for(lambda: pod.over)
-
-    async def stop(self) -> None:
-        """Kill the kubelet."""
-        await self.kubelet.kill()
-
-    async def start(self, plugins: Iterable[Plugin], policy: Policy | None) -> None:
-        """Start it; `plugins` register as soon as they can. `policy`: a new one, if any."""
-        if policy:
-            self.kubelet.config.policy = policy
-        plugins = list(plugins)
-        for plugin in plugins:
-            await plugin.stop()
-        self.kubelet.pods_come = LONG if plugins else 0.0
-        await self.kubelet.start()
-        for plugin in plugins:
-            await plugin.serve()
-            await plugin.register()
-
-    async def cut_power(self) -> None:
-        """End all processes of the node, whose kubelet was stopped; `start` is then a reboot."""
-        await self.kubelet.power_cut()
-
-    async def heard_of_all(self) -> None:
-        """Wait until a kubelet that was started has heard of all pods."""
-        await self.kubelet.wait_for(lambda: self.kubelet.pods.sources_ready)
-
-    async def dead(self) -> bool:
-        """Return whether the kubelet has died by itself before it has heard of all pods."""
-        kubelet = self.kubelet
-        await kubelet.wait_for(lambda: not kubelet.alive or kubelet.pods.sources_ready)
-        return not kubelet.alive
-
-    async def missed(self, plugin: Plugin) -> None:
-        """Wait until the kubelet has seen that a plugin is gone."""
-        await self.kubelet.wait_for(lambda: self.kubelet.find("ended", plugin.resource))
-
-    async def api_server_away(self) -> None:
-        """Stop the API server."""
-        self.kubelet.api_server_away()
-
-    async def api_server_back(self) -> None:
-        """Start the API server again."""
-        self.kubelet.api_server_back()
-
-    async def listed(self) -> Listed:
-        """Call List."""
-        async with lister(self.kubelet) as stub:
-            answer = await stub.List(pods_pb.ListPodResourcesRequest())
-        listed: Listed = {}
-        for pod in answer.pod_resources:
-            containers = listed.setdefault(pod.name, {})
-            for container in pod.containers:
-                devices = [(d.resource_name, i) for d in container.devices for i in d.device_ids]
-                containers[container.name] = devices
-        return listed
