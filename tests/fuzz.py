@@ -93,6 +93,7 @@ class World:
             seed=seed,
             on_event=self._note,
         )
+        self.kubelet.overtake(draw.random() < 0.3)
         self.daemon: RunningDaemon
         self.configuration = draw_configuration(draw)
         self.requests: dict[str, dict[str, int]] = {}  # of all pods, by name

@@ -500,7 +500,8 @@ def test_the_socket_for_metrics(host: Host) -> None:
         for command in ("restart", "restart", "stop", "start"):
             host.systemctl(command, UNIT)
             state = "inactive" if command == "stop" else "active"
-            assert states() == [state, state] and answers() == (state == "active"), command
+            assert states() == [state, state], (command, host("journalctl", f"--unit={socket}"))
+            assert answers() == (state == "active"), command
         host.systemctl("kill", "--signal=KILL", UNIT)
         wait_until(answers, "an answer after kill -9")
         host.write(CONFIG, BAD)
