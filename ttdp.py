@@ -2780,7 +2780,9 @@ class ServiceManager:
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager can hang
         own = str(os.getpid())
-        self._has_watchdog = environ.get("WATCHDOG_PID", own) == own and "WATCHDOG_USEC" in environ
+        is_ours = environ.get("WATCHDOG_PID", own) == own
+        timeout = decimal(environ.get("WATCHDOG_USEC"))
+        self.feed_interval = timeout / 2e6 if timeout and is_ours else inf  # seconds
 
     def notify(self, *states: str) -> None:
         # sdnotify encodes in Latin-1, systemd expects UTF-8.
@@ -2792,7 +2794,7 @@ class ServiceManager:
             self.notify(f"STATUS={status}")
 
     def feed_watchdog(self) -> None:
-        if self._has_watchdog:
+        if self.feed_interval < inf:
             self.notify("WATCHDOG=1")
 
     def sockets(self, name: str) -> list[socket.socket]:
@@ -3538,7 +3540,6 @@ class Sessions:
             session.compare(registered.get(name, session.stream.healthy), now)
 
     def resend_one(self) -> None:
-        """Have the kubelet write its checkpoint."""
         for session in self.by_name.values():
             if session.state == REGISTERED:
                 session.stream.resend()
@@ -3855,7 +3856,7 @@ class Daemon:
         if self._condition.is_failing:
             return RETRY_TICK
         node = self.node
-        tick = TICK if self._directory.watch >= 0 else RETRY_TICK
+        tick = min(TICK if self._directory.watch >= 0 else RETRY_TICK, self._manager.feed_interval)
         due = [now + tick, node.polled_at + node.settings.health.interval, self.sessions.retry_at]
         if self._condition.stage != "ready":
             due.append(now + START_TICK)
