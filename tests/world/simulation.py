@@ -145,7 +145,9 @@ class RunningDaemon:
 
     async def stop(self) -> int:
         self.daemon.end(0)
-        return await self._run
+        status = await self._run
+        self.daemon.node.readers.close_files(())  # as the end of its process does
+        return status
 
     def reload(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
