@@ -3476,8 +3476,8 @@ class KubeletSession:
             self._mismatch = None
             return
         since, resends = self._mismatch = self._mismatch or (now, 0)
+        asyncio.get_running_loop().call_later(CHECKPOINT_TIMEOUT, self._wake)
         if now - since <= CHECKPOINT_TIMEOUT:
-            asyncio.get_running_loop().call_later(CHECKPOINT_TIMEOUT, self._wake)
             return
         is_ours = registered <= self.stream.ever_advertised
         if is_ours and since - self.stream.sent_at <= CHECKPOINT_TIMEOUT and resends < MAX_RESENDS:
