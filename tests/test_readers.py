@@ -145,7 +145,7 @@ async def test_without_threads_the_daemon_itself_has_an_error(
     with monkeypatch.context() as patch:
         patch.setattr("_thread.start_new_thread", exhausted)
         chips.submit(ONE)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # a thread is started after the turn
         with pytest.raises(OSError, match="can't start new thread"):
             chips.answered()
     chips.submit(ONE, TWO)
