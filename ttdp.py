@@ -2553,7 +2553,7 @@ class TelemetryReaders:
                 self.pending[function.bdf] = None
                 files = self._files.pop(function, None) or AttributeFiles()
                 self._jobs.put(ReadJob(function, periodic, details, files))
-        # After this turn: each thread would wait for the other's lock.
+        # After this turn: side by side, both threads would wait for the GIL.
         asyncio.get_running_loop().call_soon(self._start_thread)
 
     def collect(self, now: float) -> list[Reading]:
@@ -2700,7 +2700,6 @@ class StateFile:
         self.chips: Json = {}
         self.allocations: list[Any] = []
         self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self._saved: tuple[Json, str] = ({}, "")  # parts, and their text
         self._file: OutputFile | None = None
         if settings.state_dir:
             self._file = OutputFile(f"{settings.state_dir}/state.json", 0o600)
@@ -2725,10 +2724,8 @@ class StateFile:
 
     def save(self, **parts: Any) -> None:
         if self._file:
-            if parts != self._saved[0]:
-                text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
-                self._saved = (parts, f"{_checksum(text)}\n{text}")
-            self._file.keep(self._saved[1])
+            text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
+            self._file.keep(f"{_checksum(text)}\n{text}")
 
 
 def _checksum(text: str) -> str:
@@ -2904,7 +2901,7 @@ class PluginDirectory:
         self._wake = wake
         self._locked = -1  # descriptor
         self._inotify = -1
-        self.watch = -1
+        self.watch = -1  # negative: none
 
     def open(self) -> None:
         self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -3114,6 +3111,7 @@ class Allocator:
         return [container_edits(each, links, settings, mounts) for each in chips]
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
+        """Return the best IDs; raises RequestError."""
         now = monotonic()
         resource = self._decide(now).resource(name)
         allocations = self._node.allocations
@@ -3540,6 +3538,7 @@ class Sessions:
             session.compare(registered.get(name, session.stream.healthy), now)
 
     def resend_one(self) -> None:
+        """Have the kubelet write its checkpoint."""
         for session in self.by_name.values():
             if session.state == REGISTERED:
                 session.stream.resend()
