@@ -1,1 +1,51 @@
-"""Tests of the program; world/ has the simulated node and the kubelet, e2e/ what needs root."""
+"""Tests of the program. This page shows where they lie, how to run one, and how to add to them.
+
+Run them:
+
+    make test                                                 all that need no root, in two minutes
+    .venv/bin/python -m pytest tests/test_health.py           one file
+    .venv/bin/python -m pytest tests/test_health.py -k stall  the tests with that word in their name
+    make e2e-systemd                                          as root; make help lists the others
+    .venv/bin/python -m pytest -vv tests/e2e/test_pods.py     one file of these, after make deb
+
+Where they lie, by chapter of ttdp.py:
+
+    CONFIGURATION                     test_config
+    INVENTORY, HEALTH, CHIPS          test_inventory, test_health
+    ALLOCATIONS                       test_evidence, test_ownership
+    RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
+    CONTAINER EDITS, CDI AND LABELS   test_outputs
+    THREADS, FILES, KERNEL EVENTS     test_readers, test_files, test_events
+    REQUESTS, SESSION                 test_daemon, test_session, test_garbage
+    SYSTEMD, DAEMON                   test_systemd, test_turns
+    METRICS SERVER, REPORTS           test_metrics, test_list, test_check
+    COMMAND LINE                      test_cli
+    several, in random order          test_sequences; make fuzz makes more of them
+    packaging/, README, man page      test_start, test_versions, test_texts, test_manual
+    what only the original can show   e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
+
+What they stand on:
+
+    chips.py           chips, allocations and decisions without a file, for what is pure
+    commands.py        the program as a process, and all that it prints
+    conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
+    world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go and fail
+    world/tree.py      attributes that change, fail and block
+    world/kubelet.py   the reference kubelet; its argument `version` selects what differs
+    world/data/        recordings of the real driver, which test_node compares the node with
+    e2e/container.py   a booted Debian; e2e/node.py: a node with a real kubelet
+    bench.py, soak.py  costs and leaks; demo.py: what make demo shows
+
+A test of the daemon in this process begins like this one. It waits until something is so, with
+kubelet.wait_for(), or until() of world/processes.py, never for a time that seems long enough.
+
+    async def test_an_n150_is_a_device(node, kubelet, start):
+        node.add("n150")
+        await start()
+        await kubelet.registered("tenstorrent.com/n150")
+        assert kubelet.capacity() == {"tenstorrent.com/n150": 1}
+
+To add a card: its subsystem ID goes into CARDS of ttdp.py and of world/node.py, its memory into
+MEMORY of ttdp.py; then `pytest tests/test_inventory.py tests/world/test_node.py`. If a capture of
+the real driver exists, put it into world/data/captures.json: test_node replays each of them.
+"""

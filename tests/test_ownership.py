@@ -414,6 +414,7 @@ async def test_nothing_depends_on_the_pod_resources_api(
             daemon.reload(resource_naming="card")
             await kubelet.registered(P150A)
             await until(lambda: f"held by pod {kubelet.uid('train')}" in caplog.text)
+            await until(lambda: "cannot get pod names" in caplog.text)
             assert not ever_offered(kubelet, P150A)
             kubelet.remove_pod("train")
             await offers(kubelet, P150A, chip.bdf)
