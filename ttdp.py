@@ -93,7 +93,6 @@ EXIT_CONFIG = 78  # EX_CONFIG
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 SOCKET_PATH_MAX = 107  # sun_path without its NUL
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, a session's socket name
-
 MISSES_MAX = 1_000_000
 TRUE = ("true", "yes", "on", "1")  # in flags and variables
 FALSE = ("false", "no", "off", "0")
@@ -176,7 +175,6 @@ _LIMIT = Rule(
     lambda value: value == "card" or (type(value) in (int, float) and 1 <= value <= 200),
 )
 _PARTITIONING = ("memory_gb", "memory", "mps", "cores", "timeslice")  # other plugins' keys
-
 _OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
@@ -452,7 +450,7 @@ def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
 
 
 def _checked_mounts(settings: Settings, source: str) -> Mounts:
-    mounts: dict[str, Mount] = {}
+    mounts = {}
     has_locks = settings.sharing.resources and settings.sharing.lock_dir
     for mount in settings.mounts:
         target = _checked(_TARGET, mount.container or mount.host, source)
@@ -471,8 +469,8 @@ def _checked_sharing(settings: Settings, source: str) -> Sharing:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
                 raise ConfigError(f"{source}{name}: its domain is not {settings.resource_domain}")
-        rename = entry.rename.rpartition("/")[2] if entry.rename else None
-        entry = replace(entry, name=entry.name.rpartition("/")[2], rename=rename)
+        rename = basename(entry.rename or "") or None
+        entry = replace(entry, name=basename(entry.name), rename=rename)
         if conflict := _sharing_conflict(sharing, entry, entries):
             raise ConfigError(f"{source}{entry.name}: {conflict}")
         entries.append(entry)
@@ -596,7 +594,7 @@ class Telemetry(NamedTuple):
     error: tuple[str, int] | None = None  # the attribute, and errno
 
 
-ProcessRow = Mapping[str, object]  # pid, command, of_pod
+ProcessRow = dict[str, object]  # pid, command, of_pod
 
 
 class Reading(NamedTuple):
@@ -612,6 +610,7 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=1024)  # every poll sorts by it
 def address(bdf: str) -> tuple[int, ...]:
+    """Return a PCI address as numbers."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
@@ -689,7 +688,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 def scan(settings: Settings, known: Bus) -> Bus:
     """Return the PCI functions. known: the last result."""
-    found: Bus = {}
+    found = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         function = known[bdf] if bdf in known else _read_function(settings, bdf)
         found[bdf] = _with_device(settings, function) if function else None
@@ -740,10 +739,10 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     """Return the openers of a device file, None: unknown (driver before 2.5). Can block."""
     proc = settings.proc_root
     text = try_read(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
-    pids = {int(word) for word in (text or "").split() if word.isdecimal()}
+    pids = {*map(int, re.findall(r"\d+", text or ""))}
     if text is None or 0 in pids:  # 0: of another PID namespace
         return None
-    rows: list[ProcessRow] = []
+    rows = []
     for pid in sorted(pids):
         of_pod = "kubepods" in (try_read(f"{proc}/{pid}/cgroup") or "")
         command = try_read(f"{proc}/{pid}/comm") or "?"  # hidden, or only a child still runs
@@ -792,7 +791,7 @@ class AttributeFiles:
     def read(self, path: str) -> str:
         try:
             if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[path] = os.open(path, os.O_RDONLY)
             return os.pread(self._open[path], 4096, 0).decode("ascii", "replace").strip()
         except OSError as error:
             error.filename = path
@@ -1042,6 +1041,7 @@ def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vital
 
 
 def _reaches(degrees: float | None, limit: float | None, before: bool) -> bool:
+    """Return whether a chip is too hot. before: it was."""
     if degrees is None or limit is None:
         return False
     return degrees >= limit or (before and degrees > limit - HYSTERESIS)
@@ -1457,7 +1457,7 @@ class AllocationTracker:
         kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
         is_new_kubelet = kubelet not in (None, self._kubelet)
         self._read()
-        entries: dict[Key, Allocation] = {}
+        entries = {}
         for allocation, paths in self.checkpoint.entries:
             if paths and allocation.resource in ours:  # another plugin's answer
                 chips = frozenset(filter(None, map(chip_at, paths)))
@@ -1649,11 +1649,11 @@ class Resource:
 
     @property
     def short_name(self) -> str:
-        return self.name.partition("/")[2]
+        return basename(self.name)
 
     @cached_property
     def ids_of_devices(self) -> list[list[str]]:
-        found = defaultdict[tuple[str, Names], list[str]](list)
+        found = defaultdict(list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
         return list(found.values())
@@ -1701,17 +1701,17 @@ def short_name(chip: Chip, settings: Settings) -> str:
 def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]:
     """Return unshared devices by resource, in the order of addresses."""
     is_board = settings.unit == "board"
-    groups: dict[tuple[str, str], list[Chip]] = {}
+    groups = defaultdict(list)
     for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
         identifier = chip.device_id if is_board and chip.device_chips > 1 else chip.bdf
         if identifier:  # else a p300's chip waits for its serial
-            groups.setdefault((short_name(chip, settings), identifier), []).append(chip)
-    devices: dict[str, list[Device]] = {}
+            groups[short_name(chip, settings), identifier].append(chip)
+    devices = defaultdict(list)
     for (name, identifier), members in groups.items():
         whole = members[0].device_chips if is_board else 1
         if len(members) > whole:  # the card was moved
             members = [chip for chip in members if chip.present]
-        devices.setdefault(name, []).append(Device(identifier, tuple(members), whole))
+        devices[name].append(Device(identifier, tuple(members), whole))
     return dict(sorted(devices.items()))
 
 
@@ -1721,7 +1721,7 @@ def configured_resources(chips: Chips, settings: Settings) -> Resources:
     found: Resources = {}
 
     def add(short: str, base_name: str, devices: Iterable[Device], replicas: int) -> None:
-        by_id: dict[str, Device] = {}
+        by_id = {}
         for device in devices:
             by_id.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
         if by_id:
@@ -1750,8 +1750,8 @@ def resources(
     An ID that a pod holds means the chips that it was given: kubelets 1.35 to 1.37 crash at their
     start if it is not listed (topology_hints.go).
     """
-    held = defaultdict[str, dict[str, Device]](dict)  # by resource and ID
-    holders = defaultdict[str, list[Allocation]](list)  # by chip
+    held: dict[str, dict[str, Device]] = defaultdict(dict)  # by resource and ID
+    holders = defaultdict(list)  # by chip
     for allocation in allocations:
         resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
         for bdf in allocation.chips:
@@ -1765,7 +1765,7 @@ def resources(
             held[allocation.resource][identifier] = device
     found = {}
     for name, resource in configured.items():
-        devices: dict[str, Device] = {}
+        devices = {}
         for ids in resource.ids_of_devices:
             device = _withheld(resource.devices[ids[0]], resource, holders, label)
             devices.update(dict.fromkeys(ids, device))
@@ -1789,7 +1789,7 @@ def _withheld(
 
 def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Names]:
     """Return each ID's chips; those of unknown IDs are the rest."""
-    found: dict[str, Names] = {}
+    found = {}
     for identifier in allocation.ids:
         device = resource.devices.get(identifier)
         named = frozenset([identifier.partition("::")[0]])
@@ -1856,7 +1856,6 @@ class Cost(NamedTuple):
 
 
 NO_COST = Cost()
-
 BySize = list[Cost]  # the least costs of 0, 1, 2, … devices
 Nodes = frozenset[int]
 
@@ -1883,7 +1882,7 @@ def preferred_allocation(
     _check_question(resource, free, required, size)
     ids = [*resource.devices]
     bits = {identifier: 1 << number for number, identifier in enumerate(reversed(ids))}
-    candidates: list[Candidate] = []
+    candidates = []
     partly_used: set[object] = set()
     for replicas in resource.ids_of_devices:
         device = resource.devices[replicas[0]]
@@ -1972,7 +1971,7 @@ class _Search(NamedTuple):
         """Return the least costs over all parts. group_cost: of using any device."""
         total, *others = [*parts] or [[NO_COST]]
         for part in others:
-            joined: BySize = []
+            joined = []
             most = len(total) - 1
             for size in range(min(most + len(part), self.size + 1)):
                 least = max(0, size - most)
@@ -1983,7 +1982,7 @@ class _Search(NamedTuple):
 
 
 def _grouped(candidates: Candidates, key: str) -> list[list[Candidate]]:
-    groups = defaultdict[object, list[Candidate]](list)
+    groups = defaultdict(list)
     for candidate in candidates:
         groups[getattr(candidate, key)].append(candidate)
     return list(groups.values())
@@ -2165,8 +2164,7 @@ def _version_labels(subject: str, version: str) -> dict[str, str]:
 
 # ==== DECISION: the desired state. Pure ===========================================================
 
-
-User = Mapping[str, str]  # namespace, pod (else its UID) and container
+User = dict[str, str]  # namespace, pod (else its UID) and container
 
 
 class Observation(NamedTuple):
@@ -2198,7 +2196,7 @@ class Decision:
     @cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
         """Return each chip's resource and device, rather a configured than a retained one."""
-        found: dict[str, tuple[Resource, Device]] = {}
+        found = {}
         for resource in self.resources.values():
             for device in resource.unique_devices:
                 for chip in device.chips:
@@ -2250,7 +2248,7 @@ def decide(seen: Observation) -> Decision:
     configured = configured_resources(listed, settings)
     advertised = resources(configured, chips, seen.allocations, label)
     usable = [each.function for each in listed if each.present and not each.function.file_fault]
-    users = defaultdict[str, list[User]](list)
+    users = defaultdict(list)
     for allocation in seen.allocations:
         namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
         user = {"namespace": namespace, "pod": pod, "container": allocation.container}
@@ -2272,12 +2270,12 @@ def decide(seen: Observation) -> Decision:
 def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
     """Return the chips with reasons, and absent ones that only a pod knows."""
     chips = dict(seen.chips)
-    pods = defaultdict[str, list[str]](list)
+    pods = defaultdict(list)
     for allocation in seen.allocations:
         for bdf in allocation.chips:
             chips.setdefault(bdf, Chip(PciFunction(bdf), seen=True))
             pods[bdf].append(label(allocation))
-    boards = defaultdict[object, list[str]](list)
+    boards = defaultdict(list)
     for bdf, chip in chips.items():
         if chip.present and chip.device_chips == 2:
             boards[chip.board].append(bdf)
@@ -2661,7 +2659,7 @@ class OutputFile:
         try:
             with suppress(FileNotFoundError):
                 os.unlink(new)  # a killed daemon's
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
                 os.fchmod(file.fileno(), self._mode)
@@ -2939,7 +2937,7 @@ class PluginDirectory:
         if self._locked >= 0:
             os.close(self._locked)
         self.watch = -1
-        self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -3028,10 +3026,13 @@ class Node:
     def view(self, decision: Decision, states: States, status: str | None) -> Json:
         """Return what `list` and `check` show. status: None without a daemon."""
         knows_pods = self.allocations.has_read
+        faults = {}
         chips = []
         for bdf, chip in decision.chips.items():
             record = self.inventory.records.get(bdf) or ChipRecord(chip, Vitals())
             chips.append(chip_row(decision, chip, record, knows_pods=knows_pods))
+            if chip.fault:
+                faults[bdf] = chip.fault.name
         resources = []
         for name, resource in decision.resources.items():
             devices = [device for device in resource.unique_devices if device.incomplete]
@@ -3047,7 +3048,7 @@ class Node:
             "unreadable": decision.seen.unreadable,
             "withheld": decision.withheld,
             "resources": resources,
-            "faults": {bdf: each.fault.name for bdf, each in decision.chips.items() if each.fault},
+            "faults": faults,
             "chips": chips,
         }
 
@@ -3322,7 +3323,7 @@ def grpc_message(error: Exception) -> str:
 
 def connection_error(path: str) -> int:
     """Return the errno of connecting to a socket, or 0."""
-    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as probe:
         number = probe.connect_ex(path)
     return 0 if number == errno.EAGAIN else number  # EAGAIN: its queue is full
@@ -3384,7 +3385,7 @@ class KubeletSession:
         self._kubelet = kubelet
         if attempt is None or monotonic() >= self.retry_at:
             self._backoff = self._backoff or BACKOFF[0]
-            name = self.name.partition("/")[2][:18]  # see PLUGIN_DIR_MAX
+            name = basename(self.name)[:18]  # see PLUGIN_DIR_MAX
             number = f"{os.getpid()}-{next(_endpoint_numbers)}"
             path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
             attempt = self._attempt = Attempt(self, path)
@@ -3938,7 +3939,7 @@ class Daemon:
         for resource in decision.resources.values():  # containers start again with it
             with suppress(RequestError):  # Allocate answers with it
                 lock_path(resource, resource.devices, settings)
-        wanted: dict[str, str | None] = {}
+        wanted = {}
         if settings.cdi_dir:
             wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
         if settings.labels_dir:
@@ -4009,7 +4010,6 @@ Findings = Iterator[Finding]
 
 VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
 WIDTH = 110  # columns
-
 COLUMNS = {  # by keys of a row
     "N": "index",
     "ADDRESS": "bdf",
@@ -4116,8 +4116,7 @@ def print_safely(text: str, stream: Any = None) -> None:
     stream = stream or sys.stdout
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
-        shown = shown.replace("×", "x").replace("…", "...").replace("°", " ")
-        shown = shown.encode("ascii", "replace").decode()
+        shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
     print(shown, file=stream)
 
 
@@ -4230,7 +4229,7 @@ def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
         cells[title] = "-" if row[key] is None else str(row[key])
     for title in ("°C", "W"):
         cells[title] = cells[title].partition(".")[0]
-    cells["RESOURCE"] = cells["RESOURCE"].rpartition("/")[2]
+    cells["RESOURCE"] = basename(cells["RESOURCE"])
     if row["replicas"]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
     health = "withheld" if row["withheld"] else "healthy"
