@@ -118,7 +118,7 @@ def try_all(chosen: Sequence[int]) -> Iterator[tuple[str, bool]]:
     modules = str(bundled(ZIPAPP, WORK / "bundled"))
     for minor in chosen:
         if minor not in found:
-            yield f"Python 3.{minor}: NOT RUN: not installed", True
+            yield f"NOT RUN: Python 3.{minor} is not installed", True
             continue
         venv = WORK / f"venv-3.{minor}"
         for command in make_venv(venv, modules, str(tools(minor, WORK))):
