@@ -598,7 +598,7 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
 def test_a_kubelet_with_another_directory(host: Host) -> None:
     """The configuration and the example of a drop-in move the service there."""
     other = "/var/snap/microk8s/common/var/lib/kubelet"
-    example = host.path(f"{DOCUMENTS}/examples/kubelet-dir.conf").read_text()
+    example = host.path(f"/usr/share/{UNIT}/kubelet-dir.conf").read_text()
     configuration = f'device_plugin_dir = "{other}/device-plugins"\n{CONFIGURATION}'
     for drop_in, directory, text in (
         (example.replace("/var/lib/k0s/kubelet", other), f"{other}/device-plugins", configuration),
