@@ -1028,11 +1028,10 @@ def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vital
     telemetry = reading.telemetry
     # Any change shows life: a reset restarts the heartbeat. Only polls are far enough apart.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
-    is_compared = reading.periodic or vitals.heartbeat is None
     trips = vitals.trips if telemetry.trips is None else telemetry.trips
     rose = trips is not None and vitals.trips is not None and trips > vitals.trips
     return Vitals(
-        heartbeat=telemetry.heartbeat if is_compared else vitals.heartbeat,
+        heartbeat=telemetry.heartbeat if reading.periodic else vitals.heartbeat,
         misses=0 if beats else vitals.misses + reading.periodic,
         hot=_reaches(telemetry.temperature, limit, vitals.hot),
         trips=trips,

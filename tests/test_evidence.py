@@ -190,10 +190,24 @@ def test_another_root_is_found_when_it_appears(tracked: Tracked) -> None:
     tracked.make_cgroup(populated=True, where="one/kubepods/podother")
     assert tracked.in_force() == set()
     tracked.make_cgroup(populated=True, where=f"two/kubepods/pod{UID}")
+    tracked.make_cgroup(populated=False, where=f"one/kubepods/pod{UID}")
     tracked.write(checkpoint([entry()]))
     assert tracked.in_force() == {A}
     tracked.write(checkpoint([]))
     assert tracked.seconds_in_force() == ENOUGH
+
+
+def test_nothing_is_kept_of_a_pod_that_has_ended(tracked: Tracked) -> None:
+    """Otherwise memory and state file would grow with every pod."""
+    tracked.write(checkpoint([entry()]))
+    assert tracked.in_force() == {A}
+    tracked.tracker.apply_names({(N150, A, "main"): "default/train"})
+    assert tracked.tracker.names == {UID: "default/train"} and tracked.tracker.to_state()
+    tracked.write(checkpoint([]))
+    tracked.seconds_in_force()
+    tracked.now += 5
+    assert not tracked.in_force()
+    assert not tracked.tracker.names and not tracked.tracker.to_state()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])

@@ -57,13 +57,14 @@ class Judged:
         (2, "1 1 2 2 3 3 3", "......S"),
         (2, f"7 {'e7 ' * 100} 7 e7 7 e7", f".{'.' * 100}..SS"),
         (1, "7 e8 8 8", "...S"),
+        (1, "e7 7 7", "..S"),
         (1, "0 0", ".S"),
         (1, "4294967295 4294967295", ".S"),
         (1, "- - - 7 - - -", "......."),
     ],
     ids=[
         "of one", "of two", "of five", "a change starts the count again",
-        "readings by events do not count", "nor does the next poll compare with them",
+        "readings by events do not count", "nor does the next poll compare with them", "also if the first reading is one",
         "zero is a count", "all ones are one", "not offered",
     ],
 )  # fmt: skip
