@@ -1542,9 +1542,8 @@ class AllocationTracker:
 
     def in_force(self, now: float) -> tuple[Allocation, ...]:
         """Return the allocations in force, the newest last."""
-        records = [each for each in self._records.values() if each.is_in_force(now)]
-        records.sort(key=lambda each: each.answered_at or -inf)
-        return tuple(each.allocation for each in records)
+        records = self._records.values()
+        return tuple(each.allocation for each in records if each.is_in_force(now))
 
     def is_running(self, allocation: Allocation, now: float) -> bool:
         return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod, now)

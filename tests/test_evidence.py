@@ -280,13 +280,14 @@ def test_garbage_ends_nothing_until_the_checkpoint_can_be_parsed(
 ) -> None:
     """One line when it cannot be parsed, one when it can be again."""
     caplog.set_level("INFO")
-    tracked.write(checkpoint([entry()]))
+    tracked.write(checkpoint([entry()], {N150: [A, B]}))
     tracked.tracker.add_pending(PENDING._replace(ids=frozenset([B]), chips=frozenset([B])), START)
     assert tracked.in_force() == {A, B}
     for content in (garbage, garbage + b" "):
         tracked.write(content)
         assert tracked.seconds_in_force() == ENOUGH and tracked.in_force() == {A, B}
         assert tracked.tracker.unreadable == f"{ttdp.CHECKPOINT} cannot be parsed"
+        assert not tracked.tracker.checkpoint.registered  # by now it is out of date
     tracked.write(checkpoint([]))
     assert tracked.seconds_in_force() <= 15 and tracked.tracker.unreadable is None
     assert ["parsed: " in line or "parsed again" in line for line in caplog.messages] == [True] * 2
