@@ -1697,10 +1697,10 @@ def short_name(chip: Chip, settings: Settings) -> str:
 
 
 def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]:
-    """Return unshared devices by resource, in the order of addresses."""
+    """Return unshared devices by resource. chips: in the order of addresses."""
     is_board = settings.unit == "board"
     groups = defaultdict(list)
-    for chip in sorted(chips, key=lambda chip: address(chip.bdf)):
+    for chip in chips:
         identifier = chip.device_id if is_board and chip.device_chips > 1 else chip.bdf
         if identifier:  # else a p300's chip waits for its serial
             groups[short_name(chip, settings), identifier].append(chip)

@@ -64,7 +64,8 @@ class Judged:
     ],
     ids=[
         "of one", "of two", "of five", "a change starts the count again",
-        "readings by events do not count", "nor does the next poll compare with them", "also if the first reading is one",
+        "readings by events do not count", "nor does the next poll compare with them",
+        "also if the first reading is one",
         "zero is a count", "all ones are one", "not offered",
     ],
 )  # fmt: skip
@@ -252,6 +253,21 @@ def test_a_remedy_names_its_chip_and_all_that_it_affects(fault: Fault) -> None:
     held = [allocation("p300", bdf(2), buses=[2])]
     text = "(also resets 0000:02:00.0 on that board; in use by default/train)"
     assert reason(*pair, allocations=held).endswith(f"tt-smi -r 0000:01:00.0 {text}")
+
+
+def test_who_is_affected_is_named_if_the_remedy_stops_programs() -> None:
+    """Binding the driver again does; removing a file or checking a fan does not."""
+    held = [allocation("n150", bdf(1), buses=[1])]
+    named = {}
+    for fault in ttdp.REMEDIES:
+        found = chip(1, fault=fault)
+        text = reason(found, allocations=held)
+        assert text.count("; ") == 1 and "in use" not in reason(found)
+        named[fault] = text.endswith(" (in use by default/train)")
+    assert {fault for fault, yes in named.items() if not yes} == {
+        Fault.NODE, Fault.HOT, Fault.TRIPPED
+    }  # fmt: skip
+    assert reason(chip(1, fault=Fault.GONE)) == "it is ill", "without a remedy"
 
 
 ABSENT: Mapping[str, tuple[str | None, str | None, str]] = {

@@ -140,6 +140,37 @@ def test_devices_that_are_not_selected_stay_exclusive() -> None:
         assert ids([p300(1), p300(2)], board) == {"half": [f"{PAIR}::0", f"{PAIR}::1"]}
 
 
+def test_an_entry_shares_devices_of_its_own_name_only() -> None:
+    """Others stay as they are."""
+    n300 = chip(9, "n300")
+    assert ids([FOUR[0], n300], HALF) == {
+        "half": [f"{BDFS[0]}::0", f"{BDFS[0]}::1"], "n300": [n300.bdf]
+    }  # fmt: skip
+
+
+def test_the_summary_counts_devices_and_has_the_first_reason() -> None:
+    """Replicas are not counted; an ellipsis stands for further reasons."""
+    hot = [each._replace(verdict=ttdp.Verdict(Fault.HOT, "it is ill")) for each in FOUR]
+    for chips, settings, summary in (
+        (FOUR, None, "4 × tenstorrent.com/n150, 4 healthy"),
+        ([*FOUR[:3], hot[3]], None, f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {HOT})"),
+        (hot[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {HOT}, …)"),
+        (FOUR[:1], TWICE, "1 × tenstorrent.com/n150, 2 replicas each, 1 healthy"),
+    ):
+        (found,) = listed(chips, settings).values()
+        assert found.summary == summary
+    held = [allocation("n150-old", BDFS[0], buses=[1])]
+    assert listed(FOUR[:1], None, held)["n150-old"].summary.endswith("n150-old, 1 healthy")
+
+
+def test_an_id_that_is_not_listed_has_no_chips() -> None:
+    """A container can be started again when its resource is gone; an ID is never without chips."""
+    found = listed(FOUR[:2])["n150"]
+    assert [each.bdf for each in found.chips(["gone", BDFS[1]])] == [BDFS[1]]
+    both = allocation("n150", BDFS[0], "gone", buses=[1])
+    assert ttdp.chips_by_id(both, found) == {BDFS[0]: {BDFS[0]}, "gone": {BDFS[0]}}
+
+
 def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     """The message names what is missing; the device is shared once it exists."""
     half = SharedResource("n150", 2, "half", (bdf(9), "7", "0"))
