@@ -128,8 +128,11 @@ def _text(valid: str, form: str, check: Callable[[str], object] = lambda text: T
     return Rule(valid, accepts)
 
 
-def _path(valid: str, form: str = r"[^\0]+", most: int = 4095) -> Rule:
-    rule = _text(valid, form, lambda path: len(os.fsencode(abspath(path))) <= most)
+def _path(valid: str, form: str = ".+", most: int = 4095) -> Rule:
+    def fits(path: str) -> bool:
+        return path.isprintable() and len(os.fsencode(abspath(path or "/"))) <= most
+
+    rule = _text(valid, form, fits)
     return rule._replace(convert=lambda path: abspath(path) if path else "")
 
 
@@ -152,7 +155,7 @@ _SWITCH_AS_TEXT = _one_of(*TRUE, *FALSE)._replace(convert=lambda text: text in T
 _RESERVED = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
 _TARGET = _absolute(f"an absolute path other than {', '.join(_RESERVED)}", *_RESERVED)
 _DIRECTORY = _path("the path of a directory")
-_OR_NONE = _path("a path, or empty", r"[^\0]*")
+_OR_NONE = _path("a path, or empty", ".*")
 _SOCKET = _path(f"a unix socket's path of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
 _PLUGIN_DIR = _path(f"a path of at most {PLUGIN_DIR_MAX} bytes", most=PLUGIN_DIR_MAX)
 _RESOURCE_NAME = _text(
@@ -390,9 +393,10 @@ def _invalid(source: str, value: object, valid: str) -> ConfigError:
 
 
 def _checked(rule: Rule, value: object, source: str) -> Any:
-    if not rule.accepts(value):
-        raise _invalid(source, value, rule.valid)
-    return rule.convert(value)
+    with suppress(OSError, ValueError):  # no working directory; thousands of digits
+        if rule.accepts(value):
+            return rule.convert(value)
+    raise _invalid(source, value, rule.valid)
 
 
 def _read_config_file(path: str, shown: str, named_by: str) -> Json:
@@ -1080,10 +1084,11 @@ class Chip(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.bdf} ({self.card_type or self.function.arch})"
+        return f"{self.bdf} ({self.card_type or self.function.arch or 'unknown card'})"
 
     @property
     def present(self) -> bool:
+        """Return whether it has a device file."""
         return self.function.ordinal is not None
 
     @property
@@ -1224,6 +1229,7 @@ class Inventory:
 
     @property
     def present(self) -> list[PciFunction]:
+        """Return functions with a device file."""
         return [chip.function for chip in self.chips.values() if chip.present]
 
     def observe(self, settings: Settings) -> None:
@@ -1658,7 +1664,9 @@ class Resource:
 
     @property
     def unique_devices(self) -> list[Device]:
-        return [self.devices[ids[0]] for ids in self.ids_of_devices]
+        """Return each device once: withheld, if one of its IDs is."""
+        groups = ([self.devices[each] for each in ids] for ids in self.ids_of_devices)
+        return [max(group, key=lambda device: bool(device.withheld)) for group in groups]
 
     @cached_property
     def summary(self) -> str:
@@ -1670,6 +1678,7 @@ class Resource:
         return f"{len(devices)} × {self.name}{shared}, {healthy}{first}"
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
+        """Return these IDs' chips."""
         chips: dict[str, Chip] = {}
         for identifier in ids:
             if identifier in self.devices:
@@ -1894,7 +1903,7 @@ def preferred_allocation(
         for again, identifier in enumerate(left[:size]):
             cost = Cost(
                 must_include=-(identifier in required),
-                busy=identifier in busy,
+                busy=identifier in busy or resource.devices[identifier].is_retained,
                 again=again,
                 users=len(replicas) - len(left),
                 addresses=-bits[identifier],
@@ -2095,7 +2104,7 @@ def cdi_nodes(spec: str) -> dict[str, str]:
     try:
         nodes = {}
         for device in json.loads(spec)["devices"]:
-            nodes[device["name"]] = device["containerEdits"]["deviceNodes"][0]["hostPath"]
+            nodes[str(device["name"])] = device["containerEdits"]["deviceNodes"][0]["hostPath"]
         nodes.pop("all", None)
         return nodes
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -2186,7 +2195,6 @@ class Decision:
     resources: Resources  # as advertised, by name
     lists: Mapping[str, DeviceList]
     users: Mapping[str, list[User]]  # by PCI address
-    driver_problem: str | None
     unselected: Sequence[str]  # see unselected()
     cdi: str | None
     labels: str
@@ -2258,7 +2266,6 @@ def decide(seen: Observation) -> Decision:
         resources=advertised,
         lists={name: device_list(resource) for name, resource in advertised.items()},
         users=users,
-        driver_problem=driver_problem(chips.values(), seen.driver),
         unselected=[*unselected(listed, settings)],
         cdi=cdi_spec(usable, settings, seen.mounts),
         labels=feature_file(advertised.values(), listed, settings, seen.driver),
@@ -2459,8 +2466,8 @@ def plugin_metrics(decision: Decision, states: States, counts: Counts, started: 
 
 def status_line(decision: Decision, states: States) -> str:
     parts = [resource.summary for resource in decision.resources.values()]
-    if decision.driver_problem:
-        parts.insert(0, decision.driver_problem)
+    if problem := driver_problem(decision.chips.values(), decision.seen.driver):
+        parts.insert(0, problem)
     if not parts:
         return "no Tenstorrent device on this node; waiting for one"
     found = {name: state for name, (state, _) in states.items()}
@@ -2670,7 +2677,8 @@ class OutputFile:
             with suppress(OSError):
                 os.unlink(new)
             self._log_failure(f"cannot be written: {error.strerror}")
-            if self._mode != 0o600:  # an old state is better than none
+            # An old state is better than none.
+            if self._mode != 0o600 and try_read(self.path) != text.strip():
                 self._remove()
 
     def _remove(self) -> None:
@@ -2689,7 +2697,7 @@ class OutputFile:
 class StateFile:
     """State that survives a restart of the daemon within the same boot."""
 
-    VERSION = 1
+    VERSION = 2
 
     def __init__(self, settings: Settings) -> None:
         self.files: list[str] = []  # of previous daemons, in any boot
@@ -2772,10 +2780,8 @@ class ServiceManager:
         self._notifier = sdnotify.SystemdNotifier()
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager can hang
-        own = str(os.getpid())
-        is_ours = environ.get("WATCHDOG_PID", own) == own
         timeout = decimal(environ.get("WATCHDOG_USEC"))
-        self.feed_interval = timeout / 2e6 if timeout and is_ours else inf  # seconds
+        self.feed_interval = timeout / 2e6 if timeout else inf  # seconds
 
     def notify(self, *states: str) -> None:
         # sdnotify encodes in Latin-1, systemd expects UTF-8.
@@ -2903,10 +2909,10 @@ class PluginDirectory:
         self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._inotify >= 0:
             asyncio.get_running_loop().add_reader(self._inotify, self._read)
-        else:
-            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_instances"
-            log.warning("no inotify instance (%s): polling for kubelet restarts", reason)
         self.check()
+        if self.watch < 0:
+            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
+            log.warning("no inotify watch (%s): polling for kubelet restarts", reason)
 
     def close(self) -> None:
         for descriptor in (self._inotify, self._locked):
@@ -2932,10 +2938,11 @@ class PluginDirectory:
             self.watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
 
     def _lock(self) -> None:
-        if self._locked >= 0:
-            os.close(self._locked)
-        self.watch = -1
+        former = self._locked
         self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        self.watch = -1
+        if former >= 0:
+            os.close(former)
         try:
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -3240,9 +3247,7 @@ class Attempt(rpc.DevicePluginServicer):
         self.is_watched = False  # by the kubelet
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self.retry_at = -inf  # when the next one is due, once this has ended
-        self._name = session.name
-        self._allocator = session.allocator
-        self._stream = session.stream
+        self._session = session
         self.task = asyncio.create_task(session.run(self))
 
     def is_outdated(self, kubelet: FileIdentity | None) -> bool:
@@ -3252,6 +3257,7 @@ class Attempt(rpc.DevicePluginServicer):
         return is_lost or (self.kubelet is not None and kubelet not in (None, self.kubelet))
 
     def end(self, reason: str) -> None:
+        """End it, once."""
         if not self.ended.done():
             self.ended.set_result(reason)
 
@@ -3262,7 +3268,7 @@ class Attempt(rpc.DevicePluginServicer):
         is_kubelet = self.kubelet is not None and not self.is_watched
         self.is_watched |= is_kubelet
         try:
-            async for message in self._stream.messages():
+            async for message in self._session.stream.messages():
                 yield message
         finally:
             if is_kubelet:
@@ -3273,19 +3279,20 @@ class Attempt(rpc.DevicePluginServicer):
         response = pb.PreferredAllocationResponse()
         async with self._rejecting(context, "rejected GetPreferredAllocation"):
             for each in request.container_requests:
-                ids = self._allocator.prefer(self._name, each)
+                ids = self._session.allocator.prefer(self._session.name, each)
                 response.container_responses.add(deviceIDs=ids)
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
         containers = [list(each.devices_ids) for each in request.container_requests]
         async with self._rejecting(context, "rejected Allocate"):
-            answers = await self._allocator.allocate(self._name, containers)
+            answers = await self._session.allocator.allocate(self._session.name, containers)
+            log.debug("%s: allocated: %s", self._session.name, containers)
         return pb.AllocateResponse(container_responses=answers)
 
     async def PreStartContainer(self, request: Any, context: Context) -> Any:
         async with self._rejecting(context, "container start delayed"):
-            await self._allocator.wait_until_free(self._name, request.devices_ids)
+            await self._session.allocator.wait_until_free(self._session.name, request.devices_ids)
         return pb.PreStartContainerResponse()
 
     @asynccontextmanager
@@ -3299,7 +3306,7 @@ class Attempt(rpc.DevicePluginServicer):
         except OSError as error:  # of the daemon itself
             code = Status.UNAVAILABLE
             reason = f"internal error: {error}"
-        log.warning("%s: %s: %s", self._name, event, reason)
+        log.warning("%s: %s: %s", self._session.name, event, reason)
         await context.abort(code, reason)
 
 
@@ -3398,7 +3405,7 @@ class KubeletSession:
         with log_and_continue(f"the session of {self.name}"):
             try:
                 await self._serve(attempt)
-            except RegistrationError as error:
+            except (RegistrationError, OSError) as error:
                 self._set_state(str(error))
         if monotonic() - started > 30:  # seconds: it held
             self._backoff = BACKOFF[0]
@@ -3689,7 +3696,6 @@ class Reporter:
         self._details_at = -inf  # sensors' and processes'
         self._written_at = -inf  # the metrics file's
         self._tasks: set[Task] = set()
-        self._server: asyncio.AbstractServer | None = None  # on the status socket
 
     async def open(self, sockets: Iterable[socket.socket]) -> None:
         """Serve metrics on these sockets, and the view on the status socket."""
@@ -3699,7 +3705,7 @@ class Reporter:
             path = f"{directory}/{STATUS_SOCKET}"
             try:
                 if_exists(os.unlink, path)
-                self._server = await asyncio.start_unix_server(self._serve_view, path)
+                await asyncio.start_unix_server(self._serve_view, path)
                 os.chmod(path, 0o600)
             except OSError as error:
                 log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
@@ -3708,13 +3714,6 @@ class Reporter:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        if self._server:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def status(self, decision: Decision) -> str:
         status = status_line(decision, self._sessions.states)
@@ -3818,7 +3817,6 @@ class Daemon:
         finally:
             self._manager.notify("STOPPING=1")
             self._uevents.close()
-            await self._reporter.close()
             await self.sessions.close()
             self._directory.close()
 
@@ -3891,7 +3889,8 @@ class Daemon:
             if not condition.is_failing:
                 log.warning("cannot observe the node, so nothing changes for now: %s", error)
             condition.is_failing = True
-            self.node.polled_at = -inf  # read all again
+            self.node.scanned_at = -inf  # read all again
+            self._uevents.has_events = True
         else:
             if condition.is_failing:
                 log.info("the node can be observed again")
@@ -4172,7 +4171,7 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
         return 0
     width = WIDTH
     with suppress(OSError):
-        width = min(width, os.get_terminal_size(1).columns)
+        width = min(width, os.get_terminal_size(1).columns or width)
     for line in list_lines(view, width):
         print_safely(line)
     return 0
@@ -4288,7 +4287,7 @@ def _check_chips(view: View, settings: Settings) -> Findings:
         yield "warn", "devices", "none on this node; list PCI devices with: lspci -d 1e52:"
     for row in view["chips"]:
         bdf = row["bdf"]
-        card = row["card"] or row["arch"]
+        card = row["card"] or row["arch"] or "unknown card"
         if not row["healthy"]:
             is_device = row["resource"] or row["index"] is not None
             yield "FAIL" if is_device else "warn", bdf, f"{card}: {row['reason']}"
@@ -4349,7 +4348,7 @@ def _check_files(view: View, settings: Settings) -> Findings:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
         by_cdi = settings.device_list_strategy == "cdi"
-        if by_cdi or (settings.cdi_dir and exists(path)):
+        if (by_cdi and nodes) or (settings.cdi_dir and exists(path)):
             reason = getattr(error, "strerror", None) or error
             yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
         return
@@ -4387,7 +4386,8 @@ def _check_kubelet(view: View, settings: Settings) -> Findings:
         yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
     for resource in view["resources"]:
         if not number and resource["state"] not in (None, REGISTERED):
-            yield "FAIL", resource["name"], f"not registered: {resource['state']}"
+            reason = resource["state"] or "no answer to Register yet"
+            yield "FAIL", resource["name"], f"not registered: {reason}"
         for identifier, reason in resource["incomplete"].items():
             yield "FAIL", resource["name"], f"{identifier}: {reason}"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -158,6 +160,50 @@ async def test_the_first_list_has_every_chip(
     first = kubelet.find("list", NAME)[0].fields
     assert {*first["healthy_ids"], *first["unhealthy_ids"]} == {quick.bdf, slow.bdf}
     slow.unblock()
+
+
+async def test_looks_after_an_error_are_no_polls(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+) -> None:  # fmt: skip
+    """Two within the 0.1 s that a heartbeat takes would show a stall."""
+    monkeypatch.setattr("ttdp.RETRY_TICK", 0.01)
+    daemon = await start(interval=3600)
+    await kubelet.registered(NAME)
+    looks: list[bool] = []
+    observed = daemon.daemon.node
+    look = observed.look
+
+    def record(*, periodic: bool) -> None:
+        looks.append(periodic)
+        look(periodic=periodic)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(observed, "look", record)
+    with monkeypatch.context() as patch:
+        patch.setattr(observed.allocations, "observe", fail)
+        (directory / "any").touch()
+        await until(lambda: len(looks) > 3)
+    assert not any(looks)
+
+
+async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Until there are some again."""
+
+    def fail(path: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ttdp, "connection_error", fail)
+        daemon = await start()
+        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.states))
+    await kubelet.registered(NAME)
+    assert "internal error" not in caplog.text
 
 
 async def test_reads_without_descriptors_are_repeated_until_they_succeed(
