@@ -47,8 +47,12 @@ LONG = "/" + "x" * 4096
 DOMAINS = ["", "Tenstorrent.com", "tenstorrent_com", "a..b", "-a.b", "a/b", "kubernetes.io", "a\nb"]
 DOMAINS += ["x.kubernetes.io", "requests.example", "a" * 245, "tenstorrent.com\n"]
 WRONG: dict[str, tuple[list[str], str]] = {
-    **dict.fromkeys(("sysfs_root", "dev_root", "proc_root"), ([""], "the path of a directory")),
-    **dict.fromkeys(("cdi_dir", "labels_dir", "metrics_file"), ([LONG], "a path, or empty")),
+    **dict.fromkeys(
+        ("sysfs_root", "dev_root", "proc_root"), (["", "/a\nb"], "the path of a directory")
+    ),
+    **dict.fromkeys(
+        ("cdi_dir", "labels_dir", "metrics_file"), ([LONG, "/a\x1b"], "a path, or empty")
+    ),
     "device_plugin_dir": (["", "/" + "x" * 100], "a path of at most 64 bytes"),
     "resource_domain": (DOMAINS, "a lower-case DNS name outside kubernetes.io, such as tenstorre"),
     "resource_naming": (["", "cards", "BOARD", " board"], "board, card or arch"),
@@ -182,6 +186,20 @@ def test_a_wrong_value_is_reported_with_its_source_and_the_valid_values(
     for value in ("1", "1.5", "[]", "{}", "2024-01-01", '"true"' if option.is_switch else "true"):
         line = rejection(f"{option.key} = {value}")
         assert line.startswith(f"FILE: {option.key}: ") and f"; must be {valid}" in line
+
+
+def test_what_python_cannot_convert_is_reported_like_any_wrong_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that is not UTF-8, thousands of digits, a relative path without a directory."""
+    assert rejection(environ={"TTDP_DEV_ROOT": "/\udcff"}).startswith("TTDP_DEV_ROOT: '/")
+    entry = f"[[sharing.resources]]\nname = 'n150'\nreplicas = 2\ndevices = [0x{'f' * 5000}]"
+    assert "FILE: [[sharing.resources]] devices: " in rejection(entry)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert rejection(flags={"dev_root": "dev"}).startswith("--dev-root: 'dev' is not valid")
+    assert from_file("cdi_dir = ''").cdi_dir == ""
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -201,14 +202,32 @@ async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path
                 pass
 
 
-async def test_a_watch_that_is_refused_is_tried_again(
+async def test_a_new_directory_that_cannot_be_opened_ends_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its status: the descriptor of the former one is closed once."""
+    path = tmp_path / "a"
+    async with watched(path) as found:
+        path.rename(tmp_path / "b")
+        with monkeypatch.context() as patch, pytest.raises(ttdp.DirectoryError) as error:
+            patch.setattr("os.open", no_descriptors)
+            found.directory.check()
+    assert error.value.args[0] == 74 and "Too many open files" in error.value.args[1]
+
+
+def no_descriptors(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_a_watch_that_is_refused_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All watches of the user can be in use for a moment."""
     with monkeypatch.context() as patch:
         patch.setattr(ttdp._libc, "inotify_add_watch", lambda *_: -1)
         found = Watched(tmp_path)
         found.directory.open()
+    assert "polling for kubelet restarts" in caplog.text
     found.directory.check()
     found.directory.has_changed()
     (tmp_path / "kubelet.sock").touch()
@@ -222,7 +241,7 @@ async def test_without_inotify_one_line_is_logged(
     """With the setting to raise; changes are found at the next turn."""
     monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda *_: -1)
     async with watched(tmp_path) as found:
-        assert "raise fs.inotify.max_user_instances" in caplog.text
+        assert "raise fs.inotify.max_user_*" in caplog.text
         (tmp_path / "kubelet.sock").touch()
         assert found.directory.has_changed()
 

@@ -163,6 +163,25 @@ def test_the_summary_counts_devices_and_has_the_first_reason() -> None:
     assert listed(FOUR[:1], None, held)["n150-old"].summary.endswith("n150-old, 1 healthy")
 
 
+def test_an_id_that_is_only_retained_is_the_last_choice() -> None:
+    """Allocate refuses it, until another look shows that its pod has ended."""
+    first = shared(SharedResource("n150", 2, "half", (BDFS[0],)))
+    found = listed(FOUR, first, [allocation("n150", BDFS[0], buses=[1])])["n150"]
+    assert {*found.devices} == {*BDFS}
+    assert ttdp.preferred_allocation(found, BDFS, [], 3) == BDFS[1:]
+
+
+def test_a_replica_that_is_withheld_is_reported_beside_one_that_is_held() -> None:
+    """Fewer replicas after a reload: the list, the status and the view agree."""
+    held = [allocation("n150", f"{BDFS[0]}::{n}", buses=[1], pod=f"u{n}") for n in (0, 3)]
+    decision = decide(FOUR[:1], TWICE, held)
+    (resource,) = decision.resources.values()
+    unhealthy = [name for name, each in resource.devices.items() if each.reason]
+    assert unhealthy == [f"{BDFS[0]}::1"]
+    assert [*decision.withheld] == [f"tenstorrent.com/n150 {BDFS[0]}"]
+    assert "0 healthy" in resource.summary and decision.owners[BDFS[0]][1].holder
+
+
 def test_an_id_that_is_not_listed_has_no_chips() -> None:
     """A container can be started again when its resource is gone; an ID is never without chips."""
     found = listed(FOUR[:2])["n150"]
