@@ -29,8 +29,7 @@ What they stand on:
     chips.py           chips, allocations and decisions without a file, for what is pure
     commands.py        the program as a process, and all that it prints
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
-    world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go and fail
-    world/tree.py      attributes that change, fail and block
+    world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
     world/kubelet.py   the reference kubelet; its argument `version` selects what differs
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/container.py   a booted Debian; e2e/node.py: a node with a real kubelet

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,10 @@ def plugin_sockets(directory: Path) -> list[str]:
     """Return the names of the sockets in the device plugin directory, except the kubelet's."""
     names = [path.name for path in directory.iterdir() if path.is_socket()]
     return [name for name in names if name != "kubelet.sock"]
+
+
+def no_descriptors(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 async def turns(daemon: RunningDaemon, number: int = 5) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import ttdp
+from tests.conftest import no_descriptors
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import PATIENCE, finished, until
@@ -213,10 +213,6 @@ async def test_a_new_directory_that_cannot_be_opened_ends_the_daemon(
             patch.setattr("os.open", no_descriptors)
             found.directory.check()
     assert error.value.args[0] == 74 and "Too many open files" in error.value.args[1]
-
-
-def no_descriptors(*_: object) -> int:
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 async def test_a_watch_that_is_refused_is_tried_again(

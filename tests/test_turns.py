@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import WATCHDOG, StartDaemon, plugin_sockets, turns
+from tests.conftest import WATCHDOG, StartDaemon, no_descriptors, plugin_sockets, turns
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -178,12 +176,9 @@ async def test_looks_after_an_error_are_no_polls(
         looks.append(periodic)
         look(periodic=periodic)
 
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     monkeypatch.setattr(observed, "look", record)
     with monkeypatch.context() as patch:
-        patch.setattr(observed.allocations, "observe", fail)
+        patch.setattr(observed.allocations, "observe", no_descriptors)
         (directory / "any").touch()
         await until(lambda: len(looks) > 3)
     assert not any(looks)
@@ -194,12 +189,8 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Until there are some again."""
-
-    def fail(path: str) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     with monkeypatch.context() as patch:
-        patch.setattr(ttdp, "connection_error", fail)
+        patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()
         await until(lambda: "Too many open files" in str(daemon.daemon.sessions.states))
     await kubelet.registered(NAME)
