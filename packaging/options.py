@@ -224,7 +224,8 @@ def manual_keys() -> str:
     """Return the lists of the keys that only the configuration file has, by section."""
     lines = []
     for section in SECTIONS:
-        lines += [f".Ss {section.heading}", *map(roff, sentences(section.text))]
+        lines += [f".Ss {section.heading}\\&"]  # or the bracket would be a trailing delimiter
+        lines += [line for each in sentences(section.text) for line in roff(each)]
         lines += [".Bl -tag -width Ds"]
         for key in keys_of(section):
             lines += [f".It Li {key.name}", *manual_text(key)]
@@ -234,7 +235,7 @@ def manual_keys() -> str:
 
 def manual_text(key: Key) -> list[str]:
     """Return a key's meaning, valid values and default, each sentence on its own line."""
-    lines = [roff(each) for each in key.sentences]
+    lines = [line for each in key.sentences for line in roff(each)]
     if key.shown_default:
         macro = ".Pa" if key.shown_default.startswith("/") else ".Li"
         own_line = [".br"] if len(key.shown_default) > 45 else []  # troff cannot break a path
@@ -246,11 +247,12 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=\.) ", text)
 
 
-def roff(text: str) -> str:
-    """Return a line of text in which the characters that are special to roff are escaped."""
+def roff(text: str) -> list[str]:
+    """Return lines of text in which the characters that are special to roff are escaped."""
     for each, name in {"\\": "\\e", "°": "\\(de", '"': "\\(dq", "'": "\\(aq"}.items():
         text = text.replace(each, name)
-    return text
+    lines = textwrap.wrap(text, 80, break_long_words=False, break_on_hyphens=False)
+    return [f"\\&{each}" if each.startswith(".") else each for each in lines]
 
 
 # -- The documented configuration ------------------------------------------------------------------
