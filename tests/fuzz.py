@@ -111,10 +111,10 @@ class World:
             chips = variables.get(ttdp.ADDRESSES, "").split(",")
             self.chips_of[pod, event.fields["container"]] = chips
         elif event.kind == "started":
-            # Static pods are admitted at once, before any plugin can have registered. A pod that
-            # neither the kubelet nor a process shows has no evidence.
-            pods = [each for each in self.kubelet.pods if each.wanted and not each.over]
-            is_plain = all(each.has_processes and not each.static for each in pods)
+            # Static pods are admitted at once, before any plugin can have registered, rejected
+            # ones again. A pod that neither the kubelet nor a process shows has no evidence.
+            pods = [each for each in self.kubelet.pods if each.wanted]
+            is_plain = all((each.over or each.has_processes) and not each.static for each in pods)
             self.is_fair = is_plain and all(map(is_well, self.chips))
         elif event.kind == "pod-killed":
             # An init container that has ended is allocated again, which can fail for other reasons.
