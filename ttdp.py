@@ -861,7 +861,7 @@ def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
         try:
             raw[name] = files.read(f"{directory}/{name}")
         except OSError as error:
-            # ENODATA of the heartbeat is a reset, another's a tag that is no longer reported.
+            # ENODATA of the heartbeat is a reset, another's a tag no longer reported.
             is_missing = error.errno == errno.ENODATA and name != "tt_heartbeat"
             if not is_missing and error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
@@ -889,7 +889,7 @@ _CLOCK = "Clock frequency in hertz."
 _ERRORS = "PCIe errors reported by AER, by severity."
 _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
-# hwmon's are in µW, mA, mV and rpm, tt_* in MHz (tt-kmd's telemetry.c).
+# hwmon: µW, mA, mV and rpm; tt_*: MHz (tt-kmd's telemetry.c).
 SENSORS = (
     Sensor("power1_input", "power_watts", "Power draw in watts.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
@@ -4038,12 +4038,13 @@ underscores. Precedence: flag, environment variable, file, default. Only the fil
 
 def argument_parser() -> argparse.ArgumentParser:
     usage = "tt-device-plugin run|list|check [OPTIONS]"
+    form = partial(argparse.RawTextHelpFormatter, width=80)  # spares shutil
     parser = argparse.ArgumentParser(
         "tt-device-plugin",
         usage,
         DESCRIPTION,
         EPILOG,
-        formatter_class=argparse.RawTextHelpFormatter,
+        formatter_class=form,
         allow_abbrev=False,
     )
     add = parser.add_argument
