@@ -48,7 +48,7 @@ from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, combinations, cycle
+from itertools import accumulate, chain, combinations, count
 from math import inf
 from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
@@ -540,7 +540,7 @@ DEAD_TEMPERATURE = 65535999  # m°C: all ones, converted by hwmon
 DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
 DEAD_VALUE = 2**32 - 10**6  # the least of all ones' other conversions
 
-ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV)
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
@@ -869,7 +869,7 @@ def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
         return parse_telemetry(raw)
     if not isdir(function.sysfs):
         return Telemetry(error=(basename(function.sysfs), errno.ENODEV))
-    # Either the firmware is late, or the chip was dead when the driver was bound.
+    # Late firmware, or a chip that was dead when the driver was bound.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1164,7 +1164,6 @@ class ChipRecord:
 
     def vanish(self, driver: str | None) -> None:
         if self.chip.present:
-            # Until telemetry is read after its return.
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
@@ -1176,7 +1175,7 @@ class ChipRecord:
         verdict, self.vitals = judge(*state, reading, settings, was_seen=self.was_seen)
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # Another card can be in the slot.
+            # The slot can have another card.
             former = identity if self.telemetry else Identity()
             both = zip(telemetry.identity, former, strict=True)
             identity = Identity(*(new or old for new, old in both))
@@ -1510,6 +1509,7 @@ class AllocationTracker:
             if record is None or record.allocation != allocation:
                 pending = self._records.pop(allocation._replace(pod="").key, None)
                 answered_at = pending.answered_at if pending else None
+                self._records.pop(key, None)  # the newest last
                 self._records[key] = AllocationRecord(allocation, answered_at)
                 is_new = True
         return is_new
@@ -1535,7 +1535,7 @@ class AllocationTracker:
         if self.unreadable and record.is_in_force(now):
             return True
         # Up to 1.31 the last admitted pod's entry stays. An empty cgroup does not show that a
-        # pod has ended: volumes are being mounted, or the sandbox is being replaced.
+        # pod has ended: volumes are being mounted, or its sandbox replaced.
         if has_entry and (has_cgroup or pod not in self._seen):
             return True
         # A forced deletion removes the entry at once.
@@ -1576,7 +1576,7 @@ class AllocationTracker:
 
 
 def explain(
-    chip: Chip, siblings: Sequence[str], pods: Sequence[str], driver: str | None
+    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], driver: str | None
 ) -> str | None:
     """Return why a chip is unhealthy, with the remedy and what else this affects."""
     fault = chip.fault
@@ -1589,10 +1589,13 @@ def explain(
         problem = f"device file is invalid: {chip.function.file_fault}"
     remedy = REMEDIES.get(fault, "").format(bdf=chip.bdf)
     affected = []
+    users = pods[chip.bdf]
     if "tt-smi" in remedy and siblings:
         affected.append(f"also resets {', '.join(siblings)} on that board")
-    if ("tt-smi" in remedy or "unbind" in remedy) and pods:
-        affected.append(f"in use by {', '.join(pods)}")
+        for bdf in siblings:
+            users = users + pods[bdf]
+    if users and chip.bdf in remedy:
+        affected.append(f"in use by {', '.join(dict.fromkeys(users))}")
     if affected:
         remedy += f" ({'; '.join(affected)})"
     return f"{problem}; {remedy}" if remedy else problem
@@ -1632,7 +1635,7 @@ class Device(NamedTuple):
         """Return why the kubelet sees it as unhealthy."""
         for chip in self.chips:
             if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if len(self.chips) > 1 else chip.reason
+                return f"{chip.bdf}: {chip.reason}" if self.whole > 1 else chip.reason
         return self.incomplete or self.withheld
 
     @property
@@ -2035,8 +2038,7 @@ def container_edits(
     chips = sorted(chips, key=lambda chip: address(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
     edits = Edits(envs={ADDRESSES: addresses})
-    # For tt-umd an integer is an index into the devices inside the container: a host's number
-    # would be wrong.
+    # tt-umd reads an integer as an index inside the container: a host's number would be wrong.
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
@@ -2164,7 +2166,8 @@ def _common(values: Iterable[str | None]) -> str:
 
 def _version_labels(subject: str, version: str) -> dict[str, str]:
     labels = {f"{subject}.version": version}
-    for part, number in zip(("major", "minor"), re.findall(r"\d+", version), strict=False):
+    numbers = re.findall(r"\d+", version)
+    for part, number in zip(("major", "minor"), numbers, strict=False):
         labels[f"{subject}.{part}"] = number
     return labels
 
@@ -2288,11 +2291,7 @@ def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
     for bdf in sorted(chips, key=address):
         chip = chips[bdf]
         siblings = [each for each in boards[chip.board] if each != bdf]
-        users = dict.fromkeys(pods[bdf])
-        for each in siblings:
-            users |= dict.fromkeys(pods[each])
-        reason = explain(chip, siblings, [*users], seen.driver)
-        found[bdf] = chip._replace(reason=reason)
+        found[bdf] = chip._replace(reason=explain(chip, siblings, pods, seen.driver))
     return found
 
 
@@ -2323,11 +2322,12 @@ def _chip_changes(before: Decision, after: Decision, chip: Chip) -> LogLines:
     introduction = _introduction(chip)
     if chip.present and introduction != _introduction(former):
         yield logging.INFO, f"{chip.label}: {introduction}"
-    if chip.fault and chip.fault != former.fault:
+    unloaded = after.seen.driver is None and chip.reason != former.reason
+    if chip.fault and (unloaded or chip.fault != former.fault):
         yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
-    elif former.fault and not chip.fault:
+    if former.fault and not chip.fault:
         yield logging.INFO, f"{chip.label}: healthy again"
-    if not chip.fault and former.verdict.throttles != chip.verdict.throttles:
+    if former.verdict.throttles != chip.verdict.throttles:
         reached = "has reached its own temperature limit and throttles"
         state = reached if chip.verdict.throttles else "no longer throttles"
         yield logging.INFO, f"{chip.label}: {state}"
@@ -2677,7 +2677,6 @@ class OutputFile:
             with suppress(OSError):
                 os.unlink(new)
             self._log_failure(f"cannot be written: {error.strerror}")
-            # An old state is better than none.
             if self._mode != 0o600 and try_read(self.path) != text.strip():
                 self._remove()
 
@@ -2924,7 +2923,8 @@ class PluginDirectory:
         """Create, lock and watch the directory if it is a new one; raises DirectoryError."""
         try:
             if not isdir(self.path):
-                os.makedirs(self.path, 0o750, exist_ok=True)
+                os.makedirs(self.path, exist_ok=True)
+                os.chmod(self.path, 0o750)  # despite the umask
             status = os.stat(self.path)
             if self._locked < 0 or not os.path.samestat(os.fstat(self._locked), status):
                 self._lock()
@@ -2950,14 +2950,15 @@ class PluginDirectory:
             inode = os.fstat(self._locked).st_ino
             line = rf"^\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} "
             if match := re.search(line, try_read("/proc/locks") or "", re.MULTILINE):
-                holder = f"process {match[1]} ({try_read(f'/proc/{match[1]}/comm') or '?'})"
+                holder = f"process {match[1]} ({try_read(f'/proc/{match[1]}/comm')!r})"
             reason = f"{self.path} is locked by {holder}; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
 
     def has_changed(self) -> bool:
         """Return whether others' files came or went since the last call."""
         before = self.names
-        names = {name for name in names_in(self.path) if not name.startswith((SOCKET_PREFIX, "."))}
+        ours = (SOCKET_PREFIX, ".")
+        names = {name for name in names_in(self.path) if not name.startswith(ours)}
         self.names = names - {CHECKPOINT}
         return self.names != before
 
@@ -3198,7 +3199,7 @@ PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
 Context = grpc.aio.ServicerContext[Any, Any]
-_endpoint_numbers = cycle(range(1, 100_000))
+_endpoint_numbers = count(1)
 
 
 class RegistrationError(Exception):
@@ -3391,7 +3392,7 @@ class KubeletSession:
         if attempt is None or monotonic() >= self.retry_at:
             self._backoff = self._backoff or BACKOFF[0]
             name = basename(self.name)[:18]  # see PLUGIN_DIR_MAX
-            number = f"{os.getpid()}-{next(_endpoint_numbers)}"
+            number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
             path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
             attempt = self._attempt = Attempt(self, path)
             attempt.task.add_done_callback(lambda _: self._wake())
@@ -3965,7 +3966,7 @@ class Daemon:
                 return f"waiting for the driver to create a device file for {missing[0]}"
             if missing:
                 log.warning("%s: no device file; starting without it", missing[0])
-            if settings.fail_on_init_error and (version is None or not present):
+            if settings.fail_on_init_error and (version is None or not decision.lists):
                 self._exit(1, f"{driver}, {pluralize(len(present), 'device')}")
                 return None
             condition.enter("linking", now)
@@ -4112,7 +4113,8 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
 def print_safely(text: str, stream: Any = None) -> None:
     """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
     stream = stream or sys.stdout
-    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    escaped = (each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    shown = "".join(escaped)
     if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
     print(shown, file=stream)
@@ -4217,7 +4219,8 @@ def _table_lines(view: View, width: int) -> Iterator[str]:
         if sum(widths.values()) + 2 * len(widths) - 2 > width:
             del widths[title]
     for cells in table:
-        text = "  ".join(cells[title].ljust(size) for title, size in widths.items()).rstrip()
+        padded = (cells[title].ljust(size) for title, size in widths.items())
+        text = "  ".join(padded).rstrip()
         yield text if len(text) <= width else f"{text[: width - 1]}…"
 
 
@@ -4349,7 +4352,7 @@ def _check_files(view: View, settings: Settings) -> Findings:
             described = cdi_nodes(file.read())
     except (OSError, ValueError) as error:
         by_cdi = settings.device_list_strategy == "cdi"
-        if (by_cdi and nodes) or (settings.cdi_dir and exists(path)):
+        if (nodes and (by_cdi or isdir(settings.cdi_dir))) or exists(path):
             reason = getattr(error, "strerror", None) or error
             yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
         return

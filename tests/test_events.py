@@ -251,4 +251,4 @@ async def test_a_locked_directory_is_served_by_one_daemon(tmp_path: Path) -> Non
         holder.kill()
     status, reason = error.value.args
     assert status == 75
-    assert reason == f"{tmp_path} is locked by process {holder.pid} (flock); exiting"
+    assert reason == f"{tmp_path} is locked by process {holder.pid} ('flock'); exiting"

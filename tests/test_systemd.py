@@ -366,7 +366,7 @@ async def test_a_second_daemon_ends_and_names_the_first(
     assert await second.ended() == 75
     (line,) = second.said
     command = Path(f"/proc/{first.pid}/comm").read_text().strip()
-    assert line.endswith(f"{directory} is locked by process {first.pid} ({command}); exiting")
+    assert line.endswith(f"{directory} is locked by process {first.pid} ({command!r}); exiting")
     assert not any(text.startswith("READY") for text in second.heard)
     assert serves(directory, "n150")
     await first.stop(signal.SIGKILL)

@@ -12,16 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.steps import (
-    JSON,
-    PROBE,
-    UNIT,
-    properties,
-    shell,
-    status_with,
-    step,
-    wait_for,
-)
+from tests.e2e.steps import JSON, PROBE, UNIT, properties, shell, status_with, step, wait_for
 from tests.world.node import SimulatedNode, Ticker
 
 CONFIG = Path("/etc/tt-device-plugin/config.toml")

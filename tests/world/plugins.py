@@ -213,11 +213,7 @@ class Plugins:
     """
 
     def __init__(
-        self,
-        config: Config,
-        log: EventLog,
-        devices: Devices,
-        write: Callable[[], Awaitable[None]],
+        self, config: Config, log: EventLog, devices: Devices, write: Callable[[], Awaitable[None]]
     ) -> None:
         self.endpoints: dict[str, Endpoint] = {}
         self._config = config
