@@ -238,8 +238,6 @@ OPERATIONS = [
 ]
 
 
-# -- promises --------------------------------------------------------------------------------------
-
 Differences = Iterator[tuple[str, object, object]]  # what; found; expected
 
 

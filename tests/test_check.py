@@ -314,11 +314,12 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
 
 
 def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
-    """Garbage; a missing one, if containers depend on it."""
+    """Garbage; a missing one, if containers depend on it or its directory exists."""
     problem = f"{host.cdi_file} cannot be read: "
     answer = host.run("check", "--device-list-strategy=cdi")
     assert complaint(answer, "FAIL", "CDI").startswith(f"{problem}No such file or directory")
     host.cdi_file.parent.mkdir()
+    assert complaint(host.run("check"), "FAIL", "CDI").startswith(problem)
     for content in ("", "{", "[]", '{"devices": [{"name": "all"}]}', "null"):
         host.cdi_file.write_text(content)
         assert complaint(host.run("check"), "FAIL", "CDI").startswith(problem)

@@ -83,8 +83,6 @@ def test_a_bad_value_is_status_78_and_one_line(
     assert (ended.status, ended.out) == (78, "") and text in line
 
 
-# -- log lines -------------------------------------------------------------------------------------
-
 TALK = """
 import logging, os, ttdp
 ttdp.set_up_logging(os.environ, has_timestamps=True)

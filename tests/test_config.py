@@ -436,3 +436,11 @@ def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
         written.append(heading)
         written += [f"{name} = {toml(value)}" for name, value in values if value is not None]
     assert from_file("\n".join(written)) == settings
+
+
+def test_times_are_those_of_the_design() -> None:
+    """Other tests hurry them, or wait for what they are."""
+    names = "GATE_TIMEOUT METRICS_INTERVAL CHECKPOINT_TIMEOUT MAX_RESENDS GRACE_PERIOD ROOT_DEPTH"
+    assert [getattr(ttdp, name) for name in names.split()] == [25, 15, 1, 2, 10, 4]
+    assert (ttdp.REGISTER_TIMEOUT, ttdp.BACKOFF) == (10, (0.1, 5))
+    assert (ttdp.READ_TIMEOUT, ttdp.FIRMWARE_TIMEOUT) == (2, 10)

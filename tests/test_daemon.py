@@ -308,6 +308,33 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     assert len(lines) == 2 and "Too many open files" in lines[0]
 
 
+async def test_a_device_that_is_not_listed_is_none(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For --fail-on-init-error, too."""
+    monkeypatch.setattr("ttdp.BIND_TIMEOUT", 0.3)
+    (bad,) = node.add("n150")
+    bad.device_node.unlink()
+    bad.device_node.touch()
+    daemon = await start(interval=0.1, fail_on_init_error=True)
+    await until(lambda: daemon.notified("READY=1") or daemon.daemon._condition.exit_status)
+    assert daemon.daemon._condition.exit_status == 1
+
+
+async def test_the_remedy_of_a_module_that_is_removed_reaches_the_log(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It releases one chip after the other, and then goes."""
+    node.add("n150")
+    daemon = await start(interval=3600)
+    await kubelet.registered(N150)
+    for step in (node.chips[0].unbind, node.unload_driver):
+        step()
+        reason = "not bound" if step != node.unload_driver else "modprobe"
+        await until(lambda: reason in str(daemon.chip(node.chips[0].bdf).reason))  # noqa: B023
+    assert len([text for text in caplog.messages if "unhealthy: " in text]) == 2
+
+
 async def test_it_can_end_at_any_moment_of_its_start(
     node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,22 +126,15 @@ def test_an_entry_is_evidence(tracked: Tracked, populated: bool | None) -> None:
     assert 5 < tracked.seconds_in_force() <= 11
 
 
-def test_an_entry_of_a_pod_whose_cgroup_is_gone_is_no_evidence(tracked: Tracked) -> None:
-    """Kubelets up to 1.31 keep the entry of the pod that was admitted last."""
+def test_an_entry_of_a_pod_whose_cgroup_is_gone_counts_for_the_next_kubelet(
+    tracked: Tracked,
+) -> None:
+    """Up to 1.31 the last admitted pod's entry stays. A kubelet that starts recreates cgroups."""
     tracked.write(checkpoint([entry()]))
     cgroup = tracked.make_cgroup(populated=True)
     assert tracked.in_force() == {A}
     shutil.rmtree(cgroup)
     assert 5 < tracked.seconds_in_force() <= 15
-
-
-def test_a_kubelet_that_starts_recreates_cgroups_that_are_gone(tracked: Tracked) -> None:
-    """After its start a pod without a cgroup has not ended: its entry counts again."""
-    tracked.write(checkpoint([entry()]))
-    cgroup = tracked.make_cgroup(populated=True)
-    assert tracked.in_force() == {A}
-    shutil.rmtree(cgroup)
-    assert tracked.seconds_in_force() < 15
     tracked.start_kubelet()
     assert tracked.seconds_in_force() == ENOUGH
 
@@ -312,6 +305,16 @@ def test_an_unchanged_checkpoint_is_read_once(
 
 
 # -- keys ------------------------------------------------------------------------------------------
+
+
+def test_a_replaced_allocation_is_the_newest(tracked: Tracked) -> None:
+    """A static pod returns, and gets the chip of a pod that was deleted by force and runs on."""
+    tracked.write(checkpoint([entry(A, pod="static"), entry(B, pod="other")]))
+    tracked.make_cgroup(populated=True, where="kubepods/podother")
+    assert tracked.in_force() == {A, B}
+    tracked.write(checkpoint([entry(B, pod="static")]))
+    tracked.in_force()
+    assert [each.pod for each in tracked.tracker.in_force(tracked.now)] == ["other", "static"]
 
 
 def test_a_new_allocation_of_a_container_replaces_the_former_one(tracked: Tracked) -> None:

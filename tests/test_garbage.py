@@ -72,9 +72,6 @@ def preference(available: list[str], size: int) -> pb.PreferredAllocationRequest
     return request
 
 
-# -- on the socket ---------------------------------------------------------------------------------
-
-
 async def test_random_bytes_and_half_open_connections_are_closed(
     endpoint: Path, kubelet: Kubelet
 ) -> None:

@@ -253,6 +253,8 @@ def test_a_remedy_names_its_chip_and_all_that_it_affects(fault: Fault) -> None:
     held = [allocation("p300", bdf(2), buses=[2])]
     text = "(also resets 0000:02:00.0 on that board; in use by default/train)"
     assert reason(*pair, allocations=held).endswith(f"tt-smi -r 0000:01:00.0 {text}")
+    rebound = chip(1, "p300c", fault=Fault.RESETTING, serial="S")
+    assert reason(rebound, pair[1], allocations=held).endswith("> bind"), "that chip alone"
 
 
 def test_who_is_affected_is_named_if_the_remedy_stops_programs() -> None:
@@ -328,6 +330,12 @@ def test_throttling_is_one_line_and_not_a_fault() -> None:
     reached = "has reached its own temperature limit and throttles"
     assert lines([chip(1)], [slow]) == [f"{label}: {reached}"]
     assert lines([slow], [chip(1)]) == [f"{label}: no longer throttles"]
+    hot = slow._replace(verdict=Verdict(Fault.HOT, "too hot", throttles=True))
+    for ill in (hot, chip(1, fault=Fault.READ_ERROR)):  # its end has a beginning, and vice versa
+        texts = [*lines([chip(1)], [slow]), *lines([slow], [ill]), *lines([ill], [chip(1)])]
+        assert [f"{label}: {reached}", f"{label}: no longer throttles"] == [
+            text for text in texts if "throttles" in text
+        ]
 
 
 def test_a_chip_is_introduced_once_more_when_its_firmware_reports_its_identity() -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import ttdp
 from tests.chips import decide
 from tests.world.captures import capture, capture_names
 from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
+from tests.world.processes import in_memory
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import open_below
 from ttdp import (
@@ -68,14 +68,6 @@ def look(inventory: Inventory, node: SimulatedNode, at: float = 0.0) -> dict[str
     readings = [Reading(each, read(each), at) for each in inventory.present]
     inventory.apply(readings, HealthSettings())
     return inventory.chips
-
-
-@contextlib.contextmanager
-def in_memory() -> Iterator[Path]:
-    """Yield a directory in memory if possible: a Galaxy has 2,500 files."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as directory:
-        yield Path(directory)
 
 
 @contextlib.contextmanager
@@ -482,10 +474,13 @@ def test_a_chip_whose_device_file_is_invalid_from_the_start_is_not_listed(
 
 
 def test_a_device_file_may_be_a_link_to_one(chip: Chip) -> None:
-    """The file that a container would open counts."""
+    """The file that a container would open counts; one to itself is that chip's fault."""
     path = chip.device_node
     path.symlink_to(path.rename(chip.node.root / "moved"))
     assert function_of(chip).file_fault is None
+    path.unlink()
+    path.symlink_to(path.name)
+    assert function_of(chip).file_fault == f"{path} does not exist"
 
 
 @pytest.mark.parametrize("content", [b"", b"1:99\n", b"garbage\n", None])

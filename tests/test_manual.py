@@ -32,6 +32,9 @@ def test_every_fault() -> None:
     """DIAGNOSTICS has an entry for each kind, and for chips that are withheld."""
     kinds = re.findall(r"(?m)^\.It Sy (\w+) : ", section("DIAGNOSTICS"))
     assert {*kinds} == {fault.value for fault in ttdp.Fault} | {"withheld"}
+    text = " ".join(section("DIAGNOSTICS").split())
+    for fault, remedy in ttdp.REMEDIES.items():
+        assert f"{fault.value} : " in text and f"; {remedy.format(bdf='DEVICE')} " in text
 
 
 def test_every_metric() -> None:

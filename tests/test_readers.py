@@ -192,9 +192,6 @@ async def test_the_daemons_own_error_is_raised_once_the_others_are_collected() -
     assert not readers.pending
 
 
-# -- on a simulated node ---------------------------------------------------------------------------
-
-
 class Poll:
     """Reads the chips of a simulated node as polls do."""
 

@@ -103,11 +103,12 @@ def test_a_board_is_one_device_under_one_id() -> None:
         ([p300(1, None), p300(2)], "1 of 2 chips"),
         ([p300(1), p300(2, fault=Fault.HOT)], f"{bdf(2)}: {HOT}"),
         ([p300(1), p300(2, present=False)], f"{bdf(2)}: {GONE}"),
+        ([p300(1, fault=Fault.HOT)], f"{bdf(1)}: {HOT}"),
         ([p300(1, present=False), p300(2, present=False), p300(5), p300(6)], None),
         ([p300(1), p300(2), p300(5), p300(6)], "4 of 2 chips"),
         (tray(0x8, range(3, 9)), "6 of 8 chips"),
     ],
-    ids=["never seen", "not known yet", "hot", "gone", "moved", "wrong serial", "a tray"],
+    ids=["never seen", "not known yet", "hot", "gone", "alone", "moved", "wrong serial", "a tray"],
 )
 def test_a_board_is_as_healthy_as_its_chips(chips: list[Chip], reason: str | None) -> None:
     """A chip that was never seen makes it no smaller; one without a serial waits for it."""

@@ -26,6 +26,7 @@ from tests.world.processes import ROOT, SIMULATION, Service, environment, outlet
 Launch = Callable[..., Coroutine[Any, Any, Service]]
 
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
+AS_THE_UNIT = ["sh", "-c", 'umask 0077; exec "$0" "$@"', "env", "--default-signal=HUP"]
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ async def launch(node: SimulatedNode, directory: Path, config: Path) -> AsyncIte
 
         async def start(*words: str, notify: str = "", **environ: str) -> Service:
             flags = [f"--config-file={config}", *node.flags, *outlet_flags(directory.parent)]
-            command = ["env", "--default-signal=HUP", *SIMULATION, "run", *flags, *words]
+            command = [*AS_THE_UNIT, *SIMULATION, "run", *flags, *words]
             address = notify or str(directory.with_name("notify"))
             service = Service(command, environment(ROOT, **environ), address)
             return await stack.enter_async_context(service)

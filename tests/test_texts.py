@@ -29,9 +29,6 @@ KUBELETS = "kubelet k3s k3s-agent rke2-server rke2-agent k0sworker k0scontroller
 KUBELETS += " snap.microk8s.daemon-kubelite"
 
 
-# -- README ----------------------------------------------------------------------------------------
-
-
 def fenced(language: str) -> list[str]:
     """README's blocks of code in a language."""
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README)
@@ -102,9 +99,6 @@ def test_readme_commands_exist() -> None:
     named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
     words = {word for each in named for word in " ".join(each).split() if "=" not in word}
     assert {"demo", "test", "deb", "release"} <= words <= targets
-
-
-# -- the package -----------------------------------------------------------------------------------
 
 
 def test_unit_is_ordered_before_every_kubelet_and_requires_none() -> None:

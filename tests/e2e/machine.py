@@ -6,14 +6,6 @@ plugins cannot be moved) and never see those of the host. A power cut is the dea
 the namespace's first, which takes all others with it. Only cgroups are shared: everything is kept
 below one cgroup, which is removed at the end.
 
-    with Machine() as machine:
-        containerd = Containerd(machine)
-        containerd.start()
-        kubelet = Kubelet("1.37", machine, containerd)
-        kubelet.start()
-        kubelet.run_pod(pod("one", {"example.com/chip": 1}))
-        kubelet.wait_running("one")
-
 Without an API server (`apiserver.ApiServer`) the kubelet runs standalone: pods are static pods,
 and what became of them is read from the kubelet's own /pods.
 """

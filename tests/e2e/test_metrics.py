@@ -19,9 +19,6 @@ FILE = f"{TEXTFILES}/tt-device-plugin.prom"
 PORT = 9100
 
 
-# -- The text --------------------------------------------------------------------------------------
-
-
 class MetricsHost(Alone):
     """With an n300, a p300c (two chips), and Debian's node_exporter."""
 
@@ -86,8 +83,6 @@ def test_node_exporter_shows_the_whole_file(host: MetricsHost) -> None:
     host.wait_scraped(healthy % 1)
     assert "\ntt_device_fault" not in host.scrape()
 
-
-# -- Queries ---------------------------------------------------------------------------------------
 
 QUERIES = [
     """

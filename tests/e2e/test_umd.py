@@ -33,8 +33,6 @@ def node(request: pytest.FixtureRequest, umd_nodes: dict[str, Node]) -> Iterator
     node.clear()
 
 
-# --- TT_VISIBLE_DEVICES ---------------------------------------------------------------------------
-
 ENUMERATE = "import tt_umd; print(tt_umd.PCIDevice.enumerate_devices())"
 
 
@@ -63,8 +61,6 @@ def test_tt_umd_sees_its_devices(node: Node, style: str) -> None:
         assert "did not match any devices" in visible(node, name, f"TT_VISIBLE_DEVICES={foreign}")
         assert "Invalid device ID" in visible(node, name, f"TT_VISIBLE_DEVICES={len(held)}")
 
-
-# --- Chips that are shared ------------------------------------------------------------------------
 
 # What tt-umd does before it starts a chip; after two seconds it says that it waits.
 HOLD = """

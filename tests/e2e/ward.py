@@ -284,9 +284,6 @@ class Ward(Node):
         self._openers = None
 
 
-# --- What is to be offered ------------------------------------------------------------------------
-
-
 def listing(cards: SimulatedNode, config: str) -> Offer:
     """Return what each ID stands for, of two p300c."""
     chips = {chip.bdf: chip.facts.telemetry for chip in cards.chips}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from tests.world.captures import capture, capture_names, captured_tree, captured_uevents
 from tests.world.node import SimulatedNode, wire
+from tests.world.processes import in_memory
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
 DRIVER_RELEASES = ("1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0")
@@ -22,10 +22,8 @@ Build = Callable[..., SimulatedNode]
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Give a directory in memory if there is such a place: a Galaxy is 2500 files."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as directory:
-        yield Path(directory)
+    with in_memory() as directory:
+        yield directory
 
 
 @pytest.fixture
