@@ -2017,12 +2017,12 @@ def check_request(resource: Resource, containers: Containers) -> None:
             limit = "at most 1, as it is shared (fail_requests_greater_than_one)"
             reason = f"{len(ids)} of {resource.name} for one container: {limit}"
             raise RequestError(invalid, reason)
-    for identifier, count in Counter(chain(*containers)).items():
+    for identifier, times in Counter(chain(*containers)).items():
         device = resource.devices.get(identifier)
         if device is None:
             reason = f"{resource.name} has no device {identifier[:63]!r}"
             raise RequestError(Status.NOT_FOUND, reason)
-        if count > 1:
+        if times > 1:
             raise RequestError(invalid, f"duplicate device {identifier!r}")
         fault = device.reason
         if device.is_retained and not fault:
