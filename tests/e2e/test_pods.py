@@ -45,9 +45,14 @@ def test_registers_every_resource(node: Node) -> None:
     }
     node.start_daemon()
     assert {resource: node.kubelet.allocatable(resource) for resource in cards} == cards
-    checkpoint = json.loads((node.kubelet.device_plugin_dir / CHECKPOINT).read_text())
-    registered = checkpoint["Data"]["RegisteredDevices"]
-    assert {resource: set(registered[resource]) for resource in cards} == cards
+    path = node.kubelet.device_plugin_dir / CHECKPOINT
+
+    def registered() -> dict[str, set[str]]:
+        data = json.loads(path.read_text())["Data"]
+        return {resource: set(devices) for resource, devices in data["RegisteredDevices"].items()}
+
+    # the kubelet's writes can overtake each other; the daemon then sends its list again
+    wait_until(lambda: registered() == cards, lambda: f"{registered()} is not {cards}")
 
 
 def test_pod_gets_exactly_its_device(node: Node) -> None:
