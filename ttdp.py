@@ -3471,13 +3471,13 @@ class KubeletSession:
         log.info("%s: %s, %s", self.name, REGISTERED, count)
         self._set_state(REGISTERED)
 
-    def compare(self, registered: Names, now: float) -> None:
+    def compare(self, registered: Names | None, now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
         Either a write was overtaken, or another plugin has registered our name and gets our
         allocations, though our stream stays open (manager.go, addEndpoint).
         """
-        if self.state != REGISTERED or registered == self.stream.healthy:
+        if self.state != REGISTERED or registered in (None, self.stream.healthy):
             self._mismatch = None
             return
         since, resends = self._mismatch = self._mismatch or (now, 0)
@@ -3542,7 +3542,7 @@ class Sessions:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
             session.reconcile(devices, node.kubelet, disturbed=disturbed)
-            session.compare(registered.get(name, session.stream.healthy), now)
+            session.compare(registered.get(name, Names()) if registered else None, now)
 
     def resend_one(self) -> None:
         """Have the kubelet write its checkpoint."""

@@ -415,24 +415,27 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
     assert len(reports) == 1
 
 
-@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize(("comes", "stale"), [(True, N150), (False, N150), (True, "example.com/x")])
 async def test_a_checkpoint_that_stays_behind_gets_the_list_at_most_twice_more(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    comes: bool,
+    comes: bool, stale: str,
 ) -> None:  # fmt: skip
-    """If it never has the list, another plugin is to blame. No poll or other event is needed."""
+    """If it never has the list (or its name), another plugin is to blame, without other events."""
     monkeypatch.setattr("ttdp.CHECKPOINT_TIMEOUT", 0.1)
     monkeypatch.setattr("ttdp.TICK", 3600.0)
-    (chip, *_) = node.chips
+    chips = [*node.chips, *node.add("n150")]
     daemon = await start(interval=3600)
-    await offers(kubelet, N150, chip.bdf)
+    await offers(kubelet, N150, *(chip.bdf for chip in chips))
     path, kubelet.file.path = kubelet.file.path, kubelet.directory.with_name("elsewhere")
-    chip.vanish()
+    path.with_suffix(".new").write_text(path.read_text().replace(N150, stale))
+    path.with_suffix(".new").rename(path)
+    chips[0].vanish()
     repeats = functools.partial(lists_sent_again, kubelet)
     await kubelet.wait_for(lambda: len(repeats()) == 1)
     if comes:
         kubelet.file.path = path
-        await until(lambda: not daemon.daemon.node.allocations.checkpoint.registered[N150])
+        last = daemon.daemon.node.allocations
+        await until(lambda: len(last.checkpoint.registered.get(N150, ())) == 1)
     else:
         await kubelet.wait_for(lambda: kubelet.find("ended"))
     assert len(repeats()) == 2 and bool(kubelet.find("ended")) is not comes
