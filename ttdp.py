@@ -1030,7 +1030,7 @@ def judge(
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     telemetry = reading.telemetry
-    # Any change shows life: a reset restarts the heartbeat. Only polls are far enough apart.
+    # Any change shows life: resets restart heartbeats. Only polls are far enough apart.
     beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
     trips = vitals.trips if telemetry.trips is None else telemetry.trips
     rose = trips is not None and vitals.trips is not None and trips > vitals.trips
@@ -1953,7 +1953,7 @@ class _Search(NamedTuple):
         return self._joined(costs)
 
     def _numa_nodes(self, touched: Nodes, candidates: Candidates) -> BySize:
-        """Try every subset of NUMA nodes: only an unused node costs nothing."""
+        """Try every subset of NUMA nodes: only unused ones cost nothing."""
         best: BySize = []
         counts = range(len(touched), -1, -1)
         for chosen in chain(*(combinations(touched, n) for n in counts)):
@@ -2628,7 +2628,7 @@ class TelemetryReaders:
             if job.details:
                 sensors = read_sensors(function, job.files.hwmon(function))
                 processes = processes_on(job.details, function.ordinal or 0)
-            # Afterwards, to show that the chip was alive when its sensors were read.
+            # Afterwards: the chip was alive when its sensors were read.
             telemetry = self._read(function, job.files)
         except OSError as error:
             return error
@@ -3474,7 +3474,7 @@ class KubeletSession:
     def compare(self, registered: Names | None, now: float) -> None:
         """Compare our list with the IDs that the checkpoint has as healthy.
 
-        Either a write was overtaken, or another plugin has registered our name and gets our
+        A write was overtaken, or another plugin has registered our name and gets our
         allocations, though our stream stays open (manager.go, addEndpoint).
         """
         if self.state != REGISTERED or registered in (None, self.stream.healthy):

@@ -103,8 +103,8 @@ SECTIONS = (
     Section(
         "[[sharing.resources]]",
         ttdp.SharedResource,
-        "One table for each shared resource. Devices that it does not select stay exclusive; then "
-        "the shared ones need another name.",
+        "One table for each shared resource. If it selects only some devices, the others stay "
+        "exclusive, and the shared ones need another name.",
     ),
     Section(
         "[[mounts]]",
@@ -172,7 +172,7 @@ def metavar(key: Key) -> str:
 
 def readme() -> str:
     """Return the table: a row for each flag, and one for each section of the file."""
-    rows = [("--config-file", ttdp.DEFAULT_CONFIG_FILE, "a file named explicitly must exist")]
+    rows = [("--config-file", ttdp.DEFAULT_CONFIG_FILE, "configuration file; must exist if named")]
     rows += [(key.flag, key.shown_default, key.text) for key in top_keys()]
     lines = ["| option | default | meaning |", "|---|---|---|"]
     lines += [
