@@ -255,8 +255,8 @@ class Sharing:
     lock_dir: str = _key(
         "/run/ttdp/shm",
         _OR_NONE,
-        "directory of the /dev/shm that containers on shared devices get, for their locks; "
-        "/dev/shm: the host's, where logind deletes files at a logout; empty: no common locks",
+        "host directory that containers on shared devices get as /dev/shm, for their locks; "
+        "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
     )
     resources: tuple[SharedResource, ...] = _section((), SharedResource)
 
@@ -488,7 +488,7 @@ def _sharing_conflict(
     if len(shared) > 63:
         return f"{shared} is longer than the 63 characters of a resource's name"
     if entry.devices != "all" and shared == entry.name:
-        return "set rename: a subset of devices needs another name"
+        return "set rename: the exclusive devices keep this name"
     if shared != entry.name and _OWN_NAME.fullmatch(shared):
         return f"{shared} can be another resource's name; choose another one for rename"
     for other in others:
@@ -725,7 +725,7 @@ def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
 
 
 def file_fault_now(function: PciFunction) -> str | None:
-    """Return why a device file cannot be used now."""
+    """Return why a device file cannot be used."""
     path = function.path
     number = read_attribute(f"{function.sysfs}/dev")
     status = if_exists(os.stat, path)
@@ -2714,7 +2714,7 @@ class StateFile:
                 checksum, _, text = file.read().partition("\n")
             content = json.loads(text)
             if checksum != _checksum(text) or content["version"] != self.VERSION:
-                raise ValueError("not as it was written")
+                raise ValueError("wrong checksum or version")
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -2736,7 +2736,7 @@ def _checksum(text: str) -> str:
 
 
 class OutputFiles:
-    """The files for others, and those that former configurations wanted."""
+    """The files for others, and those of former configurations."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.by_path = {path: OutputFile(path) for path in paths}
@@ -3709,7 +3709,7 @@ class Reporter:
                 await asyncio.start_unix_server(self._serve_view, path)
                 os.chmod(path, 0o600)
             except OSError as error:
-                log.warning("list and check cannot ask this daemon: %s: %s", path, error.strerror)
+                log.warning("list and check cannot reach this daemon: %s: %s", path, error.strerror)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -3888,7 +3888,7 @@ class Daemon:
             self._exit(*error.args)
         except OSError as error:
             if not condition.is_failing:
-                log.warning("cannot observe the node, so nothing changes for now: %s", error)
+                log.warning("cannot observe the node, keeping its last state: %s", error)
             condition.is_failing = True
             self.node.scanned_at = -inf  # read all again
             self._uevents.has_events = True
@@ -4135,9 +4135,9 @@ def get_view(settings: Settings) -> tuple[View, str | None]:
                 view: View = json.load(connection.makefile("rb"))
             if all(view[key] == getattr(settings, key) for key in NEEDS_RESTART):
                 return view, None
-            problem = f"uses other directories ({view['device_plugin_dir']})"
+            problem = f"uses other directories than this command ({view['device_plugin_dir']})"
         except PermissionError:
-            problem = f"cannot be asked: run as root (permission denied: {path})"
+            problem = f"cannot be reached: run as root (permission denied: {path})"
         except (FileNotFoundError, ConnectionRefusedError):
             pass
         except (OSError, ValueError, LookupError) as error:
@@ -4281,7 +4281,7 @@ def _check_service(view: View, problem: str | None) -> Findings:
     if version is None:
         yield "FAIL", "driver", f"not loaded; install tt-kmd, then {LOAD_DRIVER}"
     elif numbers and numbers < [2, 7]:
-        yield "warn", "driver", f"{version}: update to 2.7 or stopped firmware goes unnoticed"
+        yield "warn", "driver", f"{version}: update to 2.7 to detect stopped firmware"
     else:
         yield "ok", "driver", version
 
@@ -4323,7 +4323,7 @@ def _check_hugepages(view: View, settings: Settings) -> Findings:
     pages = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
     available = decimal(try_read(pages)) or 0
     if available < sum(required):
-        chips = f"{pluralize(len(required), 'Wormhole')} without IOMMU"
+        chips = f"{pluralize(len(required), 'Wormhole chip')} without an IOMMU"
         remedy = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
         yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {remedy}"
     else:
@@ -4333,7 +4333,7 @@ def _check_hugepages(view: View, settings: Settings) -> Findings:
 def _check_files(view: View, settings: Settings) -> Findings:
     for mount in settings.mounts:
         if not exists(mount.host):
-            yield "warn", "mounts", f"{mount.host} does not exist; containers cannot start"
+            yield "warn", "mounts", f"{mount.host} does not exist; pods with devices cannot start"
     lock_dir = settings.sharing.lock_dir
     if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
         start = "run: systemctl start run-ttdp-shm.mount"

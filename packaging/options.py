@@ -93,7 +93,7 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("[health]", ttdp.HealthSettings, "When a chip is unhealthy."),
+    Section("[health]", ttdp.HealthSettings, "How the health of chips is determined."),
     Section(
         "[sharing]",
         ttdp.Sharing,

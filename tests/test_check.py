@@ -192,7 +192,7 @@ def test_a_wormhole_without_a_translating_iommu_needs_four_hugepages(
             assert answer.complaints == []
         else:
             text = complaint(answer, "warn", "hugepages")
-            assert text.startswith(f"{pages or 0} × 1 GiB for 1 Wormhole without IOMMU; ")
+            assert text.startswith(f"{pages or 0} × 1 GiB for 1 Wormhole chip without an IOMMU; ")
             assert "hugepages=4" in text
     host.node.set_hugepages(4)
     assert host.run("check").complaints == []
@@ -231,7 +231,7 @@ def test_a_mount_that_does_not_exist_is_named(host: Host) -> None:
     """It is mounted all the same: containers cannot start."""
     config = host.configure("[[mounts]]", 'host = "/nowhere"')
     answer = host.run("check", f"--config-file={config}")
-    text = "/nowhere does not exist; containers cannot start"
+    text = "/nowhere does not exist; pods with devices cannot start"
     assert complaint(answer, "warn", "mounts") == text
 
 

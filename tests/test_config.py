@@ -385,7 +385,7 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         (BOTH, f"{ENTRY}n300: every device is selected twice"),
         (BOTH.replace("'a'", "'a'\ndevices = [1, 2]") + "\ndevices = ['2']",
          f"{ENTRY}n300: '2' is selected twice"),
-        (SHARED + "devices = 2", f"{ENTRY}n300: set rename: a subset of devices needs another"),
+        (SHARED + "devices = 2", f"{ENTRY}n300: set rename: the exclusive devices keep this name"),
         (SHARED + "devices = 0", f'{ENTRY}devices: 0 is not valid; must be "all", a count, or a'),
         (SHARED + "devices = [1.5]", f"{ENTRY}devices: [1.5] is not valid"),
         (SHARED + "memory_gb = 4", f"{ENTRY}memory_gb: 4 is not valid; must be removed: a chip"),

@@ -382,9 +382,9 @@ async def test_a_card_that_was_never_bound_is_reported_with_its_remedy(
 @pytest.mark.usefixtures("three")
 async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     """Other roots or directories: a sample, and a line that names the daemon's directory."""
-    line = f"the service uses other directories ({served.plugins}); this is a sample\n"
+    line = f"uses other directories than this command ({served.plugins}); this is a sample\n"
     other = Served(served.root / "elsewhere", served.node, served.environ)
-    assert (await other.ask("list")).err == line
+    assert (await other.ask("list")).err == f"the service {line}"
     invalid = await served.ask("list", "--unit=boards")  # so the defaults are used
     assert invalid.err.endswith(line) and "--unit: 'boards'" in invalid.err
 

@@ -34,7 +34,7 @@ def test_every_fault() -> None:
     assert {*kinds} == {fault.value for fault in ttdp.Fault} | {"withheld"}
     text = " ".join(section("DIAGNOSTICS").split())
     for fault, remedy in ttdp.REMEDIES.items():
-        assert f"{fault.value} : " in text and f"; {remedy.format(bdf='DEVICE')} " in text
+        assert f"{fault.value} : " in text and f"; {remedy.format(bdf='ADDRESS')} " in text
 
 
 def test_every_metric() -> None:
