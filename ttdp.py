@@ -1,27 +1,27 @@
 """tt-device-plugin: makes Tenstorrent accelerators schedulable in Kubernetes, as a host daemon.
 
-One asyncio loop observes, decides and applies (see Daemon). A chapter uses only those above it:
+The daemon is one asyncio loop: events only wake it, then it observes the node, decides what should
+be advertised and written, and brings sockets and files in line with that (see Daemon). The chapters
+stand bottom-up; each uses only those above it:
 
     what the node shows     CONFIGURATION, INVENTORY, HEALTH, CHIPS, ALLOCATIONS
-    pure decisions          RESOURCES to REPORTS
+    pure decisions          RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, CDI AND LABELS,
+                            DECISION, REPORTS
     infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, NODE
-    the kubelet's API       REQUESTS, SESSION, POD RESOURCES
-    what ties it together   METRICS SERVER, DAEMON, COMMAND LINE
+    the kubelet's API       REQUESTS, REGISTRATION, POD RESOURCES
+    what ties it together   CONNECTIONS, DAEMON, COMMAND LINE
 """
 
 from __future__ import annotations
 
-import _thread  # threading would join blocked threads at exit
 import argparse
 import asyncio
 import base64
 import ctypes
-import difflib
 import errno
 import fcntl
 import json
 import logging
-import operator
 import os
 import queue
 import re
@@ -30,9 +30,9 @@ import socket
 import stat
 import sys
 import textwrap
+import threading
 import time
-import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -44,11 +44,11 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, combinations, count
+from itertools import chain, count
 from math import inf
 from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
@@ -70,7 +70,8 @@ else:
 __version__ = "0.2.0"
 
 Json = dict[str, Any]
-Names = frozenset[str]  # resources, IDs or PCI addresses
+Addresses = frozenset[str]  # PCI addresses of chips, "0000:03:00.0"
+DeviceIds = frozenset[str]  # what the kubelet allocates; for an unshared chip its PCI address
 Task = asyncio.Task[None]
 
 log = logging.getLogger("tt-device-plugin")
@@ -81,121 +82,187 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """Return the first three names, quoted."""
-    shown = ", ".join(repr(name[:63]) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    """Return the first three names, quoted, and the number of the others."""
+    quoted = ", ".join(repr(name[:63]) for name in names[:3])
+    return quoted if len(names) <= 3 else f"{quoted} and {len(names) - 3} more"
+
+
+def printable(text: str) -> str:
+    """Return a text that others control with its control characters escaped."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def without_domain(resource: str) -> str:
+    return resource.rpartition("/")[2]
 
 
 # ==== CONFIGURATION: flag, variable, file, default ================================================
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
-EXIT_CONFIG = 78  # EX_CONFIG
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-SOCKET_PATH_MAX = 107  # sun_path without its NUL
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - 43  # a slash, a session's socket name
-MISSES_MAX = 1_000_000
-TRUE = ("true", "yes", "on", "1")  # in flags and variables
+
+# A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
+# are called "tt-<resource>.<pid>-<number>.sock"; of the resource's name they have 20 characters.
+SOCKET_PATH_MAX = 107
+ENDPOINT_NAME_MAX = 20
+PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".4194304-99999.sock")
+
+TRUE = ("true", "yes", "on", "1")  # in flags and variables; TOML has its own booleans
 FALSE = ("false", "no", "off", "0")
+
+# Keys that other plugins have for dividing a device.
+PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
+
+# Keys of former releases: the value that the program follows anyway, and what became of the others.
+FORMER_KEYS = {
+    "device_id_strategy": (
+        "bdf",
+        "the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the node and "
+        "remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
+    ),
+}
 
 
 class ConfigError(Exception):
-    """An invalid configuration: source, value and valid values, on one line."""
+    """An invalid configuration: one line with source, value and valid values."""
 
 
 class Rule(NamedTuple):
     """The values that an option accepts."""
 
-    valid: str  # completes "must be"
-    accepts: Callable[[Any], object]
-    convert: Callable[[Any], Any] = lambda value: value
+    valid: str  # completes the sentence "must be …"
+    parse: Callable[[Any], Any]  # returns the value to use; raises ValueError
     choices: tuple[str, ...] = ()
+    may_be_empty: bool = False  # an empty flag or variable is a value, not the absence of one
 
 
-def _one_of(*choices: str) -> Rule:
-    valid = f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return Rule(valid, lambda value: value in choices, choices=choices)
+def _require(holds: object) -> None:
+    if not holds:
+        raise ValueError
+
+
+def _choice(*choices: str) -> Rule:
+    def parse(value: Any) -> str:
+        _require(value in choices)
+        return str(value)
+
+    return Rule(f"{', '.join(choices[:-1])} or {choices[-1]}", parse, choices)
 
 
 def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
-    # By type(): isinstance() takes a boolean for an int.
-    return Rule(valid, lambda value: type(value) in kinds and least <= value <= most)
+    def parse(value: Any) -> Any:
+        # type() and not isinstance(), for which a boolean is an integer.
+        _require(type(value) in kinds and least <= value <= most)
+        return value
+
+    return Rule(valid, parse)
 
 
-def _text(valid: str, form: str, check: Callable[[str], object] = lambda text: True) -> Rule:
-    def accepts(value: Any) -> object:
-        return isinstance(value, str) and re.fullmatch(form, value) and check(value)
+def _text(valid: str, pattern: str, max_length: int = 4095) -> Rule:
+    def parse(value: Any) -> str:
+        _require(isinstance(value, str) and len(value) <= max_length)
+        _require(re.fullmatch(pattern, value))
+        return str(value)
 
-    return Rule(valid, accepts)
-
-
-def _path(valid: str, form: str = ".+", most: int = 4095) -> Rule:
-    def fits(path: str) -> bool:
-        return path.isprintable() and len(os.fsencode(abspath(path or "/"))) <= most
-
-    rule = _text(valid, form, fits)
-    return rule._replace(convert=lambda path: abspath(path) if path else "")
+    return Rule(valid, parse)
 
 
-def _absolute(valid: str, *forbidden: str) -> Rule:
-    def normal(path: str) -> str:
-        return os.path.normpath("/" + path.lstrip("/"))  # normpath() alone keeps a leading "//"
+def _host_path(valid: str, *, max_bytes: int = 4095, may_be_empty: bool = False) -> Rule:
+    """Return the rule of a path on the host; one that is relative is made absolute."""
 
-    rule = _text(valid, "/.*", lambda path: path.isprintable() and normal(path) not in forbidden)
-    return rule._replace(convert=normal)
+    def parse(value: Any) -> str:
+        _require(isinstance(value, str) and value.isprintable())
+        if not value:
+            _require(may_be_empty)
+            return ""
+
+        path: str = abspath(value)
+        _require(len(os.fsencode(path)) <= max_bytes)
+        return path
+
+    return Rule(valid, parse, may_be_empty=may_be_empty)
 
 
-def _is_selection(value: Any) -> bool:
+def _absolute_path(valid: str, forbidden: Collection[str] = ()) -> Rule:
+    """Return the rule of a path for which the daemon's working directory has no meaning."""
+
+    def parse(value: Any) -> str:
+        _require(isinstance(value, str) and value.isprintable() and value.startswith("/"))
+        # normpath() alone keeps two slashes at the beginning.
+        path: str = os.path.normpath("/" + value.lstrip("/"))
+        _require(path not in forbidden)
+        return path
+
+    return Rule(valid, parse)
+
+
+def _boolean(value: Any) -> bool:
+    _require(isinstance(value, bool))
+    return bool(value)
+
+
+def _domain(value: Any) -> str:
+    """Parse the domain of resource names (Kubernetes' IsExtendedResourceName)."""
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    _require(isinstance(value, str) and re.fullmatch(rf"{label}(\.{label})*", value))
+    _require(not value.startswith("requests.") and "kubernetes.io" not in value)
+    # In a quota the name begins with "requests.", and with that is a DNS name of 253 characters.
+    _require(len(value) <= 253 - len("requests."))
+    return str(value)
+
+
+def _selection(value: Any) -> Any:
+    """Parse a selection of devices: "all", a count, or a list of their names."""
     if isinstance(value, list):
-        return bool(value) and all(type(item) in (str, int) for item in value)
-    return value == "all" or (type(value) is int and value >= 1)
+        _require(value and all(type(item) in (str, int) for item in value))
+        return tuple(map(str, value))
+
+    _require(value == "all" or (type(value) is int and value >= 1))
+    return value
 
 
-_SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
-_SWITCH_AS_TEXT = _one_of(*TRUE, *FALSE)._replace(convert=lambda text: text in TRUE)
-_RESERVED = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
-_TARGET = _absolute(f"an absolute path other than {', '.join(_RESERVED)}", *_RESERVED)
-_DIRECTORY = _path("the path of a directory")
-_OR_NONE = _path("a path, or empty", ".*")
-_SOCKET = _path(f"a unix socket's path of at most {SOCKET_PATH_MAX} bytes", most=SOCKET_PATH_MAX)
-_PLUGIN_DIR = _path(f"a path of at most {PLUGIN_DIR_MAX} bytes", most=PLUGIN_DIR_MAX)
-_RESOURCE_NAME = _text(
+def _temperature_limit(value: Any) -> Any:
+    _require(value == "card" or (type(value) in (int, float) and 1 <= value <= 200))
+    return value
+
+
+RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
+CONTAINER_PATH = _absolute_path(
+    f"an absolute path other than {', '.join(RESERVED_PATHS)}", RESERVED_PATHS
+)
+SWITCH = Rule("true or false", _boolean)
+SWITCH_TEXT = _choice(*TRUE, *FALSE)
+DIRECTORY = _host_path("the path of a directory")
+OPTIONAL_PATH = _host_path("a path, or empty", may_be_empty=True)
+RESOURCE_NAME = _text(
     "the name of a resource, such as n300 or tenstorrent.com/n300",
     "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
 )
-# With "requests." before it, a DNS subdomain of 253 characters (IsExtendedResourceName).
-_DOMAIN = _text(
-    "a lower-case DNS name outside kubernetes.io, such as tenstorrent.com",
-    r"(?!requests\.)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
-    lambda text: len(text) <= 244 and "kubernetes.io" not in text,
-)
-_SELECTION = Rule(
-    '"all", a count, or a list of PCI addresses, board IDs or device numbers',
-    _is_selection,
-    lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
-)
-_LIMIT = Rule(
-    'a number of °C from 1 to 200, or "card"',
-    lambda value: value == "card" or (type(value) in (int, float) and 1 <= value <= 200),
-)
-_PARTITIONING = ("memory_gb", "memory", "mps", "cores", "timeslice")  # other plugins' keys
-_OWN_NAME = re.compile(r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?")
 
 
 def _key(default: Any, rule: Rule, help: str) -> Any:
+    """Return the field of a setting, which is a key of the configuration file."""
     return field(default=default, metadata={"rule": rule, "help": help})
 
 
-def _section(default: Any, kind: type) -> Any:
-    return field(default=default, metadata={"kind": kind})
+def _table(kind: type) -> Any:
+    """Return the field of a table in the configuration file."""
+    return field(default_factory=kind, metadata={"table": kind})
+
+
+def _tables(kind: type) -> Any:
+    """Return the field of an array of tables in the configuration file."""
+    return field(default=(), metadata={"tables": kind})
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
     """A bind mount for every container with a device."""
 
-    host: str = _key(MISSING, _absolute("an absolute path"), "path on the host")
-    container: str = _key("", _TARGET, "path in the container; default: the same path")
-    read_only: bool = _key(False, _SWITCH, "mount it read-only")
+    host: str = _key(MISSING, _absolute_path("an absolute path"), "path on the host")
+    container: str = _key("", CONTAINER_PATH, "path in the container; default: the same path")
+    read_only: bool = _key(False, SWITCH, "mount it read-only")
 
 
 Mounts = tuple[Mount, ...]
@@ -203,62 +270,67 @@ Mounts = tuple[Mount, ...]
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Section [health]."""
+    """Table [health]."""
 
-    interval: float = _key(  # a heartbeat takes 0.1 s
-        5.0,
+    interval: float = _key(
+        5.0,  # a firmware's heartbeat changes every 0.1 s
         _number("a number of seconds from 0.1 to 3600", 0.1, 3600, int, float),
-        "seconds between two polls",
+        "seconds between two polls of each chip",
     )
     temperature_limit: Any = _key(
-        None, _LIMIT, '°C from which a chip is too hot, or "card" for its own limit; default: none'
+        None,
+        Rule('a number of °C from 1 to 200, or "card"', _temperature_limit),
+        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
+        "not set: high temperature is not a fault",
     )
     heartbeat_misses: int = _key(
         2,
-        _number("a whole number of polls, at least 1", 1, MISSES_MAX, int),
-        "polls in a row without a heartbeat after which the firmware has stopped",
+        _number("a whole number, at least 1", 1, 1_000_000, int),
+        "consecutive polls without a heartbeat after which a chip counts as stalled",
     )
     trip_holdoff: float = _key(
         300.0,
         _number("a number of seconds, at least 0", 0, 1e9, int, float),
-        "seconds after a thermal trip until a chip is healthy again",
+        "seconds for which a chip stays unhealthy after a thermal trip",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
-    """An entry [[sharing.resources]]: several containers per device."""
+    """An entry [[sharing.resources]]: several containers on one device."""
 
-    name: str = _key(MISSING, _RESOURCE_NAME, "unshared name of the resource")
+    name: str = _key(MISSING, RESOURCE_NAME, "name of the resource to share")
     replicas: int = _key(
         MISSING, _number("a whole number from 2 to 100", 2, 100, int), "containers per device"
     )
-    rename: str | None = _key(None, _RESOURCE_NAME, "name of the shared resource")
+    rename: str | None = _key(None, RESOURCE_NAME, "name of the shared resource")
     devices: str | int | tuple[str, ...] = _key(
-        "all", _SELECTION, "devices to share; the others stay exclusive"
+        "all",
+        Rule('"all", a count, or a list of PCI addresses, board IDs or device numbers', _selection),
+        "devices to share; the others stay exclusive",
     )
 
     @property
-    def listed(self) -> Names:
+    def named_devices(self) -> frozenset[str]:
         """Return the devices that it selects one by one."""
         return frozenset(self.devices if isinstance(self.devices, tuple) else ())
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Section [sharing]."""
+    """Table [sharing]."""
 
-    rename_by_default: bool = _key(False, _SWITCH, "append .shared to names of shared resources")
+    rename_by_default: bool = _key(False, SWITCH, "append .shared to names of shared resources")
     fail_requests_greater_than_one: bool = _key(
-        True, _SWITCH, "refuse a container that requests more than one replica"
+        True, SWITCH, "refuse a container that requests more than one replica"
     )
     lock_dir: str = _key(
         "/run/ttdp/shm",
-        _OR_NONE,
+        OPTIONAL_PATH,
         "host directory that containers on shared devices get as /dev/shm, for their locks; "
         "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
     )
-    resources: tuple[SharedResource, ...] = _section((), SharedResource)
+    resources: tuple[SharedResource, ...] = _tables(SharedResource)
 
     def shared_name(self, entry: SharedResource) -> str:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
@@ -269,59 +341,71 @@ class Settings:
     """The configuration. Every path is absolute."""
 
     device_plugin_dir: str = _key(
-        "/var/lib/kubelet/device-plugins", _PLUGIN_DIR, "the kubelet's device plugin directory"
+        "/var/lib/kubelet/device-plugins",
+        _host_path(f"a path of at most {PLUGIN_DIR_MAX} bytes", max_bytes=PLUGIN_DIR_MAX),
+        "the kubelet's device plugin directory",
     )
-    sysfs_root: str = _key("/sys", _DIRECTORY, "mount point of sysfs")
-    dev_root: str = _key("/dev", _DIRECTORY, "directory of the device files")
-    proc_root: str = _key("/proc", _DIRECTORY, "mount point of procfs")
-    resource_domain: str = _key("tenstorrent.com", _DOMAIN, "domain of all resource names")
+    sysfs_root: str = _key("/sys", DIRECTORY, "mount point of sysfs")
+    dev_root: str = _key("/dev", DIRECTORY, "directory of the device files")
+    proc_root: str = _key("/proc", DIRECTORY, "mount point of procfs")
+    resource_domain: str = _key(
+        "tenstorrent.com",
+        Rule("a lower-case DNS name outside kubernetes.io, such as tenstorrent.com", _domain),
+        "domain of all resource names",
+    )
     resource_naming: str = _key(
         "board",
-        _one_of("board", "card", "arch"),
+        _choice("board", "card", "arch"),
         "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
     )
     visible_devices: str = _key(
         "bdf",
-        _one_of("bdf", "index", "none"),
+        _choice("bdf", "index", "none"),
         "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
     )
     unit: str = _key(
         "chip",
-        _one_of("chip", "board"),
-        "one device is one chip, or one board (a p300's 2 chips, a Galaxy tray's 8)",
+        _choice("chip", "board"),
+        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
     )
     device_list_strategy: str = _key(
         "device-specs",
-        _one_of("device-specs", "cdi"),
+        _choice("device-specs", "cdi"),
         "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
     )
-    cdi_dir: str = _key("/var/run/cdi", _OR_NONE, "directory of CDI files; empty: no file")
+    cdi_dir: str = _key("/var/run/cdi", OPTIONAL_PATH, "directory of CDI files; empty: no file")
     labels_dir: str = _key(
         "/etc/kubernetes/node-feature-discovery/features.d",
-        _OR_NONE,
+        OPTIONAL_PATH,
         "directory of feature files for node-feature-discovery; empty: no file",
     )
     metrics_file: str = _key(
         "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
-        _OR_NONE,
+        OPTIONAL_PATH,
         "metrics for node_exporter's textfile collector; empty: no file",
     )
     pod_resources_socket: str = _key(
         "/var/lib/kubelet/pod-resources/kubelet.sock",
-        _SOCKET,
+        _host_path(
+            f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
+            max_bytes=SOCKET_PATH_MAX,
+        ),
         "socket of the kubelet's pod resources API, the source of pod names",
     )
     fail_on_init_error: bool = _key(
-        False, _SWITCH, "exit with status 1 if there is no driver or device at start"
+        False, SWITCH, "exit with status 1 if there is no driver or device at start"
     )
     log_level: str = _key(
-        "info", _one_of("debug", "info", "warning", "error"), "minimum level to log"
+        "info", _choice("debug", "info", "warning", "error"), "minimum level to log"
     )
-    health: HealthSettings = _section(HealthSettings(), HealthSettings)
-    sharing: Sharing = _section(Sharing(), Sharing)
-    mounts: Mounts = _section((), Mount)  # (): the hugepages below dev_root
-    state_dir: str | None = None  # systemd's StateDirectory=; None: state is not saved
-    runtime_dir: str | None = None  # systemd's RuntimeDirectory=; None: no status socket
+    health: HealthSettings = _table(HealthSettings)
+    sharing: Sharing = _table(Sharing)
+    mounts: Mounts = _tables(Mount)  # none: the hugepages below dev_root
+
+    # Not in the file: the directories that systemd sets, and keys to be warned of.
+    state_dir: str | None = None  # None: the state is not saved
+    runtime_dir: str | None = None  # None: there is no status socket
+    warnings: tuple[str, ...] = ()
 
 
 class Option(NamedTuple):
@@ -332,132 +416,193 @@ class Option(NamedTuple):
     variable: str
     rule: Rule
     help: str
-    is_switch: bool
+
+    @property
+    def is_switch(self) -> bool:
+        return self.rule is SWITCH
 
 
-def _flag_and_variable(key: str) -> tuple[str, str]:
-    return f"--{key.replace('_', '-')}", f"TTDP_{key.upper()}"
+def _flag_of(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
-def _option(key: str, rule: Rule, help: str) -> Option:
-    return Option(key, *_flag_and_variable(key), rule, help, is_switch=rule is _SWITCH)
+def _variable_of(key: str) -> str:
+    return f"TTDP_{key.upper()}"
 
 
-OPTIONS = [_option(key.name, **key.metadata) for key in fields(Settings) if "rule" in key.metadata]
-Flags = Mapping[str, str | None]
+def _options() -> Iterator[Option]:
+    for each in fields(Settings):
+        if "rule" in each.metadata:
+            rule, help = each.metadata["rule"], each.metadata["help"]
+            yield Option(each.name, _flag_of(each.name), _variable_of(each.name), rule, help)
+
+
+OPTIONS = list(_options())
+Flags = Mapping[str, str | None]  # by key
 Environment = Mapping[str, str]
 
 
 def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
     """Return the settings; raises ConfigError."""
-    named_by, path = _given("config_file", flags, environ)
-    if path == "":
-        raise _invalid(named_by, path, "the path of a file")
-    file = path or DEFAULT_CONFIG_FILE
-    shown = file if file.isprintable() else repr(file)
-    values = {} if ignore_file else _read_config_file(file, shown, named_by if path else "")
-    sources = {key: f"{shown}: {key}" for key in values}
-    for key in ("state", "runtime"):
-        directory = environ.get(f"{key.upper()}_DIRECTORY", "").partition(":")[0]
-        values[f"{key}_dir"] = directory or None
+    file = _config_file(flags, environ)
+    values = {} if ignore_file else _read_config_file(file)
+    sources = {key: f"{file.shown}: {key}" for key in values}
+
     for option in OPTIONS:
-        source, text = _given(option.key, flags, environ)
-        if text is not None:
-            rule = _SWITCH_AS_TEXT if option.is_switch else option.rule
-            value = text.lower() if option.is_switch else text
-            values[option.key] = _checked(rule, value, source)
-            sources[option.key] = source
+        for source, text in (
+            (option.flag, flags.get(option.key)),
+            (option.variable, environ.get(option.variable)),
+        ):
+            if text or (text == "" and option.rule.may_be_empty):
+                values[option.key] = _parse_text(option, text, source)
+                sources[option.key] = source
+                break
+
+    # systemd.exec(5): several directories would be separated by colons.
+    for key, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
+        values[key] = environ.get(variable, "").partition(":")[0] or None
+
     settings = Settings(**values)
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
-        raise _invalid(sources["device_list_strategy"], "cdi", "device-specs if cdi_dir is empty")
-    mounts = _checked_mounts(settings, f"{shown}: [[mounts]] container")
-    sharing = _checked_sharing(settings, f"{shown}: [[sharing.resources]] ")
-    return replace(settings, mounts=mounts, sharing=sharing)
+        source = sources["device_list_strategy"]
+        raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
+
+    return replace(
+        settings,
+        mounts=_checked_mounts(settings, f"{file.shown}: [[mounts]] container"),
+        sharing=_checked_sharing(settings, f"{file.shown}: [[sharing.resources]] "),
+    )
 
 
-def _given(key: str, flags: Flags, environ: Environment) -> tuple[str, str | None]:
-    """Return a flag's or else a variable's name and text."""
-    flag, variable = _flag_and_variable(key)
-    if (text := flags.get(key)) is not None:
-        return flag, text
-    return variable, environ.get(variable) or None
+class ConfigFile(NamedTuple):
+    """The configuration file that is to be read."""
+
+    path: str
+    named_by: str | None  # the flag or variable; None for the default, which may be absent
+
+    @property
+    def shown(self) -> str:
+        return self.path if self.path.isprintable() else repr(self.path)
+
+
+def _config_file(flags: Flags, environ: Environment) -> ConfigFile:
+    if path := flags.get("config_file"):
+        return ConfigFile(path, _flag_of("config_file"))
+    if path := environ.get(_variable_of("config_file")):
+        return ConfigFile(path, _variable_of("config_file"))
+    return ConfigFile(DEFAULT_CONFIG_FILE, None)
+
+
+def _parse_text(option: Option, text: str, source: str) -> Any:
+    """Return the value of a flag or variable; raises ConfigError."""
+    if option.is_switch:
+        return _checked(SWITCH_TEXT, text.lower(), source) in TRUE
+    return _checked(option.rule, text, source)
+
+
+def _checked(rule: Rule, value: object, source: str) -> Any:
+    """Return the value to use; raises ConfigError."""
+    try:
+        return rule.parse(value)
+    except (OSError, ValueError):  # OSError: the working directory has been deleted
+        raise _invalid(source, value, rule.valid) from None
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
     try:
-        shown = repr(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # thousands of digits or brackets
-        shown = f"this {type(value).__name__}"
-    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
-    return ConfigError(f"{source}: {shown} is not valid; must be {valid}")
+        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
+        quoted = f"this {type(value).__name__}"
+    if len(quoted) > 80:
+        quoted = f"{quoted[:80]}…"
+    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
 
 
-def _checked(rule: Rule, value: object, source: str) -> Any:
-    with suppress(OSError, ValueError):  # no working directory; thousands of digits
-        if rule.accepts(value):
-            return rule.convert(value)
-    raise _invalid(source, value, rule.valid)
-
-
-def _read_config_file(path: str, shown: str, named_by: str) -> Json:
-    """Return arguments for Settings. named_by: what named this path."""
+def _read_config_file(file: ConfigFile) -> Json:
+    """Return the file's values as arguments for Settings; raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            document = tomllib.loads(file.read().decode("utf-8-sig"))
+        with open(file.path, "rb") as content:
+            document = tomllib.loads(content.read().decode("utf-8-sig"))
     except FileNotFoundError:
-        if not named_by:
+        if file.named_by is None:
             return {}
-        raise ConfigError(f"{named_by}: {shown} does not exist; must be a TOML file") from None
+        raise ConfigError(f"{file.named_by}: {file.shown} does not exist") from None
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{shown}: {reason}; must be a readable TOML file") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8; a thousand brackets
+        raise ConfigError(f"{file.shown}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML; a thousand brackets
         reason = " ".join(str(error).split())
-        example = 'lines in UTF-8 such as: unit = "board"'
-        raise ConfigError(f"{shown}: invalid TOML: {reason}; must be {example}") from None
-    return _arguments(f"{shown}: ", "", document, Settings)
+        example = '(example of a valid line: unit = "board")'
+        raise ConfigError(f"{file.shown}: invalid TOML: {reason} {example}") from None
+
+    warnings = _take_former_keys(document, f"{file.shown}: ")
+    return _table_values(Settings, document, f"{file.shown}: ") | {"warnings": warnings}
 
 
-def _arguments(file: str, heading: str, table: object, kind: Any) -> Json:
-    """Return arguments for a dataclass. heading: "[health]"; "": the whole file."""
-    name = heading.strip("[]")
+def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
+    """Remove keys of former releases; return warnings about them; raises ConfigError."""
+    warnings = []
+    for key, (same_as_now, explanation) in FORMER_KEYS.items():
+        if key not in document:
+            continue
+
+        value = document.pop(key)
+        if value != same_as_now:
+            raise ConfigError(f"{source}{key}: {str(value)[:80]!r} is not valid; {explanation}")
+        warnings.append(f"{source}{key} has no effect any more; remove the key")
+    return tuple(warnings)
+
+
+def _table_values(kind: Any, table: object, file: str, heading: str = "") -> Json:
+    """Return a table as arguments for its dataclass; raises ConfigError.
+
+    `heading` is "[health]" or "[[mounts]]", and empty for the top of the file.
+    """
     if not isinstance(table, dict):
-        raise _invalid(f"{file}{name}", table, f"a table: {heading}")
+        raise _invalid(f"{file}{heading.strip('[]')}", table, f"a table: {heading}")
+
     source = f"{file}{heading} " if heading else file
-    known = {key.name: key for key in fields(kind) if key.metadata}
+    known = {each.name: each for each in fields(kind) if each.metadata}
+    for name, each in known.items():
+        if each.default is MISSING and each.default_factory is MISSING and name not in table:
+            raise ConfigError(f"{source}{name} is missing")
+
     values = {}
-    for key, each in known.items():
-        if each.default is MISSING and key not in table:
-            raise ConfigError(f"{source}{key} is missing")
     for key, value in table.items():
-        if key in _PARTITIONING:
-            valid = "removed: a chip cannot be partitioned, only time-shared"
-            raise _invalid(f"{source}{key}", value, valid)
+        if key in PARTITIONING_KEYS:
+            reason = "remove it: a chip can be time-shared, not partitioned"
+            raise ConfigError(f"{source}{key} is not supported; {reason}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            nearest = f"; did you mean {near[0]}?" if near else ""
-            keys = f"valid keys: {', '.join(known)}"
-            raise ConfigError(f"{source}{key!r} is not a known key{nearest}; {keys}")
+            raise ConfigError(f"{source}{_unknown_key(key, known)}")
+
         metadata = known[key].metadata
-        inner = metadata.get("kind")
-        section = f"{name}.{key}".lstrip(".")
-        if inner is None:
-            values[key] = _checked(metadata["rule"], value, f"{source}{key}")
-        elif known[key].default != ():
-            values[key] = inner(**_arguments(file, f"[{section}]", value, inner))
-        elif isinstance(value, list):
-            tables = [_arguments(file, f"[[{section}]]", each, inner) for each in value]
-            values[key] = tuple(inner(**each) for each in tables)
+        path = f"{heading.strip('[]')}.{key}".lstrip(".")
+        if rule := metadata.get("rule"):
+            values[key] = _checked(rule, value, f"{source}{key}")
+        elif inner := metadata.get("table"):
+            values[key] = inner(**_table_values(inner, value, file, f"[{path}]"))
         else:
-            raise _invalid(f"{file}{section}", value, f"tables: [[{section}]]")
+            if not isinstance(value, list):
+                raise _invalid(f"{file}{path}", value, f"tables: [[{path}]]")
+            inner = metadata["tables"]
+            rows = [_table_values(inner, row, file, f"[[{path}]]") for row in value]
+            values[key] = tuple(inner(**row) for row in rows)
     return values
 
 
+def _unknown_key(key: str, known: Iterable[str]) -> str:
+    import difflib  # here, because it would cost 2 ms of each start
+
+    if near := difflib.get_close_matches(key, known, 1):
+        return f"unknown key {key!r}; did you mean {near[0]}?"
+    return f"unknown key {key!r}; valid keys: {', '.join(known)}"
+
+
 def _checked_mounts(settings: Settings, source: str) -> Mounts:
+    """Return the mounts with their paths in the container; raises ConfigError."""
+    has_locks = bool(settings.sharing.resources and settings.sharing.lock_dir)
     mounts = {}
-    has_locks = settings.sharing.resources and settings.sharing.lock_dir
     for mount in settings.mounts:
-        target = _checked(_TARGET, mount.container or mount.host, source)
+        target = _checked(CONTAINER_PATH, mount.container or mount.host, source)
         if target in mounts:
             raise _invalid(source, target, "a different path in each table")
         if target == "/dev/shm" and has_locks:
@@ -467,14 +612,16 @@ def _checked_mounts(settings: Settings, source: str) -> Mounts:
 
 
 def _checked_sharing(settings: Settings, source: str) -> Sharing:
+    """Return the sharing with names without domains; raises ConfigError."""
     sharing = settings.sharing
     entries: list[SharedResource] = []
     for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
                 raise ConfigError(f"{source}{name}: its domain is not {settings.resource_domain}")
-        rename = basename(entry.rename or "") or None
-        entry = replace(entry, name=basename(entry.name), rename=rename)
+
+        rename = without_domain(entry.rename) if entry.rename else None
+        entry = replace(entry, name=without_domain(entry.name), rename=rename)
         if conflict := _sharing_conflict(sharing, entry, entries):
             raise ConfigError(f"{source}{entry.name}: {conflict}")
         entries.append(entry)
@@ -484,27 +631,34 @@ def _checked_sharing(settings: Settings, source: str) -> Sharing:
 def _sharing_conflict(
     sharing: Sharing, entry: SharedResource, others: Sequence[SharedResource]
 ) -> str | None:
+    """Return why an entry is not possible in itself, or beside the entries before it."""
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
-        return f"{shared} is longer than the 63 characters of a resource's name"
+        return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices != "all" and shared == entry.name:
-        return "set rename: the exclusive devices keep this name"
-    if shared != entry.name and _OWN_NAME.fullmatch(shared):
-        return f"{shared} can be another resource's name; choose another one for rename"
+        return "needs rename: the devices that are not shared keep this name"
+    is_a_board = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
+    if shared != entry.name and re.fullmatch(is_a_board, shared):
+        return f"rename: {shared} could clash with another resource; choose a different name"
+
     for other in others:
         if sharing.shared_name(other) == shared:
-            return f"{shared} is the name of two entries; choose another one for rename"
-        duplicates = entry.listed & other.listed
-        if other.name == entry.name and ("all" in (entry.devices, other.devices) or duplicates):
-            return f"{abbreviate(sorted(duplicates)) or 'every device'} is selected twice"
+            return f"two entries have the name {shared}; choose a different rename for one of them"
+        if other.name == entry.name:
+            duplicates = sorted(entry.named_devices & other.named_devices)
+            if "all" in (entry.devices, other.devices):
+                return "every device is selected twice"
+            if duplicates:
+                return f"{abbreviate(duplicates)} is selected twice"
     return None
 
 
-# ==== INVENTORY: sysfs and /proc. Devices are never opened: that powers them up ===================
+# ==== INVENTORY: sysfs and /proc. Device files are never opened: that powers chips up =============
 
 VENDOR = 0x1E52
 ARCHES = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
 DRIVER = "tenstorrent"
+DRIVER_DIRECTORY = "/sys/bus/pci/drivers/tenstorrent"  # as remedies name it
 
 # By PCI subsystem ID (tt-kmd's telemetry.c), until the firmware reports the card type.
 CARDS = {
@@ -535,55 +689,73 @@ MEMORY = {
 }
 MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
-ALL_ONES = 0xFFFFFFFF  # a register of a dead chip
-DEAD_TEMPERATURE = 65535999  # m°C: all ones, converted by hwmon
-DEAD_VOLTAGE = 65535  # mV: likewise, of in0_max
-DEAD_VALUE = 2**32 - 10**6  # the least of all ones' other conversions
+# Each register of a chip that does not respond reads as ones; hwmon converts them like any value.
+ALL_ONES = 0xFFFFFFFF
+DEAD_TEMPERATURE = 65535999  # m°C
+DEAD_VOLTAGE = 65535  # mV, of in0_max
+DEAD_VALUE = 2**32 - 10**6  # ALL_ONES watts in µW, of which hwmon keeps 32 bits; others give more
 
+# errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
-OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the daemon's
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileIdentity = tuple[int, int, int]
+FileIdentity = tuple[int, int, int]  # device, inode, time of the last change: inodes are reused
 Result = TypeVar("Result")
 
 
-class PciFunction(NamedTuple):
-    """A PCI function of a card, and its device file."""
+class FileFault(NamedTuple):
+    """Why a chip's device file cannot be used."""
 
-    bdf: str  # PCI address "0000:03:00.0"
-    arch: str | None = None  # None: only its address is known
+    problem: str
+    command: str = ""  # that mends it; empty: it passes by itself
+
+
+class PciFunction(NamedTuple):
+    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them."""
+
+    bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
+    arch: str | None = None  # None: only the address is known
     subsystem: int = 0  # PCI subsystem ID
-    numa_node: int | None = None  # None: unknown to the platform
+    numa_node: int | None = None  # None: the platform does not say
     directory: str = ""  # in sysfs
-    driver: str | None = None  # "": none is bound; None: not on the bus
-    ordinal: int | None = None  # N of /dev/tenstorrent/N
-    path: str = ""  # device file on the host
-    file_fault: str | None = None  # why the device file is invalid
+    on_bus: bool = True
+    driver: str | None = None  # None: no driver is bound
+    ordinal: int | None = None  # N of /dev/tenstorrent/N; None without a device file
+    path: str = ""  # of the device file on the host
+    file_fault: FileFault | None = None
 
     @property
-    def sysfs(self) -> str:
-        """Return the directory of its class device, with the tt_* attributes."""
+    def class_device(self) -> str:
+        """Return the sysfs directory that has the tt_* attributes."""
         return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
 
     def is_same_card(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
 
-    def without_device(self, driver: str | None) -> PciFunction:
+    def without_device_file(self, driver: str | None = None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-Bus = dict[str, PciFunction | None]  # by address; None: another vendor's
+# The functions on the PCI bus by address; None for other vendors', which are looked at once only.
+Bus = dict[str, PciFunction | None]
 
 
 class Identity(NamedTuple):
     """What the firmware reports of a chip; None: not reported."""
 
-    card: str | None = None  # "p150a"
+    card: str | None = None  # exact card type, "p150a"
     serial: str | None = None  # the board's, 16 hex digits
     asic_id: str | None = None  # the chip's own, 16 hex digits
-    firmware: str | None = None  # the bundle's version, "19.4.0.0"
+    firmware: str | None = None  # version of the bundle, "19.4.0.0"
+
+
+class ReadError(NamedTuple):
+    """A telemetry attribute that could not be read."""
+
+    attribute: str
+    number: int  # errno
 
 
 class Telemetry(NamedTuple):
@@ -593,33 +765,38 @@ class Telemetry(NamedTuple):
     heartbeat: int | None = None  # changes while the firmware runs
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
-    trips: int | None = None  # thermal trips (Blackhole)
+    trips: int | None = None  # thermal trips (Blackhole only)
     all_ones: bool = False  # every register reads as ones
-    error: tuple[str, int] | None = None  # the attribute, and errno
+    error: ReadError | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the firmware reports nothing: it is late, or was dead at the probe."""
+        return self == Telemetry()
 
 
-ProcessRow = dict[str, object]  # pid, command, of_pod
+ProcessRow = dict[str, object]  # "pid", "command", "of_pod"
 
 
 class Reading(NamedTuple):
-    """What was read of a chip."""
+    """What was read of a chip at one moment."""
 
     function: PciFunction
     telemetry: Telemetry
-    at: float  # seconds of a monotonic clock
-    periodic: bool = True  # by a poll, not an event
-    sensors: Mapping[str, float] | None = None  # None: not read, nor processes
+    at: float  # seconds of the monotonic clock
+    is_poll: bool = True  # counts missing heartbeats; readings for other reasons come too early
+    sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
 
-@lru_cache(maxsize=1024)  # every poll sorts by it
-def address(bdf: str) -> tuple[int, ...]:
-    """Return a PCI address as numbers."""
+@lru_cache(maxsize=1024)
+def address_numbers(bdf: str) -> tuple[int, ...]:
+    """Return domain, bus, device and function of a PCI address: chips are sorted by them."""
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
 def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
-    """Return look(path), None if nothing is there."""
+    """Return look(path), None if nothing exists there; raises OSError for any other reason."""
     try:
         return look(path)
     except OSError as error:
@@ -629,7 +806,7 @@ def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return device, inode and time: inodes are reused."""
+    """Return what changes when a file is replaced; None if it does not exist."""
     status = if_exists(os.stat, path)
     if status is None:
         return None
@@ -640,50 +817,57 @@ def names_in(directory: str) -> list[str]:
     return if_exists(os.listdir, directory) or []
 
 
-def read_attribute(path: str) -> str | None:
-    """Return an attribute's text, None if it does not exist."""
-    with closing(AttributeFiles()) as files:
-        return if_exists(files.read, path)
+def read_attribute(path: str) -> str:
+    """Return the text of a sysfs attribute; raises OSError. Telemetry can block for 10 s."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 4096).decode("ascii", "replace").strip()
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(descriptor)
 
 
-def try_read(path: str) -> str | None:
-    """Return a file's text, None on any error."""
+def read_text(path: str) -> str | None:
+    """Return the text of a file of the kernel's, None on any error."""
     with suppress(OSError), open(path, "rb", 0) as file:
         return file.read().decode("utf-8", "replace").strip()
     return None
 
 
-def decimal(text: str | None) -> int | None:
+def to_integer(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
-def _below(most: int, text: str | None) -> int | None:
-    number = decimal(text)
-    return number if number is not None and 0 <= number < most else None
+def to_natural(text: str | None, *, less_than: int) -> int | None:
+    """Return a number from 0 up to a value that a chip that does not respond has."""
+    number = to_integer(text)
+    return number if number is not None and 0 <= number < less_than else None
 
 
-def _celsius(text: str | None) -> float | None:
-    millidegrees = _below(DEAD_TEMPERATURE, text)
-    return millidegrees / 1000 if millidegrees else None
-
-
-def _pci_id(path: str) -> int:
-    text = read_attribute(path) or ""
-    return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else 0
+def to_celsius(text: str | None) -> float | None:
+    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
+    return millidegrees / 1000 if millidegrees else None  # 0: the firmware has no such limit
 
 
 def driver_version(settings: Settings) -> str | None:
-    """Return the loaded driver's version, or "unknown"; None: not loaded."""
+    """Return the loaded driver's version, or "unknown"; None if the driver is not loaded."""
     module = f"{settings.sysfs_root}/module/{DRIVER}"
-    is_loaded = isdir(module) or isdir(f"{settings.sysfs_root}/class/{DRIVER}")
-    return (try_read(f"{module}/version") or "unknown") if is_loaded else None
+    if not isdir(module) and not isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
+        return None
+    return printable(read_text(f"{module}/version") or "unknown")
 
 
-def can_be_bound(function: PciFunction) -> bool:
-    """Return whether the driver has, or can have, a function."""
-    override = try_read(f"{function.directory}/driver_override")
-    driver = function.driver or override or DRIVER
-    return function.driver is not None and driver in (DRIVER, "(null)")
+def driver_can_bind(function: PciFunction) -> bool:
+    """Return whether the driver has, or could be bound to, a function."""
+    if not function.on_bus:
+        return False
+    if function.driver:
+        return function.driver == DRIVER
+
+    override = read_text(f"{function.directory}/driver_override")  # "(null)" if there is none
+    return override in (None, "", "(null)", DRIVER)
 
 
 def pci_directory(settings: Settings, bdf: str = "") -> str:
@@ -691,72 +875,99 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def scan(settings: Settings, known: Bus) -> Bus:
-    """Return the PCI functions. known: the last result."""
+    """Return the functions that are on the PCI bus now. `known` is the last result."""
     found = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
-        function = known[bdf] if bdf in known else _read_function(settings, bdf)
-        found[bdf] = _with_device(settings, function) if function else None
+        function = known[bdf] if bdf in known else _identify(settings, bdf)
+        found[bdf] = _with_present_state(settings, function) if function else None
     return found
 
 
-def _read_function(settings: Settings, bdf: str) -> PciFunction | None:
+def _identify(settings: Settings, bdf: str) -> PciFunction | None:
+    """Return a function by its IDs, which never change; None if it is another vendor's."""
     directory = pci_directory(settings, bdf)
     if _pci_id(f"{directory}/vendor") != VENDOR:
         return None
+
     arch = ARCHES.get(_pci_id(f"{directory}/device"))
     subsystem = _pci_id(f"{directory}/subsystem_device")
-    numa_node = _below(ALL_ONES, read_attribute(f"{directory}/numa_node"))
-    return PciFunction(bdf, arch, subsystem, numa_node, directory) if arch else None
+    return PciFunction(bdf, arch, subsystem, directory=directory) if arch else None
 
 
-def _with_device(settings: Settings, function: PciFunction) -> PciFunction:
-    """Return a function with its present driver and device file."""
+def _pci_id(path: str) -> int:
+    text = if_exists(read_attribute, path) or ""
+    return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else 0
+
+
+def _with_present_state(settings: Settings, function: PciFunction) -> PciFunction:
+    """Return a function with its present NUMA node, driver and device file."""
+    text = if_exists(read_attribute, f"{function.directory}/numa_node")
+    function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
     if function.path and not function.file_fault and not file_fault_now(function):
         return function
-    # Not from the class: after a renumbering, a name there leads to another chip.
+
+    # The class device is looked for below the PCI function. In /sys/class its name could lead to
+    # another chip by now, as numbers are reused.
     for name in names_in(f"{function.directory}/{DRIVER}"):
-        ordinal = decimal(name.removeprefix(f"{DRIVER}!"))
+        ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
             path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
             function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
             return function._replace(file_fault=file_fault_now(function))
+
     driver = if_exists(os.readlink, f"{function.directory}/driver")
-    return function.without_device(basename(driver or ""))
+    return function.without_device_file(basename(driver) if driver else None)
 
 
-def file_fault_now(function: PciFunction) -> str | None:
-    """Return why a device file cannot be used."""
+def file_fault_now(function: PciFunction) -> FileFault | None:
+    """Return why the device file cannot be used at this moment."""
     path = function.path
-    number = read_attribute(f"{function.sysfs}/dev")
+    number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
     status = if_exists(os.stat, path)
     if number is None:
-        return f"{path} is being removed"
+        return FileFault(f"{path} is being removed")
+
+    # udev does not make device files: devtmpfs made it when the device appeared.
+    create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
     if status is None:
-        return f"{path} does not exist"
+        directory = dirname(path)
+        parent = "" if isdir(directory) else f"mkdir {directory} && "
+        return FileFault(f"{path} does not exist", f"{parent}{create}")
     if not stat.S_ISCHR(status.st_mode):
-        return f"{path} is not a character device"
+        return FileFault(f"{path} is not a character device", f"rm {path} && {create}")
+
     found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-    return None if found == number else f"{path} is device {found}, but sysfs has {number}"
+    if found != number:
+        problem = f"{path} is device {found}, but sysfs has {number}"
+        return FileFault(problem, f"rm {path} && {create}")
+    return None
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
-    """Return the openers of a device file, None: unknown (driver before 2.5). Can block."""
+    """Return the processes that opened a device file; None if unknown (a driver before 2.5)."""
     proc = settings.proc_root
-    text = try_read(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
-    pids = {*map(int, re.findall(r"\d+", text or ""))}
-    if text is None or 0 in pids:  # 0: of another PID namespace
+    text = read_text(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
+    if text is None:
         return None
+    pids = {int(pid) for pid in re.findall(r"\d+", text)}
+    if 0 in pids:  # the process is of another PID namespace
+        return None
+
     rows = []
     for pid in sorted(pids):
-        of_pod = "kubepods" in (try_read(f"{proc}/{pid}/cgroup") or "")
-        command = try_read(f"{proc}/{pid}/comm") or "?"  # hidden, or only a child still runs
+        of_pod = "kubepods" in (read_text(f"{proc}/{pid}/cgroup") or "")
+        # No name: the process is hidden, or has ended while its children have the device open.
+        command = read_text(f"{proc}/{pid}/comm") or "?"
         rows.append({"pid": pid, "command": command, "of_pod": of_pod})
     return rows
 
 
 def link_path(settings: Settings, function: PciFunction) -> str | None:
-    """Return udev's link to a chip's device file, if it points there now."""
-    # Runtimes resolve it for each container (containerd 1.6, 2.1): it outlives a renumbering.
+    """Return udev's link to a chip's device file, if it points there now.
+
+    Runtimes resolve the link each time that they create a container (containerd 1.6 and 2.1,
+    CRI-O 1.35), so a path that the kubelet has stored is right after a renumbering, too.
+    """
     link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
     with suppress(OSError):
         if os.readlink(link) in (f"../{function.ordinal}", function.path):
@@ -773,106 +984,98 @@ def expects_links(settings: Settings) -> bool:
 
 def existing_mounts(settings: Settings) -> Mounts:
     """Return the configured mounts; without any, those hugepages that exist."""
-    names = ("hugepages-1G", "hugepages")
-    defaults = (Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in names)
-    return settings.mounts or tuple(each for each in defaults if exists(each.host))
+    if settings.mounts:
+        return settings.mounts
+
+    mounts = []
+    for name in ("hugepages-1G", "hugepages"):
+        path = f"{settings.dev_root}/{name}"
+        if exists(path):
+            mounts.append(Mount(path, f"/dev/{name}"))
+    return tuple(mounts)
 
 
-class AttributeFiles:
-    """Attributes of a chip, kept open between polls: that halves a poll's cost."""
-
-    def __init__(self) -> None:
-        self._hwmon = ""
-        self._open: dict[str, int] = {}
-
-    def hwmon(self, function: PciFunction) -> str:
-        """Return the directory of the sensors: its number has no meaning."""
-        directory = f"{function.directory}/hwmon"
-        if not self._hwmon and (names := names_in(directory)):
-            self._hwmon = f"{directory}/{min(names)}"
-        return self._hwmon
-
-    def read(self, path: str) -> str:
-        try:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY)
-            return os.pread(self._open[path], 4096, 0).decode("ascii", "replace").strip()
-        except OSError as error:
-            error.filename = path
-            raise
-
-    def close(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-        self._hwmon = ""
-
-
-_ID = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"  # a half can be all ones during a reset
-_IDENTITY = {  # attributes and forms by Identity's fields
+# Of a serial number each half is read by itself, and can be all ones during a reset.
+_ID_FORM = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"
+_IDENTITY_FORMS = {  # by attribute, in the order of Identity's fields
     "tt_card_type": "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]",
-    "tt_serial": _ID,
-    "tt_asic_id": _ID,
+    "tt_serial": _ID_FORM,
+    "tt_asic_id": _ID_FORM,
     "tt_fw_bundle_ver": r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}",
 }
-_DEAD = {  # values of a chip that does not respond
+_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY_FORMS, "tt_therm_trip_count")
+_DEAD_TEXTS = {  # of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": "unknown",
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
 }
-_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY, "tt_therm_trip_count")
 
 
-def parse_telemetry(raw: Mapping[str, str]) -> Telemetry:
-    shown = [raw[name] == dead for name, dead in _DEAD.items() if name in raw]
-    if len(shown) > 1 and all(shown):
+def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
+    """Return the telemetry in these texts, by attribute."""
+    are_dead = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
+    if len(are_dead) > 1 and all(are_dead):
         return Telemetry(all_ones=True)
+
     identity = []
-    for name, form in _IDENTITY.items():
-        text = raw.get(name, "")
+    for name, form in _IDENTITY_FORMS.items():
+        text = texts.get(name, "")
         identity.append(text if re.fullmatch(form, text) else None)
+
     return Telemetry(
-        Identity(*identity),
-        decimal(raw.get("tt_heartbeat")),  # even all ones: it stalls
-        _celsius(raw.get("temp1_input")),
-        _celsius(raw.get("temp1_max")),
-        _below(ALL_ONES, raw.get("tt_therm_trip_count")),
+        identity=Identity(*identity),
+        heartbeat=to_integer(texts.get("tt_heartbeat")),  # all ones, too: it does not change
+        temperature=to_celsius(texts.get("temp1_input")),
+        throttles_at=to_celsius(texts.get("temp1_max")),
+        trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
     )
 
 
-def read_telemetry(function: PciFunction, files: AttributeFiles) -> Telemetry:
+def read_telemetry(function: PciFunction) -> Telemetry:
     """Read a chip's telemetry; raises OSError for OWN_ERRORS only. Can block for ten seconds."""
     try:
-        return _read_attributes(function, files)
+        return _read_attributes(function)
     except OSError as error:
-        files.close()
         if error.errno in OWN_ERRORS:
             raise
-        return Telemetry(error=(basename(error.filename or function.sysfs), error.errno or 0))
+        attribute = basename(error.filename or function.class_device)
+        return Telemetry(error=ReadError(attribute, error.errno or 0))
 
 
-def _read_attributes(function: PciFunction, files: AttributeFiles) -> Telemetry:
-    hwmon = files.hwmon(function)
-    raw = {}
-    for name in (*_TT_ATTRIBUTES, "temp1_input", "temp1_max"):
-        directory = hwmon if name.startswith("temp1") else function.sysfs
+def _read_attributes(function: PciFunction) -> Telemetry:
+    sensors = hwmon_directory(function)
+    places = [(function.class_device, name) for name in _TT_ATTRIBUTES]
+    places += [(sensors, name) for name in ("temp1_input", "temp1_max") if sensors]
+
+    texts = {}
+    for directory, name in places:
         try:
-            raw[name] = files.read(f"{directory}/{name}")
+            texts[name] = read_attribute(f"{directory}/{name}")
         except OSError as error:
-            # ENODATA of the heartbeat is a reset, another's a tag no longer reported.
-            is_missing = error.errno == errno.ENODATA and name != "tt_heartbeat"
-            if not is_missing and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            # During a reset every attribute answers ENODATA. After one into firmware that reports
+            # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
+            is_lost_tag = error.errno == errno.ENODATA and name != "tt_heartbeat"
+            if not is_lost_tag and error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
-    if raw:
-        return parse_telemetry(raw)
-    if not isdir(function.sysfs):
-        return Telemetry(error=(basename(function.sysfs), errno.ENODEV))
-    # Late firmware, or a chip that was dead when the driver was bound.
+
+    if texts:
+        return parse_telemetry(texts)
+    if not isdir(function.class_device):
+        return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
+
+    # Late firmware, or a chip that was dead when the driver was bound: PCI's own registers tell.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
+
+
+def hwmon_directory(function: PciFunction) -> str | None:
+    """Return the directory of a chip's sensors, hwmon/hwmonN, whose number has no meaning."""
+    directory = f"{function.directory}/hwmon"
+    names = names_in(directory)
+    return f"{directory}/{min(names)}" if names else None
 
 
 class Sensor(NamedTuple):
@@ -889,9 +1092,9 @@ _CLOCK = "Clock frequency in hertz."
 _ERRORS = "PCIe errors reported by AER, by severity."
 _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
-# hwmon: µW, mA, mV and rpm; tt_*: MHz (tt-kmd's telemetry.c).
+# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
 SENSORS = (
-    Sensor("power1_input", "power_watts", "Power draw in watts.", 1e-6),
+    Sensor("power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
     Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
     Sensor("curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
     Sensor("curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
@@ -911,31 +1114,37 @@ SENSORS = (
 )
 
 
-def read_sensors(function: PciFunction, hwmon: str) -> dict[str, float]:
-    """Return sensor values by attribute, in the metric's unit. Can block."""
+def read_sensors(function: PciFunction) -> dict[str, float]:
+    """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
+    hwmon = hwmon_directory(function)
     values = {}
     for sensor in SENSORS:
         name = sensor.attribute
         directory = function.directory
         if name.startswith("tt_"):
-            directory = function.sysfs
+            directory = function.class_device
         elif name.startswith(("power1", "curr1", "in0", "fan1")):
-            directory = hwmon
+            directory = hwmon or ""
+
         with suppress(OSError):
-            value = _sensor_value(name, read_attribute(f"{directory}/{name}") or "")
+            value = _sensor_value(name, read_attribute(f"{directory}/{name}"))
             if value is not None:
                 values[name] = value * sensor.factor
     return values
 
 
 def _sensor_value(attribute: str, text: str) -> float | None:
-    most = {"in0_max": DEAD_VOLTAGE, "current_link_width": 63, "max_link_width": 63}
+    match = None
     if attribute.endswith("_link_speed"):
-        match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe"; "Unknown"
+        match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
     elif attribute.startswith("aer_"):
         match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
+    elif attribute.endswith("_link_width"):
+        return to_natural(text, less_than=63)  # 63: all ones of a 6-bit field
+    elif attribute == "in0_max":
+        return to_natural(text, less_than=DEAD_VOLTAGE)
     else:
-        return _below(most.get(attribute, DEAD_VALUE), text)
+        return to_natural(text, less_than=DEAD_VALUE)
     return float(match[1]) if match else None
 
 
@@ -950,7 +1159,7 @@ class Fault(Enum):
     """Why a chip is unhealthy. Each change of it is logged."""
 
     GONE = "gone"
-    NODE = "node"
+    NODE = "node"  # of the device file, which Unix calls a device node
     RESETTING = "resetting"
     NO_RESPONSE = "no_response"
     BLOCKED = "blocked"
@@ -961,111 +1170,194 @@ class Fault(Enum):
     SILENT = "silent"
 
 
-_BIND = "/sys/bus/pci/drivers/tenstorrent"
-_RESET = "reset it: tt-smi -r {bdf}"  # without an address tt-smi resets every card
-LOAD_DRIVER = "run: modprobe tenstorrent"
+# Faults of a chip whose present sensors cannot be known.
+UNREADABLE = (
+    Fault.GONE,
+    Fault.BLOCKED,
+    Fault.NO_RESPONSE,
+    Fault.RESETTING,
+    Fault.READ_ERROR,
+)
+
+
+class Remedy(NamedTuple):
+    """A command that mends a fault."""
+
+    command: str  # with {bdf} for the chip's address
+    condition: str = ""  # under which to run it, such as "if this persists"
+    action: str = ""  # what the command does to pods, such as "a reset"; empty: nothing
+    resets_board: bool = False  # the board's other chip is affected, too
+
+
+# Without an address, tt-smi resets every card of the node. On arm64 its resets do not work.
+RESET = Remedy("tt-smi -r {bdf}", action="a reset", resets_board=True)
+REBOOT = Remedy("systemctl reboot", condition="drain this node, then")
+REBIND = Remedy(
+    f"cd {DRIVER_DIRECTORY} && echo {{bdf}} > unbind && echo {{bdf}} > bind",
+    condition="if this persists,",
+    action="rebinding the driver",
+)
+LOAD_DRIVER = Remedy("modprobe tenstorrent")
+RESCAN = Remedy("echo 1 > /sys/bus/pci/rescan")
 REMEDIES = {
-    Fault.NODE: "remove the file that is there, then run: "
-    "udevadm trigger --subsystem-match=tenstorrent",
-    Fault.RESETTING: "if this persists, rebind the driver: "
-    f"cd {_BIND} && echo {{bdf}} > unbind && echo {{bdf}} > bind",
-    Fault.NO_RESPONSE: _RESET,
-    Fault.BLOCKED: f"if this persists, {_RESET}",
-    Fault.READ_ERROR: _RESET,
-    Fault.STALLED: _RESET,
-    Fault.HOT: "check its cooling",
-    Fault.TRIPPED: "check its cooling",
-    Fault.SILENT: _RESET,
+    Fault.RESETTING: REBIND,
+    Fault.NO_RESPONSE: RESET,
+    Fault.BLOCKED: RESET._replace(condition="if this persists,"),
+    Fault.READ_ERROR: RESET,
+    Fault.STALLED: RESET,
+    Fault.SILENT: RESET,
 }
+
+
+class Reason(NamedTuple):
+    """Why a chip is unhealthy, and the remedy. As a text: PROBLEM; run: COMMAND."""
+
+    problem: str
+    condition: str = ""  # of the remedy
+    command: str = ""  # empty: there is nothing to run
+
+    @property
+    def introduction(self) -> str:
+        """Return the text before the command."""
+        if not self.command:
+            return self.problem
+        return f"{self.problem}; {self.condition} run:".replace("  ", " ")
+
+    def __str__(self) -> str:
+        return f"{self.introduction} {self.command}".rstrip()
 
 
 class Verdict(NamedTuple):
     """Health of a chip by its telemetry."""
 
     fault: Fault | None = None
-    problem: str | None = None  # without remedy
-    throttles: bool = False  # it has reached its own limit
+    problem: str | None = None  # the reason, without remedy
 
 
 class Vitals(NamedTuple):
-    """Values that the next verdict depends on."""
+    """Values of a chip on which its next verdict depends."""
 
     heartbeat: int | None = None  # at the last poll
-    misses: int = 0  # polls in a row without a change
-    hot: bool = False  # at the operator's limit
+    misses: int = 0  # polls in a row without a change of it
+    is_hot: bool = False  # at the operator's limit
+    is_throttling: bool = False  # at its own limit, which is no fault
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
     empty_since: float | None = None  # since when telemetry has been missing
 
 
-_BY_ERRNO = {
-    errno.ENODATA: Verdict(Fault.RESETTING, "resetting (no telemetry)"),
-    errno.ENODEV: Verdict(Fault.GONE, "device is being removed"),
-}
-
-
 def judge(
-    verdict: Verdict, vitals: Vitals, reading: Reading, settings: HealthSettings, *, was_seen: bool
+    reading: Reading,
+    *,
+    verdict: Verdict,
+    vitals: Vitals,
+    settings: HealthSettings,
+    had_telemetry: bool,
 ) -> tuple[Verdict, Vitals]:
-    """Judge a chip by a reading. was_seen: it had telemetry since boot."""
+    """Return a chip's verdict after a reading, and its vitals.
+
+    `verdict` and `vitals` are those before the reading; `had_telemetry`: at any time since boot.
+    While a chip reports nothing, its vitals stay: it is not cooler, nor is its heartbeat back.
+    """
     telemetry = reading.telemetry
     if telemetry.error:
-        attribute, number = telemetry.error
-        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
-        return _BY_ERRNO.get(number, Verdict(Fault.READ_ERROR, problem)), vitals
+        return _judge_error(telemetry.error), vitals
     if telemetry.all_ones:
-        return Verdict(Fault.NO_RESPONSE, "chip does not respond (registers read as ones)"), vitals
-    if telemetry == Telemetry() and was_seen:  # the driver was rebound
+        problem = "chip does not respond (registers read as ones)"
+        return Verdict(Fault.NO_RESPONSE, problem), vitals
+
+    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, if
+    # the device was gone. A chip that never had telemetry may have old firmware.
+    if telemetry.is_empty and had_telemetry:
         since = reading.at if vitals.empty_since is None else vitals.empty_since
         if reading.at - since >= FIRMWARE_TIMEOUT:
             verdict = Verdict(Fault.SILENT, "no telemetry since the driver was rebound")
         return verdict, vitals._replace(empty_since=since)
+
     limit = settings.temperature_limit
     if limit == "card":
         limit = telemetry.throttles_at
-    throttles = _reaches(telemetry.temperature, telemetry.throttles_at, verdict.throttles)
     vitals = _next_vitals(vitals, reading, limit)
-    return Verdict(*_judge_vitals(vitals, reading, settings, limit), throttles), vitals
+    return _judge_vitals(vitals, reading, settings, limit), vitals
+
+
+def _judge_error(error: ReadError) -> Verdict:
+    if error.number == errno.ENODATA:
+        return Verdict(Fault.RESETTING, "resetting (no telemetry)")
+    if error.number == errno.ENODEV:
+        return Verdict(Fault.GONE, "device is being removed")
+
+    reason = f"{error.attribute}: {os.strerror(error.number)}"
+    return Verdict(Fault.READ_ERROR, f"telemetry cannot be read: {reason}")
 
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     telemetry = reading.telemetry
-    # Any change shows life: resets restart heartbeats. Only polls are far enough apart.
-    beats = telemetry.heartbeat is None or telemetry.heartbeat != vitals.heartbeat
+
+    # Any change of the heartbeat shows life: after a reset it begins anew, lower. Only polls are
+    # far enough apart to count a heartbeat that has not changed.
+    heartbeat, misses = vitals.heartbeat, vitals.misses
+    if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
+        misses = 0
+    elif reading.is_poll:
+        misses += 1
+    if reading.is_poll:
+        heartbeat = telemetry.heartbeat
+
     trips = vitals.trips if telemetry.trips is None else telemetry.trips
-    rose = trips is not None and vitals.trips is not None and trips > vitals.trips
+    has_tripped = trips is not None and vitals.trips is not None and trips > vitals.trips
+    degrees = telemetry.temperature
     return Vitals(
-        heartbeat=telemetry.heartbeat if reading.periodic else vitals.heartbeat,
-        misses=0 if beats else vitals.misses + reading.periodic,
-        hot=_reaches(telemetry.temperature, limit, vitals.hot),
+        heartbeat=heartbeat,
+        misses=misses,
+        is_hot=_reaches(degrees, limit, vitals.is_hot),
+        is_throttling=_reaches(degrees, telemetry.throttles_at, vitals.is_throttling),
         trips=trips,
-        tripped_at=reading.at if rose else vitals.tripped_at,
+        tripped_at=reading.at if has_tripped else vitals.tripped_at,
+        empty_since=None,
     )
 
 
-def _reaches(degrees: float | None, limit: float | None, before: bool) -> bool:
-    """Return whether a chip is too hot. before: it was."""
+def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -> bool:
+    """Return whether a chip is at a limit; once there it must cool down by HYSTERESIS."""
     if degrees is None or limit is None:
         return False
-    return degrees >= limit or (before and degrees > limit - HYSTERESIS)
+    if reached_before:
+        return degrees > limit - HYSTERESIS
+    return degrees >= limit
 
 
 def _judge_vitals(
     vitals: Vitals, reading: Reading, settings: HealthSettings, limit: float | None
-) -> tuple[Fault | None, str | None]:
+) -> Verdict:
     telemetry = reading.telemetry
-    holdoff = settings.trip_holdoff
     if vitals.misses >= settings.heartbeat_misses:
-        return Fault.STALLED, f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-    if vitals.hot:
-        return Fault.HOT, f"too hot: {telemetry.temperature:.1f} °C, limit {limit:g} °C"
+        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+        return Verdict(Fault.STALLED, problem)
+
+    if vitals.is_hot:
+        degrees = f"{telemetry.temperature:.1f} °C, limit {limit:g} °C"
+        return Verdict(Fault.HOT, f"too hot: {degrees}; check the cooling")
+
+    holdoff = settings.trip_holdoff
     if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
-        again = f"healthy again after {holdoff:g} s without another"
-        return Fault.TRIPPED, f"thermal trip ({vitals.trips} so far; {again})"
-    return None, None
+        recovery = f"healthy again after {holdoff:g} s without another one"
+        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
+        return Verdict(Fault.TRIPPED, problem)
+
+    return Verdict()
 
 
 # ==== CHIPS: followed over time ===================================================================
+
+
+class GalaxyPlace(NamedTuple):
+    """Where a chip is in a Galaxy: its bus number is tray + position (tt-metal's get_ubb_id())."""
+
+    card: str
+    domain: int
+    tray: int  # 0x00, 0x40, 0x80 or 0xC0
+    position: int  # 1 to 8
 
 
 class Chip(NamedTuple):
@@ -1074,9 +1366,10 @@ class Chip(NamedTuple):
     function: PciFunction
     identity: Identity = Identity()  # as last reported
     verdict: Verdict = Verdict()
-    seen: bool = False  # it had a device file since boot
-    listed: bool = False  # it is a device of a resource
-    reason: str | None = None  # why it is unhealthy; see explain()
+    is_throttling: bool = False
+    had_device_file: bool = False  # at any time since boot
+    is_listed: bool = False  # it is a device of a resource; see ChipRecord.start_listing()
+    reason: Reason | None = None  # why it is unhealthy; see explain()
 
     @property
     def bdf(self) -> str:
@@ -1087,20 +1380,19 @@ class Chip(NamedTuple):
         return f"{self.bdf} ({self.card_type or self.function.arch or 'unknown card'})"
 
     @property
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         """Return whether it has a device file."""
         return self.function.ordinal is not None
 
     @property
     def fault(self) -> Fault | None:
-        if not self.present:
+        if not self.is_present:
             return Fault.GONE
         return Fault.NODE if self.function.file_fault else self.verdict.fault
 
     @property
     def is_readable(self) -> bool:
-        dead = (Fault.GONE, Fault.BLOCKED, Fault.NO_RESPONSE, Fault.RESETTING, Fault.READ_ERROR)
-        return self.fault not in dead
+        return self.fault not in UNREADABLE
 
     @property
     def card_type(self) -> str | None:
@@ -1115,36 +1407,57 @@ class Chip(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Return the MiB of GDDR6 behind its device file, 0: unknown."""
+        """Return the MiB of GDDR6 behind its device file, 0 if unknown."""
         usual = MEMORY.get(self.board_type, 0)
         return MEMORY_BY_SUBSYSTEM.get(self.function.subsystem, usual)
 
     @property
-    def tray(self) -> tuple[object, ...]:
-        """Return its Galaxy tray, by the bus number's high nibble; (): no Galaxy."""
-        domain, bus, *_ = address(self.bdf)
+    def galaxy_place(self) -> GalaxyPlace | None:
+        """Return its place in a Galaxy; None if its card is another one."""
         card = self.card_type or ""
-        return (card, domain, bus >> 4) if card.startswith("galaxy") else ()
+        if not card.startswith("galaxy"):
+            return None
+        domain, bus, *_ = address_numbers(self.bdf)
+        return GalaxyPlace(card, domain, bus & 0xF0, bus & 0x0F)
+
+    @property
+    def tray(self) -> tuple[object, ...] | None:
+        """Return what the chips of its Galaxy tray have in common."""
+        place = self.galaxy_place
+        return place[:3] if place else None
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return what only chips of its board have in common."""
-        return (*self.tray, self.identity.serial or self.bdf)
+        """Return what the chips of its board have in common."""
+        return (self.tray, self.identity.serial or self.bdf)
 
     @property
-    def device_chips(self) -> int:
-        """Return how many chips a device of unit = "board" has."""
+    def chips_per_board(self) -> int:
+        """Return how many chips a device has with unit = "board"."""
         if self.tray:
             return 8
         return 2 if self.board_type == "p300" else 1
 
     @property
-    def device_id(self) -> str | None:
-        """Return its ID: a tray's buses ("0000:c0"), else the board's serial."""
-        return f"{self.bdf[:-6]}0" if self.tray else self.identity.serial
+    def board_id(self) -> str | None:
+        """Return the device ID of its board: a tray's buses ("0000:c0"), else its serial."""
+        place = self.galaxy_place
+        return f"{place.domain:04x}:{place.tray:02x}" if place else self.identity.serial
 
 
 Chips = Iterable[Chip]
+
+
+def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
+    """Return a value of the saved state; raises KeyError, ValueError."""
+    value = table[key]
+    if value is None and optional:
+        return None
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{key} is not of type {kind.__name__}")
+    return value
 
 
 @dataclass(slots=True)
@@ -1152,73 +1465,117 @@ class ChipRecord:
     """All that is known of a chip; decisions depend on `chip`."""
 
     chip: Chip
-    vitals: Vitals
-    was_seen: bool = False  # it had telemetry since boot
-    telemetry: Telemetry | None = None  # since the device appeared
+    vitals: Vitals = field(default_factory=Vitals)
+    had_telemetry: bool = False  # at any time since boot
+    telemetry: Telemetry | None = None  # since its device file appeared
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        self.chip = self.chip._replace(function=function, seen=True)
+        """Record a new device file."""
+        self.chip = self.chip._replace(function=function, had_device_file=True)
         self.telemetry = None
 
-    def vanish(self, driver: str | None) -> None:
-        if self.chip.present:
+    def vanish(self, function: PciFunction) -> None:
+        """Record that it has no device file."""
+        if self.chip.is_present:
+            # If the device returns without telemetry, this is its verdict until there is some.
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
-        self.chip = self.chip._replace(function=self.chip.function.without_device(driver))
+        if function != self.chip.function:
+            self.chip = self.chip._replace(function=function)
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
-        state = (self.chip.verdict, self.vitals)
-        verdict, self.vitals = judge(*state, reading, settings, was_seen=self.was_seen)
+        verdict, self.vitals = judge(
+            reading,
+            verdict=self.chip.verdict,
+            vitals=self.vitals,
+            settings=settings,
+            had_telemetry=self.had_telemetry,
+        )
+
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # The slot can have another card.
+            # Values that the firmware does not report at this moment stay, but not beyond a new
+            # device file: the slot can have another card then.
             former = identity if self.telemetry else Identity()
-            both = zip(telemetry.identity, former, strict=True)
-            identity = Identity(*(new or old for new, old in both))
-        if telemetry != Telemetry() and not telemetry.error and not telemetry.all_ones:
+            pairs = zip(telemetry.identity, former, strict=True)
+            identity = Identity(*(new or old for new, old in pairs))
+
+        if not telemetry.is_empty and not telemetry.error and not telemetry.all_ones:
             self.telemetry = telemetry
-            self.was_seen = True
+            self.had_telemetry = True
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
-        if (identity, verdict) != (self.chip.identity, self.chip.verdict):
-            self.chip = self.chip._replace(identity=identity, verdict=verdict)
+
+        changed = self.chip._replace(
+            identity=identity, verdict=verdict, is_throttling=self.vitals.is_throttling
+        )
+        if changed != self.chip:
+            self.chip = changed
         self.start_listing()
 
     def start_listing(self) -> None:
         """List it, unless its device file was invalid from the start."""
-        if not self.chip.listed and not self.chip.function.file_fault:
-            self.chip = self.chip._replace(listed=True)
+        if not self.chip.is_listed and not self.chip.function.file_fault:
+            self.chip = self.chip._replace(is_listed=True)
 
     def block(self) -> None:
+        """Record that a read of its telemetry takes too long."""
         problem = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
 
-    def to_state(self) -> Sequence[Any]:
-        """Return what a restart needs: the chip and its lasting faults."""
-        vitals = self.vitals
-        stalled_at = vitals.heartbeat if self.chip.fault is Fault.STALLED else None
-        lasting = (stalled_at, vitals.trips, vitals.tripped_at, vitals.empty_since)
-        function = self.chip.function.without_device(None)
-        return function, self.chip.identity, self.was_seen, lasting
+    def to_state(self) -> Json:
+        """Return what the next daemon needs to know: identity and lasting faults."""
+        function, vitals = self.chip.function, self.vitals
+        is_stalled = self.chip.fault is Fault.STALLED
+        return {
+            "arch": function.arch,
+            "subsystem": function.subsystem,
+            "numa_node": function.numa_node,
+            **self.chip.identity._asdict(),
+            "had_telemetry": self.had_telemetry,
+            "stalled_at": vitals.heartbeat if is_stalled else None,
+            "trips": vitals.trips,
+            "tripped_at": vitals.tripped_at,
+            "empty_since": vitals.empty_since,
+        }
 
     @classmethod
-    def from_state(cls, state: Sequence[Any]) -> ChipRecord:
-        function, identity, was_seen, (stalled_at, *lasting) = state
-        misses = 0 if stalled_at is None else MISSES_MAX
-        chip = Chip(PciFunction(*function), Identity(*identity), seen=True)
-        return cls(chip, Vitals(stalled_at, misses, False, *lasting), was_seen)
+    def from_state(cls, bdf: str, saved: Json, settings: HealthSettings) -> ChipRecord:
+        """Return a chip that has not been seen yet; raises KeyError, ValueError."""
+        if not BDF.fullmatch(bdf):
+            raise ValueError(f"{bdf!r} is not a PCI address")
+        function = PciFunction(
+            bdf,
+            arch=typed(saved, "arch", str, optional=True),
+            subsystem=typed(saved, "subsystem", int),
+            numa_node=typed(saved, "numa_node", int, optional=True),
+            on_bus=False,
+        )
+        identity = Identity(*(typed(saved, key, str, optional=True) for key in Identity._fields))
+
+        # If the first reading has the heartbeat of a chip that had stalled, it is stalled still.
+        stalled_at = typed(saved, "stalled_at", int, optional=True)
+        vitals = Vitals(
+            heartbeat=stalled_at,
+            misses=0 if stalled_at is None else settings.heartbeat_misses,
+            trips=typed(saved, "trips", int, optional=True),
+            tripped_at=typed(saved, "tripped_at", float, optional=True),
+            empty_since=typed(saved, "empty_since", float, optional=True),
+        )
+        chip = Chip(function, identity, had_device_file=True)
+        return cls(chip, vitals, typed(saved, "had_telemetry", bool))
 
 
 class Inventory:
     """The chips of the node since boot."""
 
-    def __init__(self, state: Mapping[str, Sequence[Any]]) -> None:
-        self.records = {bdf: ChipRecord.from_state(each) for bdf, each in state.items()}
+    def __init__(self, records: dict[str, ChipRecord]) -> None:
+        self.records = records  # by PCI address
         self.driver: str | None = None  # see driver_version()
         self._bus: Bus = {}
 
@@ -1228,32 +1585,44 @@ class Inventory:
 
     @property
     def present(self) -> list[PciFunction]:
-        """Return functions with a device file."""
-        return [chip.function for chip in self.chips.values() if chip.present]
+        """Return the functions that have a device file."""
+        records = self.records.values()
+        return [record.chip.function for record in records if record.chip.is_present]
 
-    def observe(self, settings: Settings) -> None:
+    def scan(self, settings: Settings) -> None:
+        """Look which chips and device files exist; raises OSError."""
         self._bus = scan(settings, self._bus)
         self.driver = driver_version(settings)
+
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
             record = self.records.get(bdf)
             if record is None or not record.chip.function.is_same_card(function):
-                record = self.records[bdf] = ChipRecord(Chip(function), Vitals())
+                record = self.records[bdf] = ChipRecord(Chip(function))
+
+            former = record.chip.function
+            is_same_file = function._replace(numa_node=former.numa_node) == former
             if function.ordinal is None:
-                record.vanish(function.driver)
-            elif function != record.chip.function or not record.chip.seen:
+                record.vanish(function)
+            elif not is_same_file or not record.chip.had_device_file:
                 record.appear(function)
+            elif function != former:  # an administrator has corrected the NUMA node
+                record.chip = record.chip._replace(function=function)
+
         for bdf in self.records.keys() - functions.keys():
-            self.records[bdf].vanish(None)
+            former = self.records[bdf].chip.function
+            self.records[bdf].vanish(former.without_device_file()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
+        """Record what was read of chips."""
         for reading in readings:
             record = self.records[reading.function.bdf]
-            if record.chip.function.ordinal == reading.function.ordinal:  # else it has moved since
+            # A chip that has another number by now was read under its former one.
+            if record.chip.function.ordinal == reading.function.ordinal:
                 record.apply(reading, settings)
 
-    def chip_at(self, path: str) -> str | None:
-        """Return the chip with this device file, or link to it."""
+    def chip_with_file(self, path: str) -> str | None:
+        """Return the address of the chip with this device file, or link to it."""
         for function in self.present:
             if path == function.path or basename(path) == function.bdf:
                 return function.bdf
@@ -1261,124 +1630,192 @@ class Inventory:
 
 
 # ==== ALLOCATIONS: which pod holds which chips, by the kubelet's checkpoint =======================
+#
+# Each response to Allocate gives chips to a container. It counts, and so keeps them from other
+# pods, while there is evidence for it, and for EVIDENCE_LASTS seconds after the last evidence:
+#
+#     its entry in      the pod's       process
+#     the checkpoint    cgroup          in it     evidence
+#     --------------    ------------    -------   ------------------------------------------------
+#     not yet           -               -         the response itself, at the moment it is given
+#     yes               not seen yet    -         yes: a pod that is being admitted, or that has not
+#                                                 been started since the node was booted
+#     yes               exists          any       yes: an empty one, too, while volumes are mounted
+#                                                 or the sandbox is replaced
+#     yes               seen, gone      -         no: the pod has ended (an entry goes at the next
+#                                                 admission; up to 1.31 the last one's stays)
+#     no                exists          yes       yes: the pod was deleted by force, or the kubelet
+#                                                 has lost its checkpoint
+#     no                any other       -         no
+#
+# If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
+# that count go on counting.
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
-KUBELET_SOCKET = "kubelet.sock"  # likewise; each kubelet creates a new one
-ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # an answer's chips, by PCI address
-ANSWER_VALIDITY = 20.0  # seconds for which an answer is evidence
-GRACE_PERIOD = 10.0  # seconds that an allocation outlasts its evidence
-LOOK_INTERVAL = 5.0  # seconds between looks at all pods' cgroups
-BUSY_INTERVAL = 0.1  # seconds between looks at one that had processes
-ROOT_DEPTH = 4  # levels searched for kubepods
-QOS_CLASS = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
+KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
+ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a container's chips
+EVIDENCE_LASTS = 30.0  # seconds for which an allocation counts after the last evidence
+START_TIMEOUT = 60.0  # seconds that a runtime has to create a container's first process
+QOS_DIRECTORY = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
+POD_DIRECTORY = re.compile(r"pod(.+)|.+-pod([^-]+)\.slice")
 
-Label = Callable[["Allocation"], str]  # its pod's name
+# Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
+# buses, a board's serial; of a shared device with the number of the replica.
+POSSIBLE_ID = re.compile(
+    r"([0-9a-f]{4,}:[0-9a-f]{2}(:[0-9a-f]{2}\.[0-7])?|[0-9A-F]{16})(::[0-9]+)?"
+)
+
+Label = Callable[["Allocation"], str]  # returns the name of its pod
 PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
-Key = tuple[str, ...]  # of an allocation
+AllocationKey = tuple[str, str, str]  # pod, container, resource
 
 
 class Allocation(NamedTuple):
-    """A container's devices, from one answer to Allocate."""
+    """A container's devices of one resource, from one response to Allocate."""
 
     resource: str
-    ids: Names
-    chips: Names  # PCI addresses
-    pod: str = ""  # UID; "": pending, in no checkpoint yet
+    ids: DeviceIds
+    chips: Addresses
+    pod: str = ""  # UID; empty while no checkpoint contains the response
     container: str = ""
+    device_files: tuple[str, ...] = ()  # of another plugin's response, which names no addresses
 
     @property
-    def key(self) -> Key:
-        if self.pod:
-            return (self.pod, self.container, self.resource)
-        return ("", self.resource, *sorted(self.ids))
+    def key(self) -> AllocationKey:
+        return (self.pod, self.container, self.resource)
 
 
 class Checkpoint(NamedTuple):
-    """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors."""
+    """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
-    # Each with device files, if the answer names no chips: it is another plugin's.
-    entries: Sequence[tuple[Allocation, Sequence[str]]] = ()
-    registered: Mapping[str, Names] = {}  # healthy IDs, by resource
+    entries: Sequence[Allocation] = ()
+    rivals: frozenset[str] = frozenset()  # resources with healthy IDs that another plugin gave
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
-    """Return a checkpoint without odd entries; raises ValueError."""
-    odd = (LookupError, TypeError, AttributeError, ValueError, RecursionError, DecodeError)
+    """Return a checkpoint; raises ValueError. Entries that are not as expected are skipped."""
     try:
         data = json.loads(content)["Data"]
-        items = list(data["PodDeviceEntries"] or ())
+        entries = list(data["PodDeviceEntries"] or ())
         registered = dict(data["RegisteredDevices"] or {})
-    except odd as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    entries = []
-    healthy = {}
-    for item in items:
-        with suppress(*odd):
-            chips, paths = _parse_answer(item["AllocResp"])
-            ids = Names().union(*map(_names, item["DeviceIDs"].values()))
-            names = [item["ResourceName"], item["PodUID"], item["ContainerName"]]
-            if (chips or paths) and ids and "" not in _names(names):
-                resource, pod, container = names
-                entries.append((Allocation(resource, ids, chips, pod, container), paths))
-    for name, theirs in registered.items():
-        with suppress(*odd):
-            healthy[name] = _names(theirs or [])
-    return Checkpoint(entries, healthy)
+
+    allocations = []
+    for entry in entries:
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            if allocation := _parse_entry(entry):
+                allocations.append(allocation)
+
+    rivals = set()
+    for resource, ids in registered.items():
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            continue
+        if not all(map(_is_possible_id, ids)):
+            rivals.add(resource)
+    return Checkpoint(allocations, frozenset(rivals))
 
 
-def _names(value: list[Any]) -> Names:
-    if not isinstance(value, list) or not all(name.isprintable() for name in value):
-        raise ValueError("not a list of names")
-    return frozenset(value)
+def _parse_entry(entry: Json) -> Allocation | None:
+    """Return an entry of our devices, None for others'; raises ValueError and other errors."""
+    chips, device_files = _parse_response(entry["AllocResp"])
+    if not chips and not device_files:
+        return None
+
+    ids: set[str] = set()
+    for ids_of_node in entry["DeviceIDs"].values():  # by NUMA node; one on two nodes is in both
+        if not isinstance(ids_of_node, list):
+            raise ValueError("not a list")
+        ids.update(map(_name, ids_of_node))
+    if not ids:
+        return None
+
+    return Allocation(
+        resource=_name(entry["ResourceName"]),
+        ids=frozenset(ids),
+        chips=chips,
+        pod=_name(entry["PodUID"]),
+        container=_name(entry["ContainerName"]),
+        device_files=device_files,
+    )
 
 
-@lru_cache(maxsize=1024)  # checkpoints are written often
-def _parse_answer(answer: str) -> tuple[Names, Sequence[str]]:
-    """Return an answer's chips, else its device files."""
-    content = base64.b64decode(answer)
+def _name(value: object) -> str:
+    """Return a name that can be printed; raises ValueError."""
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError("not a name")
+    return value
+
+
+@lru_cache(maxsize=1024)  # a checkpoint is written often, with the same responses
+def _parse_response(encoded: str) -> tuple[Addresses, tuple[str, ...]]:
+    """Return the chips of a response, else its device files; raises ValueError."""
+    content = base64.b64decode(encoded)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
         return frozenset(), ()
-    response = pb.ContainerAllocateResponse.FromString(content)
+
+    try:
+        response = pb.ContainerAllocateResponse.FromString(content)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
     chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
-    paths = [device.host_path for device in response.devices]
-    return chips, () if chips else paths
+    device_files = tuple(device.host_path for device in response.devices)
+    return chips, () if chips else device_files
+
+
+@lru_cache(maxsize=16384)  # 128 chips of 100 replicas
+def _is_possible_id(identifier: str) -> bool:
+    return POSSIBLE_ID.fullmatch(identifier) is not None
 
 
 class Cgroups:
-    """The cgroups of pods, named after UIDs (kubernetes' pod_container_manager_linux.go)."""
+    """The cgroups of pods at the last look, named by UID (pod_container_manager_linux.go)."""
 
     def __init__(self, sysfs_root: str) -> None:
-        self.roots: list[str] = []  # empty: to be searched for
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._paths: dict[str, list[str]] = {}  # by UID with "_" for "-"
-        self._busy_at: dict[str, float] = {}  # when a pod last had processes
+        self._directories: dict[str, list[str]] = {}  # of pods, by UID with "_" for "-"
+        self._populated: dict[str, bool] = {}  # by UID, for those that were asked for
 
     def look(self) -> None:
-        """List the pods' directories."""
-        self.roots = self.roots or self._find_roots()
-        self._paths = {}
-        for root in self.roots:
-            classes = filter(QOS_CLASS.fullmatch, names_in(root))
-            for directory in (root, *(f"{root}/{name}" for name in classes)):
+        """List the pods' directories; raises OSError. Forget what the last look has found."""
+        self._directories = {}
+        self._populated = {}
+        for root in self._find_roots():
+            qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
+            for directory in (root, *qos):
                 for name in names_in(directory):
-                    if match := re.fullmatch(r"pod(.+)|.+-pod([^-]+)\.slice", name):
+                    if match := POD_DIRECTORY.fullmatch(name):
                         uid = (match[1] or match[2]).replace("-", "_")
-                        self._paths.setdefault(uid, []).append(f"{directory}/{name}")
+                        self._directories.setdefault(uid, []).append(f"{directory}/{name}")
 
-    def paths(self, pod: str) -> list[str]:
-        return self._paths.get(pod.replace("-", "_"), [])
+    def _find_roots(self) -> list[str]:
+        """Return root's kubepods directories, at most one directory deep."""
+        names = names_in(self._mount)
+        self._is_v2 = "cgroup.controllers" in names
+        top = self._mount
+        if not self._is_v2:
+            for controller in ("devices", "memory", "systemd"):
+                if controller in names:
+                    top = f"{self._mount}/{controller}"
+                    break
 
-    def has_processes(self, pod: str, now: float) -> bool:
-        """Return whether a process is, or just was, in a pod's cgroup."""
-        if now - self._busy_at.get(pod, -inf) < BUSY_INTERVAL:
-            return True
-        self.look()
-        if any(map(self._is_populated, self.paths(pod))):
-            self._busy_at[pod] = now
-            return True
-        self._busy_at.pop(pod, None)
-        return False
+        roots = []
+        for directory in _directories_of_root(top):
+            inner = [] if _is_kubepods(directory) else _directories_of_root(directory)
+            roots += [path for path in (directory, *inner) if _is_kubepods(path)]
+        return roots
+
+    def exists(self, pod: str) -> bool:
+        return bool(self._directories.get(pod.replace("-", "_")))
+
+    def has_processes(self, pod: str) -> bool:
+        """Return whether a process was in a pod's cgroup since the last look."""
+        if pod not in self._populated:
+            # After a change of the cgroup driver a pod has two directories.
+            directories = self._directories.get(pod.replace("-", "_"), ())
+            self._populated[pod] = any(map(self._is_populated, directories))
+        return self._populated[pod]
 
     def _is_populated(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
@@ -1386,7 +1823,8 @@ class Cgroups:
             if self._is_v2:
                 with open(f"{directory}/cgroup.events", "rb", 0) as file:
                     return b"populated 1" in file.read()
-            # Not cgroup.procs: old kernels leave out threads whose leader has ended.
+
+            # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
             with open(f"{directory}/tasks", "rb", 0) as file:
                 if file.read(1):
                     return True
@@ -1396,219 +1834,244 @@ class Cgroups:
             return error.errno not in ABSENT
         return any(map(self._is_populated, below))
 
-    def _find_roots(self) -> list[str]:
-        """Return root's kubepods directories nearest to the mount point."""
-        names = names_in(self._mount)
-        self._is_v2 = "cgroup.controllers" in names
-        v1 = [name for name in ("devices", "memory", "systemd") if name in names]
-        level = [self._mount if self._is_v2 or not v1 else f"{self._mount}/{v1[0]}"]
-        ends = ("/kubepods", "/kubepods.slice", "-kubepods.slice")
-        for _ in range(ROOT_DEPTH):
-            level = [*chain(*map(_directories_of_root, level))]
-            if roots := [path for path in level if path.endswith(ends)]:
-                return roots
-        return []
+
+def _is_kubepods(path: str) -> bool:
+    name = basename(path)
+    return name in ("kubepods", "kubepods.slice") or name.endswith("-kubepods.slice")
 
 
 def _directories_of_root(directory: str) -> Iterator[str]:
-    """Yield the directories of root, except users' sessions."""
+    """Yield the directories that belong to root, but not those of users' sessions.
+
+    A user can make a directory `kubepods` in the own session, or in a subtree that is delegated.
+    """
     for name in names_in(directory):
         path = f"{directory}/{name}"
-        status = if_exists(os.lstat, path)
-        is_directory = status and stat.S_ISDIR(status.st_mode) and name != "user.slice"
-        if status and is_directory and status.st_uid in (0, os.geteuid()):
+        status = if_exists(os.lstat, path) if name != "user.slice" else None
+        if status and stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()):
             yield path
 
 
 @dataclass(slots=True)
 class AllocationRecord:
-    """An allocation, and its evidence."""
+    """An allocation, and what its evidence depends on."""
 
     allocation: Allocation
-    answered_at: float | None = None  # None: by another daemon
-    evident_at: float = -inf  # at the last evidence
+    evident_at: float | None = None  # when there was evidence for the last time
+    had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
+    # When the start of a container was allowed; None once a process was seen, or the cgroup has
+    # gone. Without a pause process (CRI-O) a pod has no process until then.
+    start_allowed_at: float | None = None
 
-    def is_in_force(self, now: float) -> bool:
-        return now - self.evident_at <= GRACE_PERIOD
+    def counts(self, now: float) -> bool:
+        return self.evident_at is not None and now - self.evident_at <= EVIDENCE_LASTS
+
+    def to_state(self, now: float) -> Json:
+        """Return what the next daemon needs to know."""
+        resource, ids, chips, pod, container, device_files = self.allocation
+        return {
+            "resource": resource,
+            "ids": sorted(ids),
+            "chips": sorted(chips),
+            "pod": pod,
+            "container": container,
+            "device_files": device_files,
+            "counts": self.counts(now),
+            "had_cgroup": self.had_cgroup,
+            "start_allowed_at": self.start_allowed_at,
+        }
+
+    @classmethod
+    def from_state(cls, saved: Json, now: float) -> AllocationRecord:
+        """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
+        lists = {}
+        for key in ("ids", "chips", "device_files"):
+            lists[key] = typed(saved, key, list)
+            if not all(isinstance(each, str) for each in lists[key]):
+                raise ValueError(f"{key} has items that are no text")
+
+        allocation = Allocation(
+            typed(saved, "resource", str),
+            frozenset(lists["ids"]),
+            frozenset(lists["chips"]),
+            typed(saved, "pod", str),
+            typed(saved, "container", str),
+            tuple(lists["device_files"]),
+        )
+        return cls(
+            allocation,
+            evident_at=now if typed(saved, "counts", bool) else None,
+            had_cgroup=typed(saved, "had_cgroup", bool),
+            start_allowed_at=typed(saved, "start_allowed_at", float, optional=True),
+        )
 
 
 class AllocationTracker:
-    """Tracks which allocations are in force: with evidence, and GRACE_PERIOD longer."""
+    """Tracks which allocations count: see the table at the head of this chapter."""
 
-    def __init__(self, settings: Settings, state: Sequence[Any], now: float) -> None:
+    def __init__(self, settings: Settings, saved: Iterable[AllocationRecord]) -> None:
         self.checkpoint = Checkpoint()
+        self.file: FileIdentity | None = None  # identity of the checkpoint that was read last
         self.has_read = False  # a checkpoint was parsed
-        self.unreadable: str | None = None  # why the present one was not
+        self.unreadable: str | None = None  # why the present checkpoint cannot be used
         self.names: dict[str, str] = {}  # "namespace/name" by UID
+        self._path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
         self._cgroups = Cgroups(settings.sysfs_root)
-        self._directory = settings.device_plugin_dir
-        self._file: FileIdentity | None = None  # that was read
-        self._kubelet: FileIdentity | None = None  # the last kubelet's socket
-        self._seen: Names = frozenset()  # pods with a cgroup since it started
-        self._looked_at = -inf
-        self._records: dict[Key, AllocationRecord] = {}
-        for resource, ids, chips, pod, container, answered_at, kubelet in state:
-            if kubelet:  # during whose life its cgroup was seen
-                self._kubelet = (*kubelet,)
-                self._seen |= {pod}
-            allocation = Allocation(resource, frozenset(ids), frozenset(chips), pod, container)
-            self._records[allocation.key] = AllocationRecord(allocation, answered_at, now)
+        self._must_look = True
+        self._entries: dict[AllocationKey, Allocation] = {}
 
-    def observe(
-        self, ours: Collection[str], chip_at: Callable[[str], str | None], now: float
-    ) -> FileIdentity | None:
-        """Read checkpoint and evidence; return the kubelet's socket. ours: resources."""
-        kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
-        is_new_kubelet = kubelet not in (None, self._kubelet)
-        self._read()
-        entries = {}
-        for allocation, paths in self.checkpoint.entries:
-            if paths and allocation.resource in ours:  # another plugin's answer
-                chips = frozenset(filter(None, map(chip_at, paths)))
-                allocation = allocation._replace(chips=chips)
-            if allocation.chips:
-                entries[allocation.key] = allocation
-        is_new = self._add(entries)
-        if is_new_kubelet or is_new or now - self._looked_at >= LOOK_INTERVAL:
-            self._looked_at = -inf  # until it succeeds
-            self._look(entries, now, is_new_kubelet=is_new_kubelet)
-            self._looked_at = now
-            self._kubelet = kubelet or self._kubelet
-        for key, record in [*self._records.items()]:
-            if key not in entries and not record.is_in_force(now):
-                del self._records[key]
-        return kubelet
+        # Both with the newest last. A response that no checkpoint contains has no pod yet; the key
+        # is its resource and IDs.
+        self._records: dict[AllocationKey, AllocationRecord] = {}
+        self._pending: dict[tuple[str, DeviceIds], AllocationRecord] = {}
+        for record in saved:
+            allocation = record.allocation
+            if allocation.pod:
+                self._records[allocation.key] = record
+            else:
+                self._pending[allocation.resource, allocation.ids] = record
 
-    def _read(self) -> None:
-        """Read the checkpoint if it changed. The last one outlives its file."""
-        path = f"{self._directory}/{CHECKPOINT}"
-        identity = file_identity(path)
-        if identity in (None, self._file):
+    def observe(self, now: float, *, look: bool) -> None:
+        """Read the checkpoint if it has changed; then, or if `look`, look at the pods' cgroups.
+
+        Raises OSError; the next call looks again then.
+        """
+        self._must_look |= look
+        self._read_checkpoint()
+        if self._must_look:
+            self._look(now)
+            self._must_look = False
+
+    def _read_checkpoint(self) -> None:
+        identity = file_identity(self._path)
+        if identity in (None, self.file):
             return
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            content = file.read()
-            self._file = identity
-            try:
-                self.checkpoint = parse_checkpoint(content)
-            except ValueError as error:
-                if self.unreadable is None:
-                    log.warning("%s cannot be parsed: %s", path, error)
-                self.unreadable = f"{CHECKPOINT} cannot be parsed"
-                self.checkpoint = self.checkpoint._replace(registered={})  # it is out of date
-                return
-            if self.unreadable:
-                log.info("%s can be parsed again", path)
-            self.unreadable = None
-            self.has_read = True
+        try:
+            with open(self._path, "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            return
 
-    def _add(self, entries: Mapping[Key, Allocation]) -> bool:
-        """Record new entries in place of pending answers; return whether there are any."""
-        is_new = False
-        for key, allocation in entries.items():
+        self.file = identity
+        try:
+            self.checkpoint = parse_checkpoint(content)
+        except ValueError as error:
+            if self.unreadable is None:
+                log.warning("%s cannot be parsed: %s", self._path, error)
+            self.unreadable = f"{CHECKPOINT} cannot be parsed"
+            self.checkpoint = self.checkpoint._replace(rivals=frozenset())
+            return
+
+        if self.unreadable:
+            log.info("%s can be parsed again", self._path)
+        self.unreadable = None
+        self.has_read = True
+        self._entries = {each.key: each for each in self.checkpoint.entries}
+        self._record_entries()
+
+    def _record_entries(self) -> None:
+        """Record new entries. One replaces its pending response, and the container's former one."""
+        for key, allocation in self._entries.items():
             record = self._records.get(key)
-            if record is None or record.allocation != allocation:
-                pending = self._records.pop(allocation._replace(pod="").key, None)
-                answered_at = pending.answered_at if pending else None
-                self._records.pop(key, None)  # the newest last
-                self._records[key] = AllocationRecord(allocation, answered_at)
-                is_new = True
-        return is_new
+            if record and record.allocation == allocation:
+                continue
 
-    def _look(self, entries: Collection[Key], now: float, *, is_new_kubelet: bool) -> None:
-        """Look for evidence. A kubelet that starts recreates the cgroups of its pods."""
-        pods = {record.allocation.pod for record in self._records.values()}
-        self._cgroups.roots = []  # others can appear
-        if pods:
+            pending = self._pending.pop((allocation.resource, allocation.ids), None)
+            record = pending or AllocationRecord(allocation)
+            record.allocation = allocation
+            self._records.pop(key, None)  # so that the new record is the last
+            self._records[key] = record
+            self._must_look = True
+
+    def _look(self, now: float) -> None:
+        """Look for evidence, and drop the records of allocations that no longer matter."""
+        if self._records:
             self._cgroups.look()
-        existing = frozenset(filter(self._cgroups.paths, pods))
-        self._seen = existing if is_new_kubelet else existing | (self._seen & pods)
-        for key, record in self._records.items():
-            if self._is_evident(record, now, has_entry=key in entries):
+
+        for record in self._records.values():
+            pod = record.allocation.pod
+            exists = self._cgroups.exists(pod)
+            record.had_cgroup |= exists
+            self._end_start(record, now)
+            if self._has_evidence(record) or (self.unreadable and record.counts(now)):
                 record.evident_at = now
+
+        # An entry without evidence stays recorded: it had a cgroup, which the next look must know.
+        for key in [*self._records]:
+            if key not in self._entries and not self._records[key].counts(now):
+                del self._records[key]
+        for pending_key in [*self._pending]:
+            if not self._pending[pending_key].counts(now):
+                del self._pending[pending_key]
+        pods = {pod for pod, *_ in self._records}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
-    def _is_evident(self, record: AllocationRecord, now: float, *, has_entry: bool) -> bool:
+    def _has_evidence(self, record: AllocationRecord) -> bool:
+        """Return whether there is evidence for an allocation now, by the table above."""
         pod = record.allocation.pod
-        has_cgroup = bool(self._cgroups.paths(pod))
-        if record.answered_at is not None and now - record.answered_at < ANSWER_VALIDITY:
-            return True
-        if self.unreadable and record.is_in_force(now):
-            return True
-        # Up to 1.31 the last admitted pod's entry stays. An empty cgroup does not show that a
-        # pod has ended: volumes are being mounted, or its sandbox replaced.
-        if has_entry and (has_cgroup or pod not in self._seen):
-            return True
-        # A forced deletion removes the entry at once.
-        return has_cgroup and self._cgroups.has_processes(pod, now)
+        if record.allocation.key in self._entries:
+            return self._cgroups.exists(pod) or not record.had_cgroup
+        return self._cgroups.has_processes(pod)
 
-    def add_pending(self, allocation: Allocation, now: float) -> None:
-        """Record an answer to Allocate, until the checkpoint contains it."""
-        self._records.pop(allocation.key, None)
-        self._records[allocation.key] = AllocationRecord(allocation, now, now)
+    def _end_start(self, record: AllocationRecord, now: float) -> None:
+        """Note that a container has started, or will not start."""
+        pod = record.allocation.pod
+        if record.start_allowed_at is None:
+            return
+        is_overdue = now - record.start_allowed_at > START_TIMEOUT
+        if is_overdue or not self._cgroups.exists(pod) or self._cgroups.has_processes(pod):
+            record.start_allowed_at = None
 
-    def in_force(self, now: float) -> tuple[Allocation, ...]:
-        """Return the allocations in force, the newest last."""
-        records = self._records.values()
-        return tuple(each.allocation for each in records if each.is_in_force(now))
+    def add_response(self, allocation: Allocation, now: float) -> None:
+        """Record a response to Allocate, until the checkpoint contains it."""
+        key = (allocation.resource, allocation.ids)
+        self._pending.pop(key, None)
+        self._pending[key] = AllocationRecord(allocation, evident_at=now)
 
-    def is_running(self, allocation: Allocation, now: float) -> bool:
-        return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod, now)
+    def counting(self, now: float) -> tuple[Allocation, ...]:
+        """Return the allocations that count, the newest last."""
+        records = chain(self._records.values(), self._pending.values())
+        return tuple(record.allocation for record in records if record.counts(now))
+
+    def is_running(self, allocation: Allocation) -> bool:
+        """Return whether, at the last look, the pod ran or a container of it was starting."""
+        record = self._record_of(allocation)
+        if record and record.start_allowed_at is not None:
+            return True
+        return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod)
+
+    def allow_start(self, allocation: Allocation, now: float) -> None:
+        """Record that a container of this allocation may start now."""
+        record = self._record_of(allocation)
+        if record and not self.is_running(allocation):
+            record.start_allowed_at = now
+
+    @property
+    def has_starting_pods(self) -> bool:
+        """Return whether a container was allowed to start, and no process was seen yet."""
+        return any(each.start_allowed_at is not None for each in self._records.values())
+
+    def _record_of(self, allocation: Allocation) -> AllocationRecord | None:
+        if allocation.pod:
+            return self._records.get(allocation.key)
+        return self._pending.get((allocation.resource, allocation.ids))
 
     def apply_names(self, listed: PodNames) -> None:
+        """Record the pods' names that the kubelet has listed."""
         names = dict(self.names)
-        for each, _ in self.checkpoint.entries:
-            for identifier in each.ids:
-                if name := listed.get((each.resource, identifier, each.container)):
-                    names[each.pod] = name
+        for allocation in self._entries.values():
+            for identifier in allocation.ids:
+                name = listed.get((allocation.resource, identifier, allocation.container))
+                if name:
+                    names[allocation.pod] = name
         self.names = names
 
-    def to_state(self) -> list[Any]:
-        state = []
-        for record in self._records.values():
-            resource, ids, chips, pod, container = record.allocation
-            kubelet = self._kubelet if pod in self._seen else None
-            names = (resource, sorted(ids), sorted(chips), pod, container)
-            state.append((*names, record.answered_at, kubelet))
-        return state
+    def to_state(self, now: float) -> list[Json]:
+        records = chain(self._records.values(), self._pending.values())
+        return [record.to_state(now) for record in records]
 
 
 # ==== RESOURCES: which devices exist, and their names. Pure =======================================
-
-
-def explain(
-    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], driver: str | None
-) -> str | None:
-    """Return why a chip is unhealthy, with the remedy and what else this affects."""
-    fault = chip.fault
-    if fault is None:
-        return None
-    if not chip.present:
-        return _explain_absence(chip.function, driver)
-    problem = chip.verdict.problem
-    if fault is Fault.NODE:
-        problem = f"device file is invalid: {chip.function.file_fault}"
-    remedy = REMEDIES.get(fault, "").format(bdf=chip.bdf)
-    affected = []
-    users = pods[chip.bdf]
-    if "tt-smi" in remedy and siblings:
-        affected.append(f"also resets {', '.join(siblings)} on that board")
-        for bdf in siblings:
-            users = users + pods[bdf]
-    if users and chip.bdf in remedy:
-        affected.append(f"in use by {', '.join(dict.fromkeys(users))}")
-    if affected:
-        remedy += f" ({'; '.join(affected)})"
-    return f"{problem}; {remedy}" if remedy else problem
-
-
-def _explain_absence(function: PciFunction, driver: str | None) -> str:
-    if function.driver is None:
-        return "PCI device is gone; healthy again when it returns"
-    if driver is None:
-        return f"driver is not loaded; {LOAD_DRIVER}"
-    if function.driver:
-        return f"driver {function.driver} is bound; waiting for a device file"
-    return f"driver is not bound; run: echo {function.bdf} > {_BIND}/bind"
 
 
 class Device(NamedTuple):
@@ -1616,26 +2079,27 @@ class Device(NamedTuple):
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # number of chips it should have
+    whole: int = 1  # number of chips that it should have
     holder: str | None = None  # the pod for which it is withheld
     withheld: str | None = None  # the reason, if it is
-    is_retained: bool = False  # held by a pod, and no longer configured
+    is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
 
     @property
-    def addresses(self) -> Names:
+    def addresses(self) -> Addresses:
         return frozenset(chip.bdf for chip in self.chips)
 
     @property
     def incomplete(self) -> str | None:
+        """Return why it cannot be used yet: a chip of its board has never been seen."""
         known = len(self.chips)
-        return None if known == self.whole else f"{known} of {self.whole} chips"
+        return None if known == self.whole else f"only {known} of {self.whole} chips found"
 
     @property
     def reason(self) -> str | None:
         """Return why the kubelet sees it as unhealthy."""
         for chip in self.chips:
             if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if self.whole > 1 else chip.reason
+                return f"{chip.bdf}: {chip.reason}" if self.whole > 1 else str(chip.reason)
         return self.incomplete or self.withheld
 
     @property
@@ -1656,71 +2120,103 @@ class Resource:
 
     @property
     def short_name(self) -> str:
-        return basename(self.name)
+        return without_domain(self.name)
 
     @cached_property
-    def ids_of_devices(self) -> list[list[str]]:
+    def ids_by_device(self) -> list[list[str]]:
+        """Return the IDs of each device: more than one, if it is shared."""
         found = defaultdict(list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
         return list(found.values())
 
-    @property
+    @cached_property
     def unique_devices(self) -> list[Device]:
-        """Return each device once: withheld, if one of its IDs is."""
-        groups = ([self.devices[each] for each in ids] for ids in self.ids_of_devices)
-        return [max(group, key=lambda device: bool(device.withheld)) for group in groups]
+        """Return each device once: as withheld, if one of its IDs is."""
+        found = []
+        for ids in self.ids_by_device:
+            devices = [self.devices[identifier] for identifier in ids]
+            found.append(next((each for each in devices if each.withheld), devices[0]))
+        return found
 
     @cached_property
     def summary(self) -> str:
+        """Return its part of the daemon's status, with the first unhealthy device."""
         devices = self.unique_devices
         unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
-        shared = f", {self.replicas} replicas each" if self.replicas else ""
-        healthy = f"{len(devices) - len(unhealthy)} healthy"
-        first = f" ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})" if unhealthy else ""
-        return f"{len(devices)} × {self.name}{shared}, {healthy}{first}"
+        replicas = f", {self.replicas} replicas each" if self.replicas else ""
+        text = f"{len(devices)} × {self.name}{replicas}, {len(devices) - len(unhealthy)} healthy"
+        if not unhealthy:
+            return text
+        return f"{text} ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
+
+    @cached_property
+    def device_list(self) -> DeviceList:
+        """Return the message for the kubelet, which renumbering does not change."""
+        message = DeviceList()
+        for ids in self.ids_by_device:
+            for identifier in ids:
+                device = self.devices[identifier]
+                nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+                message.devices.add(
+                    ID=identifier,
+                    health="Unhealthy" if device.reason else "Healthy",
+                    topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
+                )
+        return message
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
-        """Return these IDs' chips."""
+        """Return the chips of those of these IDs that exist, each once."""
         chips: dict[str, Chip] = {}
         for identifier in ids:
-            if identifier in self.devices:
-                chips |= {chip.bdf: chip for chip in self.devices[identifier].chips}
-        return [*chips.values()]
+            if device := self.devices.get(identifier):
+                chips |= {chip.bdf: chip for chip in device.chips}
+        return list(chips.values())
 
 
 Resources = dict[str, Resource]  # by name
+DeviceList = pb.ListAndWatchResponse
 
 
 def replica_ids(identifier: str, replicas: int) -> list[str]:
-    return [f"{identifier}::{number}" for number in range(replicas)] or [identifier]
+    """Return the IDs under which a device is advertised."""
+    if not replicas:
+        return [identifier]
+    return [f"{identifier}::{number}" for number in range(replicas)]
 
 
 def is_replica(identifier: str) -> bool:
     return "::" in identifier
 
 
-def short_name(chip: Chip, settings: Settings) -> str:
+def resource_name(chip: Chip, settings: Settings) -> str:
     """Return a chip's resource, unshared and without the domain."""
-    arch = chip.function.arch or "unknown"
-    names = {"card": chip.card_type or arch, "arch": arch}
-    is_board = settings.unit == "board" and chip.device_chips > 1
-    return names.get(settings.resource_naming, chip.board_type) + ("-board" if is_board else "")
+    name = chip.board_type
+    if settings.resource_naming == "arch":
+        name = chip.function.arch or "unknown"
+    elif settings.resource_naming == "card":
+        name = chip.card_type or chip.function.arch or "unknown"
+
+    has_several_chips = settings.unit == "board" and chip.chips_per_board > 1
+    return f"{name}-board" if has_several_chips else name
 
 
 def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]:
-    """Return unshared devices by resource. chips: in the order of addresses."""
-    is_board = settings.unit == "board"
+    """Return unshared devices by resource. The chips are in the order of PCI addresses."""
+    by_board = settings.unit == "board"
     groups = defaultdict(list)
     for chip in chips:
-        identifier = chip.device_id if is_board and chip.device_chips > 1 else chip.bdf
-        if identifier:  # else a p300's chip waits for its serial
-            groups[short_name(chip, settings), identifier].append(chip)
+        identifier = chip.board_id if by_board and chip.chips_per_board > 1 else chip.bdf
+        if identifier:  # else it is a p300's chip that waits for its board's serial
+            groups[resource_name(chip, settings), identifier].append(chip)
+
     devices = defaultdict(list)
     for (name, identifier), members in groups.items():
-        whole = members[0].device_chips if is_board else 1
-        if len(members) > whole:  # the card was moved
-            members = [chip for chip in members if chip.present]
+        whole = members[0].chips_per_board if by_board else 1
+        if len(members) > whole:
+            # The board has been moved to another slot, and has left absent chips behind.
+            present = [chip for chip in members if chip.is_present]
+            members = present or members[-whole:]
         devices[name].append(Device(identifier, tuple(members), whole))
     return dict(sorted(devices.items()))
 
@@ -1730,7 +2226,7 @@ def configured_resources(chips: Chips, settings: Settings) -> Resources:
     sharing = settings.sharing
     found: Resources = {}
 
-    def add(short: str, base_name: str, devices: Iterable[Device], replicas: int) -> None:
+    def add(short: str, base_name: str, devices: Iterable[Device], replicas: int = 0) -> None:
         by_id = {}
         for device in devices:
             by_id.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
@@ -1739,105 +2235,202 @@ def configured_resources(chips: Chips, settings: Settings) -> Resources:
             max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
             found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
 
-    for base_name, rest in devices_by_name(chips, settings).items():
+    for base_name, exclusive in devices_by_name(chips, settings).items():
         for entry in sharing.resources:
             if entry.name == base_name:
-                selected = selection(entry, rest)
-                rest = [device for device in rest if device not in selected]
+                selected = selection(entry, exclusive)
+                exclusive = [device for device in exclusive if device not in selected]
                 add(sharing.shared_name(entry), base_name, selected, entry.replicas)
-        add(base_name, base_name, rest, 0)
+        add(base_name, base_name, exclusive)
     return found
 
 
-def resources(
-    configured: Resources,
-    chips: Mapping[str, Chip],
-    allocations: Iterable[Allocation],
-    label: Label,
-) -> Resources:
-    """Return the resources as they are advertised, by name.
-
-    An ID that a pod holds means the chips that it was given: kubelets 1.35 to 1.37 crash at their
-    start if it is not listed (topology_hints.go).
-    """
-    held: dict[str, dict[str, Device]] = defaultdict(dict)  # by resource and ID
-    holders = defaultdict(list)  # by chip
-    for allocation in allocations:
-        resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
-        for bdf in allocation.chips:
-            holders[bdf].append(allocation)
-        for identifier, addresses in chips_by_id(allocation, resource).items():
-            device = resource.devices.get(identifier)
-            if not device or device.addresses != addresses:
-                theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address))
-                name = identifier.partition("::")[0]
-                device = Device(name, theirs, len(theirs), is_retained=True)
-            held[allocation.resource][identifier] = device
-    found = {}
-    for name, resource in configured.items():
-        devices = {}
-        for ids in resource.ids_of_devices:
-            device = _withheld(resource.devices[ids[0]], resource, holders, label)
-            devices.update(dict.fromkeys(ids, device))
-        found[name] = replace(resource, devices=devices | held.pop(name, {}))
-    return found | {name: Resource(name, devices) for name, devices in held.items()}
-
-
-def _withheld(
-    device: Device, resource: Resource, holders: Mapping[str, list[Allocation]], label: Label
-) -> Device:
-    """Withhold a device if a pod holds a chip of it under another name or ID."""
-    replicas = replica_ids(device.identifier, resource.replicas)
-    for chip in device.chips:
-        for each in holders.get(chip.bdf, ()):
-            if each.resource != resource.name or each.ids.isdisjoint(replicas):
-                held_as = f"held by {label(each)} as {each.resource} {', '.join(sorted(each.ids))}"
-                reason = f"{held_as}, until that pod ends"
-                return device._replace(holder=label(each), withheld=reason)
-    return device
-
-
-def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Names]:
-    """Return each ID's chips; those of unknown IDs are the rest."""
-    found = {}
-    for identifier in allocation.ids:
-        device = resource.devices.get(identifier)
-        named = frozenset([identifier.partition("::")[0]])
-        if device and not device.incomplete and device.addresses <= allocation.chips:
-            found[identifier] = device.addresses
-        elif named <= allocation.chips:
-            found[identifier] = named
-    rest = allocation.chips.difference(*found.values()) or allocation.chips
-    return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
-
-
 def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
+    """Return the devices that an entry of the configuration shares."""
     if isinstance(entry.devices, int):
         return devices[: entry.devices]
     if entry.devices == "all":
         return devices
-    return [device for device in devices if aliases(device) & entry.listed]
+    return [device for device in devices if aliases(device) & entry.named_devices]
 
 
 def aliases(device: Device) -> set[str]:
+    """Return the names by which the configuration can select a device."""
     numbers = {str(chip.function.ordinal) for chip in device.chips}
     return {device.identifier, *device.addresses, *numbers}
 
 
 def unselected(chips: Chips, settings: Settings) -> Iterator[str]:
-    """Yield messages for shared resources and devices that do not exist."""
+    """Yield messages about shared resources and devices that do not exist."""
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        missing = sorted(entry.listed.difference(*map(aliases, found)))
+        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
-            yield f"{entry.name}: no such device: {abbreviate(missing)}"
+            yield f"{entry.name} has no device {abbreviate(missing)}"
         elif not found:
-            available = ", ".join(devices) or "none"
-            yield f"{entry.name}: no such resource; available: {available}"
+            yield f"there is no resource {entry.name}; available: {', '.join(devices) or 'none'}"
 
 
-# ==== PREFERRED ALLOCATION: neighbours; whole boards stay whole. Pure =============================
+def advertise(
+    configured: Resources,
+    chips: Mapping[str, Chip],
+    allocations: Sequence[Allocation],
+    label: Label,
+) -> Resources:
+    """Return the resources as the kubelet gets them, by name.
+
+    They have two kinds of IDs. An ID that a pod holds stands for the chips that the pod was given,
+    whatever the configuration gives now: kubelets 1.35 to 1.37 crash at their start if it is not
+    listed (topology_hints.go), and without it the pod's containers cannot start again. Every other
+    ID is withheld while a pod holds one of its chips under another name.
+    """
+    if all(_is_as_configured(allocation, configured) for allocation in allocations):
+        return configured
+
+    held = _held_devices(configured, chips, allocations)
+    holders = defaultdict(list)  # by chip
+    for allocation in allocations:
+        for bdf in allocation.chips:
+            holders[bdf].append(allocation)
+
+    advertised = {}
+    for name, resource in configured.items():
+        devices = _free_devices(resource, holders, label) | held.get(name, {})
+        advertised[name] = replace(resource, devices=devices)
+    for name in held.keys() - configured.keys():
+        advertised[name] = Resource(name, held[name])
+    return advertised
+
+
+def _is_as_configured(allocation: Allocation, configured: Resources) -> bool:
+    """Return whether each ID of an allocation still stands for the chips that it stood for."""
+    resource = configured.get(allocation.resource)
+    if resource is None:
+        return False
+
+    addresses: set[str] = set()
+    for identifier in allocation.ids:
+        device = resource.devices.get(identifier)
+        if device is None or device.incomplete:
+            return False
+        addresses |= device.addresses
+    return addresses == allocation.chips
+
+
+def _held_devices(
+    configured: Resources, chips: Mapping[str, Chip], allocations: Iterable[Allocation]
+) -> dict[str, dict[str, Device]]:
+    """Return the devices that pods hold, by resource and ID."""
+    held: dict[str, dict[str, Device]] = defaultdict(dict)
+    for allocation in allocations:
+        resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
+        for identifier, addresses in chips_by_id(allocation, resource).items():
+            device = resource.devices.get(identifier)
+            if device is None or device.addresses != addresses:
+                theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address_numbers))
+                name = identifier.partition("::")[0]
+                device = Device(name, theirs, len(theirs), is_retained=True)
+            held[allocation.resource][identifier] = device
+    return held
+
+
+def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Addresses]:
+    """Return the chips of each ID of an allocation.
+
+    An ID that is known now, or is a PCI address, stands for its own chips. The others stand for
+    all chips that are left: of the chips {a, b, c} with the IDs {a, X}, X has {b, c}.
+    """
+    found = {}
+    for identifier in allocation.ids:
+        device = resource.devices.get(identifier)
+        as_address = frozenset([identifier.partition("::")[0]])
+        if device and not device.incomplete and device.addresses <= allocation.chips:
+            found[identifier] = device.addresses
+        elif as_address <= allocation.chips:
+            found[identifier] = as_address
+
+    rest = allocation.chips.difference(*found.values()) or allocation.chips
+    return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
+
+
+def _free_devices(
+    resource: Resource, holders: Mapping[str, Sequence[Allocation]], label: Label
+) -> dict[str, Device]:
+    """Return the devices of a resource by ID: withheld, if a pod holds them by another name."""
+    devices = {}
+    for ids in resource.ids_by_device:
+        device = resource.devices[ids[0]]
+        if holder := _other_holder(device, ids, resource, holders):
+            held_as = f"{holder.resource} {', '.join(sorted(holder.ids))}"
+            reason = f"held until {label(holder)} ends (as {held_as})"
+            device = device._replace(holder=label(holder), withheld=reason)
+        devices.update(dict.fromkeys(ids, device))
+    return devices
+
+
+def _other_holder(
+    device: Device,
+    ids: Sequence[str],
+    resource: Resource,
+    holders: Mapping[str, Sequence[Allocation]],
+) -> Allocation | None:
+    """Return an allocation that holds a chip of a device under another name or ID."""
+    for chip in device.chips:
+        for allocation in holders.get(chip.bdf, ()):
+            if allocation.resource != resource.name or allocation.ids.isdisjoint(ids):
+                return allocation
+    return None
+
+
+# ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
+#
+# The kubelet asks which of the available IDs a container should get. The best choice is the one
+# with the lowest cost, an integer whose digits are CRITERIA: the first one outweighs all others,
+# and between choices of equal cost the lower PCI addresses win.
+#
+# It is found by dynamic programming, as for a knapsack, in a tree of groups: devices are in boards,
+# boards in trays, trays in parts of the machine with common NUMA nodes. A group knows the best
+# choice of 0, 1, 2, … of its IDs from those of its members, and adds what it costs to use it.
+#
+# Some costs depend on which places are used together: the links between the chips of a Galaxy's
+# tray, the number of NUMA nodes, trays beside each other. So a choice has marks, one bit for each
+# such place, and the best choice for each set of marks is kept until that cost is added. The
+# leading criteria do not depend on marks. Their lowest costs are known first, so that only
+# choices that have them are looked at.
+
+CRITERIA = (
+    "optional",  # IDs that are not must-include: those that are come first
+    "occupied",  # IDs on which a pod runs that the kubelet does not know
+    "repeats",  # replicas of a device that is chosen already
+    "users",  # other containers on shared devices
+    "boards",
+    "trays",
+    "numa_nodes",
+    "whole_boards",  # boards all of whose listed devices are available
+    "whole_trays",
+    "whole_numa_nodes",
+    "tray_groups",  # groups of a Galaxy's trays that are linked to each other
+    "scattered_trays",  # trays in which the chosen chips are not connected
+    "missing_links",  # links of a tray that are not between two chosen chips
+    "whole_halves",  # halves of trays all of whose listed devices are available
+)
+DIGIT = 32  # bits of a criterion in a cost
+SHIFTS = {name: DIGIT * number for number, name in enumerate(reversed(CRITERIA))}
+LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
+
+# The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
+# 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one. Trays are
+# numbered by the bus, and form a ring.
+TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
+TRAY_HALVES = ({1, 2, 5, 6}, {3, 4, 7, 8})
+RING_LINKS = [{0x00, 0x40}, {0x40, 0x80}, {0x80, 0xC0}, {0xC0, 0x00}]
+
+Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
+POSITION_BITS = 0xFFFF
+Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
+Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
+NOTHING: Choices = {0: (0, ())}
 
 Status = grpc.StatusCode
 
@@ -1846,37 +2439,20 @@ class RequestError(Exception):
     """A request that is rejected: gRPC status code and reason."""
 
 
-class Cost(NamedTuple):
-    """The cost of a choice, compared field by field. Costs add up."""
-
-    must_include: int = 0  # minus their number
-    busy: int = 0  # IDs on which a pod runs that the kubelet does not know
-    again: int = 0  # replicas of its device chosen before
-    users: int = 0  # of its device, before this choice
-    boards: int = 0
-    trays: int = 0
-    numa_nodes: int = 0
-    whole_boards: int = 0  # with all listed devices available
-    whole_trays: int = 0
-    whole_numa_nodes: int = 0
-    addresses: int = 0  # minus one bit per ID, the highest for the first
-
-    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
-        return tuple.__new__(Cost, map(operator.add, self, other))
-
-
-NO_COST = Cost()
-BySize = list[Cost]  # the least costs of 0, 1, 2, … devices
-Nodes = frozenset[int]
+def cost(**numbers: int) -> int:
+    """Return a cost by its criteria, each less than 2 to the power of DIGIT."""
+    return sum(number << SHIFTS[name] for name, number in numbers.items())
 
 
 class Candidate(NamedTuple):
-    """An available ID, and its place."""
+    """A device that has available IDs, and its place."""
 
-    cost: Cost  # without its groups
+    ids: list[tuple[int, int]]  # cost and number of each, the first to be chosen first
     board: object
-    tray: object
-    numa_nodes: Nodes  # {-1}: unknown
+    tray: object  # outside a Galaxy a board is its own tray
+    numa_nodes: tuple[int, ...]  # (-1,) if unknown
+    place: GalaxyPlace | None  # of a Galaxy's chip or tray
+    is_chip: bool
 
 
 def preferred_allocation(
@@ -1884,139 +2460,336 @@ def preferred_allocation(
     available: Sequence[str],
     must_include: Sequence[str],
     size: int,
-    busy: Collection[str] = (),
+    occupied: Collection[str] = (),
 ) -> list[str]:
-    """Return the best of the available IDs; raises RequestError. busy: see Cost."""
+    """Return the best `size` of the available IDs; raises RequestError.
+
+    `occupied`: IDs on which a pod runs that the kubelet does not know.
+    """
     free = frozenset(available)
     required = frozenset(must_include)
     _check_question(resource, free, required, size)
-    ids = [*resource.devices]
-    bits = {identifier: 1 << number for number, identifier in enumerate(reversed(ids))}
+
+    ids = list(resource.devices)
+    numbers = {identifier: number for number, identifier in enumerate(ids)}
+    retained = {each for each, device in resource.devices.items() if device.is_retained}
+    occupied_ids = retained | set(occupied)
     candidates = []
-    partly_used: set[object] = set()
-    for replicas in resource.ids_of_devices:
+    partly_used: set[object] = set()  # boards, trays, NUMA nodes and places with a taken device
+    for replicas in resource.ids_by_device:
         device = resource.devices[replicas[0]]
-        board = device.chips[0].board
-        tray = device.chips[0].tray or board
-        nodes = frozenset(device.numa_nodes or (-1,))
-        left = [each for each in replicas if each in free]
-        left.sort(key=lambda each: (each not in required, -bits[each]))
-        if not left:
-            partly_used |= {board, tray, *nodes}
-        for again, identifier in enumerate(left[:size]):
-            cost = Cost(
-                must_include=-(identifier in required),
-                busy=identifier in busy or resource.devices[identifier].is_retained,
-                again=again,
+        left = [identifier for identifier in replicas if identifier in free]
+        if required or occupied_ids:
+            left.sort(key=lambda each: (each not in required, each in occupied_ids))
+
+        choices = []
+        for repeats, identifier in enumerate(left[:size]):
+            own_cost = cost(
+                optional=identifier not in required,
+                occupied=identifier in occupied_ids,
+                repeats=repeats,
                 users=len(replicas) - len(left),
-                addresses=-bits[identifier],
             )
-            candidates.append(Candidate(cost, board, tray, nodes))
-    best = _Search(partly_used, size).solve(candidates)[size]
-    return [identifier for identifier in ids if bits[identifier] & -best.addresses]
+            choices.append((own_cost, numbers[identifier]))
+
+        chip = device.chips[0]
+        candidate = Candidate(
+            choices,
+            board=chip.board,
+            tray=chip.tray or chip.board,
+            numa_nodes=device.numa_nodes or (-1,),
+            place=chip.galaxy_place,
+            is_chip=len(device.chips) == 1,
+        )
+        if choices:
+            candidates.append(candidate)
+        if not left:
+            partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
+            partly_used.add(candidate.place)
+
+    _, chosen = min(_Machine(candidates, partly_used).tree(size).choices(size).values())
+    return [ids[number] for number in chosen]
 
 
-def _check_question(resource: Resource, free: Names, required: Names, size: int) -> None:
-    available = f"{len(free)} available devices, {len(required)} of them must-include"
-    reason = f"cannot choose {size} of {available}"
+def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
+    invalid = Status.INVALID_ARGUMENT
     if unknown := sorted((free | required) - resource.devices.keys()):
-        reason = f"{resource.name} has no device {abbreviate(unknown)}"
-    elif size < 0:
-        reason = f"allocation size {size} is negative"
-    elif missing := sorted(required - free):
+        raise RequestError(invalid, f"{resource.name} has no device {abbreviate(unknown)}")
+    if size < 0:
+        raise RequestError(invalid, f"allocation size {size} is negative")
+    if missing := sorted(required - free):
         reason = f"must-include device {abbreviate(missing)} is not available"
-    elif len(required) <= size <= len(free):
-        return
-    raise RequestError(Status.INVALID_ARGUMENT, reason)
+        raise RequestError(invalid, reason)
+    if not len(required) <= size <= len(free):
+        devices = f"{len(free)} available devices, {len(required)} of them must-include"
+        raise RequestError(invalid, f"cannot choose {size} of {devices}")
 
 
-Candidates = Iterable[Candidate]
+class _Device:
+    """A device: the choices of its first 0, 1, 2, … IDs."""
+
+    def __init__(self, ids: Iterable[tuple[int, int]], marks: Marks) -> None:
+        self._choices = [NOTHING]
+        total = 0
+        chosen: tuple[int, ...] = ()
+        for own_cost, number in ids:
+            total += own_cost
+            chosen = tuple(sorted((*chosen, number)))
+            self._choices.append({marks: (total, chosen)})
+        totals = [next(iter(each.values()))[0] for each in self._choices]
+        self.lowest: list[int] = [total >> LEADING for total in totals]
+
+    def choices(self, size: int) -> Choices:
+        return self._choices[size]
 
 
-class _Search(NamedTuple):
-    """Computes the least costs by number of devices."""
+class _Group:
+    """Devices or groups: the best choices of 0, 1, 2, … of their IDs."""
 
-    partly_used: Collection[object]  # boards, trays, NUMA nodes with a taken device
-    size: int
+    def __init__(
+        self,
+        members: Sequence[_Device | _Group],
+        max_size: int,
+        *,
+        cost: int = 0,  # of using the group at all
+        judge: Callable[[Marks], int] | None = None,  # returns the cost of these marks
+        judged_marks: Marks = 0,  # which are dropped then
+        own_mark: Marks = 0,
+    ) -> None:
+        self._members = members
+        self._cost = cost
+        self._judge = judge
+        self._judged_marks = judged_marks
+        self._own_mark = own_mark
+        self._choices = {0: NOTHING}  # by size
+        self._choices_among: dict[tuple[int, int], Choices] = {}
 
-    def solve(self, candidates: Candidates) -> BySize:
-        """Search NUMA nodes separately, unless a tray or device connects them."""
-        parts: list[Nodes] = []
-        for tray in _grouped(candidates, "tray"):
-            nodes = Nodes().union(*(each.numa_nodes for each in tray))
-            connected = nodes.union(*(part for part in parts if part & nodes))
-            parts = [part for part in parts if not part & nodes] + [connected]
-        costs = []
-        for part in parts:
-            inside = [each for each in candidates if each.numa_nodes & part]
-            costs.append(self._numa_nodes(part, inside))
-        return self._joined(costs)
+        # The lowest cost by the leading criteria of each number of IDs among the first members.
+        self._lowest = [[0]]
+        for member in members:
+            self._lowest.append(_combined(self._lowest[-1], member.lowest, max_size))
+        own = cost >> LEADING
+        self.lowest: list[int] = [0, *(each + own for each in self._lowest[-1][1:])]
 
-    def _numa_nodes(self, touched: Nodes, candidates: Candidates) -> BySize:
-        """Try every subset of NUMA nodes: only unused ones cost nothing."""
-        best: BySize = []
-        counts = range(len(touched), -1, -1)
-        for chosen in chain(*(combinations(touched, n) for n in counts)):
-            inside = [each for each in candidates if each.numa_nodes.issubset(chosen)]
-            whole = sum(node not in self.partly_used for node in chosen)
-            group_cost = Cost(numa_nodes=len(chosen), whole_numa_nodes=whole)
-            costs = self._joined(map(self._tray, _grouped(inside, "tray")), group_cost)
-            if best:
-                costs = [*map(min, best, costs), *best[len(costs) :]]
-            best = costs
+    def choices(self, size: int) -> Choices:
+        """Return the best choices of this many IDs, by their marks."""
+        if size in self._choices:
+            return self._choices[size]
+
+        best: Choices = {}
+        for marks, (members_cost, ids) in self._among(len(self._members), size).items():
+            total = members_cost + self._cost
+            if self._judge:
+                total += self._judge(marks & self._judged_marks)
+            rest = marks & ~self._judged_marks | self._own_mark
+            if rest not in best or (total, ids) < best[rest]:
+                best[rest] = (total, ids)
+        self._choices[size] = best
         return best
 
-    def _tray(self, candidates: list[Candidate]) -> BySize:
-        is_whole = candidates[0].tray not in self.partly_used
-        group_cost = Cost(trays=1, whole_trays=is_whole)
-        return self._joined(map(self._board, _grouped(candidates, "board")), group_cost)
+    def _among(self, number: int, size: int) -> Choices:
+        """Return the best choices of IDs of the first members."""
+        if number == 0:
+            return NOTHING
+        if (number, size) in self._choices_among:
+            return self._choices_among[number, size]
 
-    def _board(self, candidates: list[Candidate]) -> BySize:
-        is_whole = candidates[0].board not in self.partly_used
-        costs = sorted(each.cost for each in candidates)
-        by_size = [*accumulate(costs, initial=NO_COST)]
-        return self._joined([by_size], Cost(boards=1, whole_boards=is_whole))
-
-    def _joined(self, parts: Iterable[BySize], group_cost: Cost = NO_COST) -> BySize:
-        """Return the least costs over all parts. group_cost: of using any device."""
-        total, *others = [*parts] or [[NO_COST]]
-        for part in others:
-            joined = []
-            most = len(total) - 1
-            for size in range(min(most + len(part), self.size + 1)):
-                least = max(0, size - most)
-                counts = range(least, min(size + 1, len(part)))
-                joined.append(min(part[n] + total[size - n] for n in counts))
-            total = joined
-        return total[:1] + [each + group_cost for each in total[1 : self.size + 1]]
+        member = self._members[number - 1]
+        others_lowest = self._lowest[number - 1]
+        lowest = self._lowest[number][size]
+        best: Choices = {}
+        for own in range(min(size + 1, len(member.lowest))):
+            others = size - own
+            if others >= len(others_lowest):
+                continue
+            if member.lowest[own] + others_lowest[others] == lowest:
+                _join(self._among(number - 1, others), member.choices(own), best)
+        self._choices_among[number, size] = best
+        return best
 
 
-def _grouped(candidates: Candidates, key: str) -> list[list[Candidate]]:
+class _Machine:
+    """Makes the tree of groups for one search."""
+
+    def __init__(self, candidates: Sequence[Candidate], partly_used: Collection[object]) -> None:
+        self._candidates = candidates
+        self._partly_used = partly_used
+
+        nodes = sorted({node for each in candidates for node in each.numa_nodes})
+        places = [each.place for each in candidates if each.place]
+        trays = sorted({place._replace(position=0) for place in places})
+        self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
+        first = 16 + len(nodes)
+        self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
+
+    def tree(self, size: int) -> _Group:
+        """Return the group of all candidates, for choices of up to `size` IDs."""
+        trays = _grouped(self._candidates, lambda each: each.tray)
+        numa_marks = sum(self._numa_marks.values())
+        parts = []
+        for part in _connected_by_numa_nodes(trays):
+            members = [self._tray(tray, size) for tray in part]
+            parts.append(_Group(members, size, judge=self._numa_cost, judged_marks=numa_marks))
+        tray_marks = sum(self._tray_marks.values())
+        return _Group(parts, size, judge=self._ring_cost, judged_marks=tray_marks)
+
+    def _tray(self, candidates: Sequence[Candidate], size: int) -> _Group:
+        boards = _grouped(candidates, lambda each: each.board)
+        members = [self._board(board, size) for board in boards]
+        is_whole = candidates[0].tray not in self._partly_used
+        group_cost = cost(trays=1, whole_trays=is_whole)
+
+        place = candidates[0].place
+        if place is None:
+            return _Group(members, size, cost=group_cost)
+        return _Group(
+            members,
+            size,
+            cost=group_cost,
+            judge=self._shape_cost(place),
+            judged_marks=POSITION_BITS,
+            own_mark=self._tray_marks[place._replace(position=0)],
+        )
+
+    def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
+        is_whole = candidates[0].board not in self._partly_used
+        members = [_Device(each.ids, self._marks(each)) for each in candidates]
+        return _Group(members, size, cost=cost(boards=1, whole_boards=is_whole))
+
+    def _marks(self, candidate: Candidate) -> Marks:
+        marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
+        if candidate.place and candidate.is_chip:
+            marks |= 1 << candidate.place.position
+        return marks
+
+    def _shape_cost(self, tray: GalaxyPlace) -> Callable[[Marks], int]:
+        """Return the function for the cost of the chosen chips' places in a tray."""
+        whole_halves = []
+        for half in TRAY_HALVES:
+            places = {tray._replace(position=position) for position in half}
+            if places.isdisjoint(self._partly_used):
+                whole_halves.append(_bits(half))
+        half_cost = cost(whole_halves=1)
+
+        def judge(positions: Marks) -> int:
+            total = _link_cost(positions)
+            for half in whole_halves:
+                if half & positions:
+                    total += half_cost
+            return total
+
+        return judge
+
+    def _numa_cost(self, marks: Marks) -> int:
+        nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
+        whole = sum(node not in self._partly_used for node in nodes)
+        return cost(numa_nodes=len(nodes), whole_numa_nodes=whole)
+
+    def _ring_cost(self, marks: Marks) -> int:
+        """Return the cost of trays that are not neighbours."""
+        rings = defaultdict(set)
+        for place, mark in self._tray_marks.items():
+            if mark & marks:
+                rings[place.card, place.domain].add(place.tray)
+        return cost(tray_groups=sum(_count_groups(each, RING_LINKS) for each in rings.values()))
+
+
+def _combined(some: Sequence[int], others: Sequence[int], max_size: int) -> list[int]:
+    """Return the lowest costs of 0, 1, 2, … IDs of two groups (a min-plus convolution)."""
+    lowest = []
+    for size in range(min(len(some) + len(others) - 1, max_size + 1)):
+        parts = range(max(0, size - len(some) + 1), min(size + 1, len(others)))
+        lowest.append(min([some[size - part] + others[part] for part in parts]))
+    return lowest
+
+
+def _join(some: Choices, others: Choices, best: Choices) -> None:
+    """Add to the best choices each that has one part of `some` and one of `others`."""
+    for one_marks, (one_cost, one_ids) in some.items():
+        for marks, (other_cost, ids) in others.items():
+            total = one_cost + other_cost
+            known = best.get(one_marks | marks)
+            if known and known[0] < total:
+                continue
+
+            chosen = one_ids + ids
+            if one_ids and ids and one_ids[-1] > ids[0]:
+                chosen = tuple(sorted(chosen))
+            if not known or (total, chosen) < known:
+                best[one_marks | marks] = (total, chosen)
+
+
+@lru_cache(maxsize=1024)
+def _link_cost(positions: Marks) -> int:
+    """Return the cost of chips of a tray that are not linked to each other."""
+    chips = [position for position in range(16) if positions >> position & 1]
+    links = [link for link in TRAY_LINKS if _bits(link) & ~positions == 0]
+    is_scattered = _count_groups(chips, links) > 1
+    return cost(scattered_trays=is_scattered, missing_links=len(TRAY_LINKS) - len(links))
+
+
+def _bits(positions: Iterable[int]) -> Marks:
+    return sum(1 << position for position in positions)
+
+
+def _count_groups(items: Iterable[int], links: Iterable[set[int]]) -> int:
+    """Return into how many groups links connect these items."""
+    groups = [{item} for item in items]
+    for link in links:
+        touched = [group for group in groups if not group.isdisjoint(link)]
+        if len(touched) > 1:
+            groups = [group for group in groups if group not in touched]
+            groups.append(set().union(*touched))
+    return len(groups)
+
+
+def _grouped(
+    candidates: Iterable[Candidate], key: Callable[[Candidate], object]
+) -> list[list[Candidate]]:
     groups = defaultdict(list)
     for candidate in candidates:
-        groups[getattr(candidate, key)].append(candidate)
+        groups[key(candidate)].append(candidate)
     return list(groups.values())
+
+
+def _connected_by_numa_nodes(trays: Iterable[list[Candidate]]) -> list[list[list[Candidate]]]:
+    """Return the trays in groups that have no NUMA node in common."""
+    parts: list[tuple[set[int], list[list[Candidate]]]] = []
+    for tray in trays:
+        nodes = {node for candidate in tray for node in candidate.numa_nodes}
+        members = [tray]
+        others = []
+        for part_nodes, part in parts:
+            if part_nodes.isdisjoint(nodes):
+                others.append((part_nodes, part))
+            else:
+                nodes |= part_nodes
+                members = part + members
+        parts = [*others, (nodes, members)]
+    return [members for _, members in parts]
 
 
 # ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
 
-Containers = Sequence[Sequence[str]]  # IDs of each
+Containers = Sequence[Sequence[str]]  # the IDs that each container requests
 Edits = pb.ContainerAllocateResponse
-DeviceList = pb.ListAndWatchResponse
 
 
 def check_request(resource: Resource, containers: Containers) -> None:
     """Raise RequestError if these IDs cannot be allocated."""
     invalid = Status.INVALID_ARGUMENT
     if not containers:
-        raise RequestError(invalid, "no container")
+        raise RequestError(invalid, "the request names no container")
     for ids in containers:
         if not ids:
-            raise RequestError(invalid, "a container without devices")
+            raise RequestError(invalid, "a container requests no devices")
         if resource.max_one_replica and len(ids) > 1:
-            limit = "at most 1, as it is shared (fail_requests_greater_than_one)"
-            reason = f"{len(ids)} of {resource.name} for one container: {limit}"
+            reason = (
+                f"a container can request only 1 shared {resource.name}, not {len(ids)} "
+                "(fail_requests_greater_than_one is true)"
+            )
             raise RequestError(invalid, reason)
+
     for identifier, times in Counter(chain(*containers)).items():
         device = resource.devices.get(identifier)
         if device is None:
@@ -2024,50 +2797,44 @@ def check_request(resource: Resource, containers: Containers) -> None:
             raise RequestError(Status.NOT_FOUND, reason)
         if times > 1:
             raise RequestError(invalid, f"duplicate device {identifier!r}")
-        fault = device.reason
-        if device.is_retained and not fault:
-            fault = f"this ID no longer refers to {', '.join(sorted(device.addresses))}"
-        if fault:
-            raise RequestError(Status.FAILED_PRECONDITION, f"device {identifier}: {fault}")
+        if device.reason:
+            raise RequestError(Status.FAILED_PRECONDITION, f"device {identifier}: {device.reason}")
+        if device.is_retained:
+            reason = f"device {identifier} is kept only for the pod that holds it"
+            raise RequestError(Status.FAILED_PRECONDITION, reason)
 
 
 def container_edits(
     chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
 ) -> Edits:
-    """Return a container's changes. links: udev's, by address."""
-    chips = sorted(chips, key=lambda chip: address(chip.bdf))
+    """Return what a container with exactly these chips gets. `links`: udev's, by address."""
+    chips = sorted(chips, key=lambda chip: address_numbers(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
+
+    # tt-umd reads an integer as an index into the devices inside the container, so the host's
+    # device number would be wrong.
     edits = Edits(envs={ADDRESSES: addresses})
-    # tt-umd reads an integer as an index inside the container: a host's number would be wrong.
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
-        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(map(str, range(len(chips))))
+        edits.envs["TT_VISIBLE_DEVICES"] = ",".join(str(index) for index in range(len(chips)))
+
     for chip in chips:
         if settings.device_list_strategy == "cdi":
             edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
-        else:  # tt-umd names its locks after the host's number
-            path = f"/dev/tenstorrent/{chip.function.ordinal}"
-            host_path = links.get(chip.bdf, chip.function.path)
-            edits.devices.add(container_path=path, host_path=host_path, permissions="rw")
-    for each in mounts:
-        paths = {"host_path": each.host, "container_path": each.container}
-        edits.mounts.add(**paths, read_only=each.read_only)
+        else:
+            # Under the host's number, after which tt-umd names its locks and hugepage files.
+            edits.devices.add(
+                container_path=f"/dev/tenstorrent/{chip.function.ordinal}",
+                host_path=links.get(chip.bdf, chip.function.path),
+                permissions="rw",
+            )
+
+    for mount in mounts:
+        edits.mounts.add(
+            host_path=mount.host, container_path=mount.container, read_only=mount.read_only
+        )
     return edits
-
-
-def device_list(resource: Resource) -> DeviceList:
-    """Return the kubelet's list, which renumbering does not change."""
-    message = DeviceList()
-    common: dict[int, Json] = {}  # by device, for up to 100 IDs
-    for identifier, device in sorted(resource.devices.items()):
-        if id(device) not in common:
-            nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-            topology = pb.TopologyInfo(nodes=nodes) if nodes else None
-            health = "Unhealthy" if device.reason else "Healthy"
-            common[id(device)] = {"health": health, "topology": topology}
-        message.devices.add(ID=identifier, **common[id(device)])
-    return message
 
 
 # ==== CDI AND LABELS: descriptions of the devices for others. Pure ================================
@@ -2079,19 +2846,21 @@ LABELS_FILE = "tt-device-plugin"
 def cdi_spec(
     functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0, without links), None without chips."""
+    """Return a CDI file (spec 0.5.0, which refuses links as device nodes); None without chips."""
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
         nodes[function.bdf] = [{"path": path, "hostPath": function.path, "permissions": "rw"}]
     if not nodes:
         return None
-    nodes["all"] = [*chain(*nodes.values())]
+
+    nodes["all"] = list(chain(*nodes.values()))
     devices = []
-    for name, theirs in nodes.items():
-        devices.append({"name": name, "containerEdits": {"deviceNodes": theirs}})
+    for name, device_nodes in nodes.items():
+        devices.append({"name": name, "containerEdits": {"deviceNodes": device_nodes}})
     kind = f"{settings.resource_domain}/device"
     spec: dict[str, object] = {"cdiVersion": "0.5.0", "kind": kind, "devices": devices}
+
     binds = []
     for mount in mounts:
         options = ["rbind", "ro" if mount.read_only else "rw"]
@@ -2102,7 +2871,7 @@ def cdi_spec(
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the device files by device; raises ValueError."""
+    """Return the device files by device in a CDI file; raises ValueError."""
     try:
         nodes = {}
         for device in json.loads(spec)["devices"]:
@@ -2114,19 +2883,20 @@ def cdi_nodes(spec: str) -> dict[str, str]:
 
 
 def feature_file(
-    advertised: Iterable[Resource], chips: Chips, settings: Settings, driver: str | None
+    resources: Iterable[Resource], chips: Chips, settings: Settings, driver: str | None
 ) -> str:
-    """Return labels of existing devices, for NFD's local source."""
-    present = [chip for chip in chips if chip.present]
+    """Return labels of existing devices, for node-feature-discovery's local source."""
+    present = [chip for chip in chips if chip.is_present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
-    for resource in advertised:
-        if not resource.name.startswith(f"{settings.resource_domain}/"):
-            continue  # of a previous domain
-        for key, value in _resource_labels(resource).items():
-            labels[f"{resource.short_name}.{key}"] = value
+    for resource in resources:
+        # A resource of a former domain is advertised only while a pod holds a device of it.
+        if resource.name.startswith(f"{settings.resource_domain}/"):
+            for key, value in _resource_labels(resource).items():
+                labels[f"{resource.short_name}.{key}"] = value
     labels |= _version_labels("driver", driver or "")
-    labels["firmware.version"] = _common(chip.identity.firmware for chip in present)
+    labels["firmware.version"] = common_value(chip.identity.firmware for chip in present)
     labels["plugin.version"] = __version__
+
     lines = []
     for key, value in sorted(labels.items()):
         # Kubernetes' limits: 63 characters, alphanumeric at both ends.
@@ -2137,29 +2907,34 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
-    unique = {each.addresses: each for each in resource.unique_devices}  # a retained ID adds none
-    devices = [each for each in unique.values() if any(chip.present for chip in each.chips)]
-    chips = [chip for chip in resource.chips(resource.devices) if chip.present]
-    product = _common(chip.board_type for chip in chips)
+    # By chips: an ID that a pod holds beside a configured one adds no device.
+    unique = {device.addresses: device for device in resource.unique_devices}
+    devices = [each for each in unique.values() if any(chip.is_present for chip in each.chips)]
+    chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
+
+    product = common_value(chip.board_type for chip in chips)
     if resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
     memory = {sum(chip.memory for chip in device.chips) for device in devices}
     counts = Counter(chip.board for chip in chips)
-    whole = {chip.board for chip in chips if counts[chip.board] == chip.device_chips}
+    whole_boards = {chip.board for chip in chips if counts[chip.board] == chip.chips_per_board}
     numa_nodes = {chip.function.numa_node for chip in chips} - {None}
-    labels = _version_labels("firmware", _common(chip.identity.firmware for chip in chips))
+
+    labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
     labels["count"] = str(len(devices))
     labels["product"] = product
     labels["replicas"] = str(resource.replicas or 1)
-    labels["sharing"] = str(resource.replicas > 0).lower()
-    labels["memory"] = str(*memory) if len(memory) == 1 and 0 not in memory else ""
-    labels["boards"] = str(len(whole))
-    labels["numa-nodes"] = str(len(numa_nodes) or "")
+    labels["sharing"] = "true" if resource.replicas else "false"
+    labels["boards"] = str(len(whole_boards))
+    if len(memory) == 1 and memory != {0}:
+        labels["memory"] = str(memory.pop())
+    if numa_nodes:
+        labels["numa-nodes"] = str(len(numa_nodes))
     return labels
 
 
-def _common(values: Iterable[str | None]) -> str:
-    """Return the common value, "mixed" if they differ."""
+def common_value(values: Iterable[str | None]) -> str:
+    """Return the value that all have, "mixed" if they differ, "" without any."""
     found = {value for value in values if value}
     return "mixed" if len(found) > 1 else "".join(found)
 
@@ -2174,7 +2949,7 @@ def _version_labels(subject: str, version: str) -> dict[str, str]:
 
 # ==== DECISION: the desired state. Pure ===========================================================
 
-User = dict[str, str]  # namespace, pod (else its UID) and container
+User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
 
 
 class Observation(NamedTuple):
@@ -2183,29 +2958,62 @@ class Observation(NamedTuple):
     settings: Settings
     chips: Mapping[str, Chip]  # by PCI address
     driver: str | None  # see driver_version()
-    allocations: tuple[Allocation, ...]  # in force, the newest last
+    machine: str  # architecture of the host, "x86_64"
+    allocations: tuple[Allocation, ...]  # those that count, the newest last
     names: Mapping[str, str]  # of pods, "namespace/name" by UID
-    unreadable: str | None  # why the checkpoint cannot be parsed
+    unreadable: str | None  # why the checkpoint cannot be used
     mounts: Mounts
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The desired state: what is advertised, written and reported."""
+    """The desired state: what is advertised, written and reported.
+
+    What a call of the kubelet needs is computed at once, the rest when it is asked for.
+    """
 
     seen: Observation
-    chips: Mapping[str, Chip]  # with reasons, also those that only pods know
-    resources: Resources  # as advertised, by name
-    lists: Mapping[str, DeviceList]
-    users: Mapping[str, list[User]]  # by PCI address
-    unselected: Sequence[str]  # see unselected()
-    cdi: str | None
-    labels: str
+    chips: Mapping[str, Chip]  # with reasons, also those that only a pod's allocation names
+    listed: Sequence[Chip]  # those of them that are devices
+    allocations: Sequence[Allocation]  # that count, the newest last
+    configured: Resources  # what the configuration gives, by name
+    resources: Resources  # what is advertised, by name
+
+    @cached_property
+    def users(self) -> dict[str, list[User]]:
+        """Return the containers that have each chip, by PCI address."""
+        found = defaultdict(list)
+        for allocation in self.allocations:
+            if not allocation.pod:
+                continue
+            name = self.seen.names.get(allocation.pod, allocation.pod)
+            namespace, _, pod = name.rpartition("/")
+            for bdf in allocation.chips:
+                user = {"namespace": namespace, "pod": pod, "container": allocation.container}
+                found[bdf].append(user)
+        return found
+
+    @cached_property
+    def cdi(self) -> str | None:
+        """Return the CDI file: the chips that have a usable device file."""
+        functions = [chip.function for chip in self.listed if chip.is_present]
+        usable = [function for function in functions if not function.file_fault]
+        return cdi_spec(usable, self.seen.settings, self.seen.mounts)
+
+    @cached_property
+    def labels(self) -> str:
+        seen = self.seen
+        return feature_file(self.resources.values(), self.listed, seen.settings, seen.driver)
+
+    @cached_property
+    def unselected(self) -> Sequence[str]:
+        """Return messages about shared resources and devices that do not exist."""
+        return list(unselected(self.listed, self.seen.settings))
 
     @cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
-        """Return each chip's resource and device, rather a configured than a retained one."""
-        found = {}
+        """Return each chip's resource and device, preferring a configured to a retained one."""
+        found: dict[str, tuple[Resource, Device]] = {}
         for resource in self.resources.values():
             for device in resource.unique_devices:
                 for chip in device.chips:
@@ -2228,19 +3036,50 @@ class Decision:
 
     def advertises(self, chip: Chip) -> bool:
         """Return whether a chip is a device, or waits for its board's serial."""
-        return chip.listed or chip.bdf in self.owners
+        return chip.is_listed or chip.bdf in self.owners
 
 
-def driver_problem(chips: Chips, driver: str | None) -> str | None:
-    unbound = [
-        chip for chip in chips if chip.function.driver == "" and not (driver and chip.listed)
-    ]
-    if not unbound:
-        return None
-    count = pluralize(len(unbound), "Tenstorrent PCI function")
-    if driver is None:
-        return f"driver not loaded, {count}; {LOAD_DRIVER}"
-    return f"{count} without a driver ({unbound[0].bdf}: {unbound[0].reason})"
+def decide(seen: Observation, former: Decision | None = None) -> Decision:
+    """Return the desired state. `former` is the last one, of which unchanged parts are used."""
+    label = partial(pod_label, names=seen.names)
+    chips = dict(seen.chips)
+    for allocation in seen.allocations:
+        for bdf in allocation.chips - chips.keys():
+            chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
+    chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
+    if any(chip.fault for chip in chips.values()):
+        chips = _explained_chips(chips, seen, label)
+
+    listed = [chip for chip in chips.values() if chip.is_listed]
+    if former and former.seen.settings == seen.settings and former.listed == listed:
+        configured = former.configured
+    else:
+        configured = configured_resources(listed, seen.settings)
+
+    allocations = list(_with_chips(seen.allocations, chips, configured))
+    advertised = advertise(configured, chips, allocations, label)
+    return Decision(seen, chips, listed, allocations, configured, advertised)
+
+
+def _with_chips(
+    allocations: Iterable[Allocation], chips: Mapping[str, Chip], configured: Resources
+) -> Iterator[Allocation]:
+    """Yield the allocations of chips.
+
+    Another plugin's response names none. If it has given one of our resources, the chips are those
+    of its device files.
+    """
+    for allocation in allocations:
+        if not allocation.device_files:
+            yield allocation
+        elif allocation.resource in configured:
+            found = set()
+            for bdf, chip in chips.items():
+                for path in allocation.device_files:
+                    if chip.is_present and (path == chip.function.path or basename(path) == bdf):
+                        found.add(bdf)
+            if found:
+                yield allocation._replace(chips=frozenset(found))
 
 
 def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
@@ -2249,88 +3088,149 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
     return names.get(allocation.pod, f"pod {allocation.pod}")
 
 
-def decide(seen: Observation) -> Decision:
-    settings = seen.settings
-    label = partial(pod_label, names=seen.names)
-    chips = _explained_chips(seen, label)
-    listed = [chip for chip in chips.values() if chip.listed]
-    configured = configured_resources(listed, settings)
-    advertised = resources(configured, chips, seen.allocations, label)
-    usable = [each.function for each in listed if each.present and not each.function.file_fault]
-    users = defaultdict(list)
-    for allocation in seen.allocations:
-        namespace, _, pod = seen.names.get(allocation.pod, allocation.pod).rpartition("/")
-        user = {"namespace": namespace, "pod": pod, "container": allocation.container}
-        for bdf in allocation.chips if pod else ():
-            users[bdf].append(user)
-    return Decision(
-        seen,
-        chips=chips,
-        resources=advertised,
-        lists={name: device_list(resource) for name, resource in advertised.items()},
-        users=users,
-        unselected=[*unselected(listed, settings)],
-        cdi=cdi_spec(usable, settings, seen.mounts),
-        labels=feature_file(advertised.values(), listed, settings, seen.driver),
-    )
-
-
-def _explained_chips(seen: Observation, label: Label) -> dict[str, Chip]:
-    """Return the chips with reasons, and absent ones that only a pod knows."""
-    chips = dict(seen.chips)
+def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label) -> dict[str, Chip]:
+    """Return the chips with the reasons of those that are unhealthy."""
     pods = defaultdict(list)
     for allocation in seen.allocations:
         for bdf in allocation.chips:
-            chips.setdefault(bdf, Chip(PciFunction(bdf), seen=True))
             pods[bdf].append(label(allocation))
+
     boards = defaultdict(list)
     for bdf, chip in chips.items():
-        if chip.present and chip.device_chips == 2:
+        if chip.is_present and chip.chips_per_board == 2:
             boards[chip.board].append(bdf)
+
     found = {}
-    for bdf in sorted(chips, key=address):
-        chip = chips[bdf]
-        siblings = [each for each in boards[chip.board] if each != bdf]
-        found[bdf] = chip._replace(reason=explain(chip, siblings, pods, seen.driver))
+    for bdf, chip in chips.items():
+        if chip.fault:
+            siblings = [each for each in boards[chip.board] if each != bdf]
+            chip = chip._replace(reason=explain(chip, siblings, pods, seen))
+        found[bdf] = chip
     return found
+
+
+def explain(
+    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], seen: Observation
+) -> Reason:
+    """Return why a chip is unhealthy, and the remedy with what else it affects.
+
+    `siblings` are the other chips of its board; `pods` are those that hold chips, by address.
+    """
+    problem, remedy = _problem_and_remedy(chip, seen.driver)
+    if remedy is RESET and seen.machine == "aarch64":
+        remedy = REBOOT
+    if remedy is None:
+        return Reason(problem)
+
+    if remedy.action:
+        affected = list(pods.get(chip.bdf, ()))
+        effects = []
+        if remedy.resets_board and siblings:
+            effects.append(f"resets {', '.join(siblings)} on the same board")
+            for bdf in siblings:
+                affected += pods.get(bdf, ())
+        if affected:
+            effects.append(f"interrupts {', '.join(dict.fromkeys(affected))}")
+        if effects:
+            problem += f"; {remedy.action} {' and '.join(effects)}"
+
+    return Reason(problem, remedy.condition, remedy.command.replace("{bdf}", chip.bdf))
+
+
+def _problem_and_remedy(chip: Chip, driver: str | None) -> tuple[str, Remedy | None]:
+    function, fault = chip.function, chip.fault
+    if not chip.is_present:
+        return _absence(function, driver)
+    if function.file_fault:
+        problem = f"device file is invalid: {function.file_fault.problem}"
+        command = function.file_fault.command
+        return problem, Remedy(command) if command else None
+
+    remedy = REMEDIES.get(fault) if fault else None
+    return chip.verdict.problem or "", remedy
+
+
+def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | None]:
+    if not function.on_bus:
+        return "PCI device is gone (power-cycle the host if a rescan does not find it)", RESCAN
+    if driver is None:
+        return "driver is not loaded", LOAD_DRIVER
+    if function.driver == DRIVER:
+        return "driver is bound; waiting for a device file", None
+
+    bind = f"echo {function.bdf} > {DRIVER_DIRECTORY}/bind"
+    if function.driver is None:
+        return "driver is not bound", Remedy(bind)
+    unbind = f"echo {function.bdf} > /sys/bus/pci/drivers/{function.driver}/unbind"
+    return f"driver {function.driver} is bound, not {DRIVER}", Remedy(f"{unbind} && {bind}")
+
+
+def driver_problem(chips: Chips, driver: str | None) -> Reason | None:
+    """Return why cards on the bus are not devices."""
+    unbound = []
+    for chip in chips:
+        has_no_driver = chip.function.on_bus and chip.function.driver is None
+        if has_no_driver and not (driver and chip.is_listed):  # a listed one has its own line
+            unbound.append(chip)
+    if not unbound:
+        return None
+
+    number = pluralize(len(unbound), "Tenstorrent PCI function")
+    if driver is None:
+        return Reason(f"driver not loaded, {number}", command=LOAD_DRIVER.command)
+    return Reason(f"{number} without a driver ({unbound[0].bdf}: {unbound[0].reason})")
 
 
 LogLines = Iterator[tuple[int, str]]  # with levels
 
 
-def changes(before: Decision, after: Decision) -> LogLines:
-    for chip in after.chips.values():
-        yield from _chip_changes(before, after, chip)
-    for name, reason in after.withheld.items():
-        if name not in before.withheld:
-            yield logging.WARNING, f"{name}: withheld: {reason}"
-    for name in before.withheld.keys() - after.withheld.keys():
-        yield logging.INFO, f"{name}: no longer withheld"
-    for message in after.unselected:
-        if message not in before.unselected:
+def changes(former: Decision | None, decision: Decision) -> LogLines:
+    """Yield the log lines about what has changed; without a former decision, about everything."""
+    for bdf, chip in decision.chips.items():
+        former_chip = former.chips.get(bdf) if former else None
+        if not decision.advertises(chip):
+            yield from _unadvertised_changes(former_chip, chip)
+        elif former and former_chip and former.advertises(former_chip):
+            yield from _chip_changes(former_chip, chip, decision.seen.driver)
+        else:
+            yield from _chip_changes(None, chip, decision.seen.driver)
+
+    withheld_before = former.withheld if former else {}
+    for name, reason in decision.withheld.items():
+        if name not in withheld_before:
+            yield logging.WARNING, f"{name} is withheld: {reason}"
+    for name in withheld_before.keys() - decision.withheld.keys():
+        yield logging.INFO, f"{name} is no longer withheld"
+
+    for message in decision.unselected:
+        if former is None or message not in former.unselected:
             yield logging.INFO, f"sharing: {message}"
 
 
-def _chip_changes(before: Decision, after: Decision, chip: Chip) -> LogLines:
-    former = before.chips.get(chip.bdf, Chip(PciFunction(chip.bdf)))
-    if not after.advertises(chip):
-        if chip.function.file_fault and not former.function.file_fault:
-            yield logging.WARNING, f"not listed: {chip.label}: {chip.reason}"
-        return
-    if not before.advertises(former):
-        former = Chip(PciFunction(chip.bdf, ordinal=0))  # without a fault
+def _unadvertised_changes(former: Chip | None, chip: Chip) -> LogLines:
+    had_fault = former is not None and former.function.file_fault is not None
+    if chip.function.file_fault and not had_fault:
+        yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
+
+
+def _chip_changes(former: Chip | None, chip: Chip, driver: str | None) -> LogLines:
     introduction = _introduction(chip)
-    if chip.present and introduction != _introduction(former):
-        yield logging.INFO, f"{chip.label}: {introduction}"
-    unloaded = after.seen.driver is None and chip.reason != former.reason
-    if chip.fault and (unloaded or chip.fault != former.fault):
+    if chip.is_present and (former is None or introduction != _introduction(former)):
+        yield logging.INFO, f"{chip.label}: found {introduction}"
+
+    # Without the driver an absent chip has another remedy, though the fault is the same.
+    former_fault = former.fault if former else None
+    has_new_remedy = former is not None and driver is None and chip.reason != former.reason
+    if chip.fault and (chip.fault != former_fault or has_new_remedy):
         yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
-    if former.fault and not chip.fault:
+    if former_fault and not chip.fault:
         yield logging.INFO, f"{chip.label}: healthy again"
-    if former.verdict.throttles != chip.verdict.throttles:
-        reached = "has reached its own temperature limit and throttles"
-        state = reached if chip.verdict.throttles else "no longer throttles"
-        yield logging.INFO, f"{chip.label}: {state}"
+
+    was_throttling = former is not None and former.is_throttling
+    if chip.is_throttling and not was_throttling:
+        yield logging.INFO, f"{chip.label}: throttling: it has reached its temperature limit"
+    if was_throttling and not chip.is_throttling:
+        yield logging.INFO, f"{chip.label}: no longer throttling"
 
 
 def _introduction(chip: Chip) -> str:
@@ -2340,9 +3240,28 @@ def _introduction(chip: Chip) -> str:
     return ", ".join([chip.function.path, *known])
 
 
-# ==== REPORTS: metrics, status, list. Pure ========================================================
+# ==== REPORTS: metrics, status, view. Pure ========================================================
 
-REGISTERED = "registered with kubelet"  # the state of a session
+
+class Phase(Enum):
+    """How far the registration of a resource is."""
+
+    STARTING = "starting"  # its socket is not bound yet
+    WAITING = "waiting"  # for a kubelet
+    REGISTERED = "registered"
+    FAILED = "failed"  # it is tried again
+
+
+class Registration(NamedTuple):
+    """The state of a resource's registration with the kubelet."""
+
+    phase: Phase = Phase.STARTING
+    text: str = ""  # for status and log
+    successes: int = 0  # registrations since the daemon's start
+
+
+REGISTERED = "registered with kubelet"
+Registrations = Mapping[str, Registration]  # by resource
 
 
 class Samples:
@@ -2378,23 +3297,24 @@ def _label(key: str, value: object) -> str:
 
 
 CHIP_METRICS = {
-    "info": "Identity of a chip, value is always 1.",
+    "info": "Identity of a chip; always 1.",
     "healthy": "Whether a chip is healthy.",
-    "fault": "Fault of a chip by kind, value is 1 while it lasts.",
+    "fault": "Fault of a chip by kind; 1 while it lasts.",
     "temperature_celsius": "Temperature in degrees Celsius at the last poll.",
     "temperature_limit_celsius": "Temperature in degrees Celsius at which a chip throttles.",
-    "thermal_trips_total": "Thermal trips, as the firmware counts them.",
+    "thermal_trips_total": "Thermal trips since power-on, counted by the firmware.",
     **{sensor.metric: sensor.help for sensor in SENSORS},
-    "allocated": "Chip is allocated to this container, value is always 1.",
+    "allocated": "Chip is allocated to this container; always 1.",
 }
 
 
 def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
-    """Return the metrics of chips that were seen since boot."""
+    """Return the metrics of chips that had a device file since boot."""
     samples = Samples("tt_device_", CHIP_METRICS)
     for bdf, chip in decision.chips.items():
-        if not chip.seen:
+        if not chip.had_device_file:
             continue
+
         resource, _ = decision.owners.get(bdf, (None, None))
         add = partial(samples.add, device=bdf)
         add(
@@ -2408,77 +3328,146 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
             numa_node=chip.function.numa_node,
             resource=resource.name if resource else None,
         )
-        add("healthy", chip.fault is None)
+        add("healthy", 0 if chip.fault else 1)
         if chip.fault:
             add("fault", 1, kind=chip.fault.value)
-        if chip.is_readable and (record := records.get(bdf)):
+
+        record = records.get(bdf)
+        if record and chip.is_readable:
             telemetry = record.telemetry or Telemetry()
             add("temperature_celsius", telemetry.temperature)
             add("temperature_limit_celsius", telemetry.throttles_at)
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
                 add(sensor.metric, record.sensors.get(sensor.attribute), **sensor.labels)
+
     for bdf, users in sorted(decision.users.items()):
         for user in users:
-            names = {"pod_namespace": user["namespace"], "pod_name": user["pod"]}
-            samples.add("allocated", 1, device=bdf, **names, container_name=user["container"])
+            samples.add(
+                "allocated",
+                1,
+                device=bdf,
+                pod_namespace=user["namespace"],
+                pod_name=user["pod"],
+                container_name=user["container"],
+            )
     return samples.text()
 
 
-# By resource: REGISTERED, or why it is not; registrations.
-States = Mapping[str, tuple[str, int]]
-Counts = Counter[tuple[str, str]]  # of answers to Allocate, by resource and result
+Counts = Counter[tuple[str, str]]  # of Allocate requests, by resource and result
 PLUGIN_METRICS = {
-    "driver_info": "Version of the loaded driver, value is always 1.",
+    "driver_info": "Version of the loaded driver; always 1.",
     "pci_functions": "Tenstorrent PCI functions by bound driver.",
     "resource_devices": "Advertised device IDs by health: a shared device counts once per replica.",
     "kubelet_registered": "Whether the resource is registered with the kubelet.",
     "kubelet_registrations_total": "Successful registrations with the kubelet.",
     "allocations_total": "Allocate requests by result.",
-    "plugin_info": "Version of tt-device-plugin, value is always 1.",
+    "plugin_info": "Version of tt-device-plugin; always 1.",
     "plugin_start_time_seconds": "Start time of the daemon as Unix time.",
 }
 
 
-def plugin_metrics(decision: Decision, states: States, counts: Counts, started: float) -> str:
-    """Return the metrics of node and daemon. started: Unix time."""
+def plugin_metrics(
+    decision: Decision, registrations: Registrations, counts: Counts, started: float
+) -> str:
+    """Return the metrics of node and daemon, which has started at this Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
-    if version := decision.seen.driver:
-        samples.add("driver_info", 1, version=version)
-    drivers = Counter(chip.function.driver for chip in decision.chips.values())
-    for driver, number in drivers.items():
-        if driver is not None:
-            samples.add("pci_functions", number, driver=driver)
+    if decision.seen.driver:
+        samples.add("driver_info", 1, version=decision.seen.driver)
+    functions = [chip.function for chip in decision.chips.values() if chip.function.on_bus]
+    for driver, number in Counter(function.driver for function in functions).items():
+        samples.add("pci_functions", number, driver=driver or "")
+
     for name, resource in decision.resources.items():
         add = partial(samples.add, resource=name)
-        unhealthy = sum(bool(device.reason) for device in resource.devices.values())
+        unhealthy = sum(1 for device in resource.devices.values() if device.reason)
         add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
         add("resource_devices", unhealthy, health="unhealthy")
-        state, registrations = states.get(name, ("", 0))
-        add("kubelet_registered", state == REGISTERED)
-        add("kubelet_registrations_total", registrations)
+        registration = registrations.get(name, Registration())
+        add("kubelet_registered", 1 if registration.phase is Phase.REGISTERED else 0)
+        add("kubelet_registrations_total", registration.successes)
         for result in ("granted", "refused"):
             add("allocations_total", counts.get((name, result), 0), result=result)
+
     samples.add("plugin_info", 1, version=__version__)
     samples.add("plugin_start_time_seconds", started)
     return samples.text()
 
 
-def status_line(decision: Decision, states: States) -> str:
+def status_line(
+    decision: Decision, registrations: Registrations, problems: Iterable[str | None] = ()
+) -> str:
+    """Return a summary for operators."""
     parts = [resource.summary for resource in decision.resources.values()]
     if problem := driver_problem(decision.chips.values(), decision.seen.driver):
-        parts.insert(0, problem)
+        parts.insert(0, str(problem))
     if not parts:
-        return "no Tenstorrent device on this node; waiting for one"
-    found = {name: state for name, (state, _) in states.items()}
-    texts = {*found.values()}
-    if len(texts) > 1:
-        texts = {f"{name} {state}" for name, state in found.items() if state != REGISTERED}
-    texts.add(decision.seen.unreadable or "")
-    return "; ".join([*parts, *sorted(filter(None, texts))])
+        parts = ["no Tenstorrent device on this node; waiting for one"]
+
+    texts = {registration.text for registration in registrations.values()}
+    if len(texts) > 1:  # of those that are not like the others, say which
+        texts = set()
+        for name, registration in registrations.items():
+            if registration.phase is not Phase.REGISTERED:
+                texts.add(f"{name} {registration.text}")
+    parts += sorted(filter(None, texts))
+    parts += filter(None, [decision.seen.unreadable, *problems])
+    return "; ".join(parts)
 
 
-def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool) -> Json:
+def view_of_node(
+    decision: Decision,
+    records: Mapping[str, ChipRecord],
+    registrations: Registrations | None,
+    *,
+    knows_pods: bool,
+    status: str | None,
+    rejected: str | None,
+    files: Mapping[str, str],
+) -> Json:
+    """Return what `list` and `check` show.
+
+    Without a daemon there are neither registrations nor a status. `knows_pods`: a checkpoint was
+    read; `rejected`: why the configuration on disk is not in force; `files`: why files for others
+    are not as they should be, by path.
+    """
+    chips, faults, reasons = [], {}, {}
+    for bdf, chip in decision.chips.items():
+        record = records.get(bdf) or ChipRecord(chip)
+        chips.append(_chip_row(decision, chip, record, knows_pods=knows_pods))
+        if chip.fault:
+            faults[bdf] = chip.fault.name
+        if chip.reason:
+            reasons[bdf] = chip.reason
+
+    resources = []
+    for name, resource in decision.resources.items():
+        devices = [device for device in resource.unique_devices if device.incomplete]
+        row: Json = {"name": name, "phase": None, "state": None}
+        if registrations is not None:
+            registration = registrations.get(name, Registration())
+            row |= {"phase": registration.phase.value, "state": registration.text}
+        row["incomplete"] = {device.identifier: device.incomplete for device in devices}
+        resources.append(row)
+
+    return {
+        "version": __version__,
+        **{key: getattr(decision.seen.settings, key) for key in NEEDS_RESTART},
+        "status": status,
+        "rejected": rejected,
+        "driver": decision.seen.driver,
+        "unreadable": decision.seen.unreadable,
+        "withheld": decision.withheld,
+        "resources": resources,
+        "faults": faults,
+        "reasons": reasons,  # as lists of Reason's fields
+        "driver_problem": driver_problem(decision.chips.values(), decision.seen.driver),
+        "files": files,
+        "chips": chips,
+    }
+
+
+def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool) -> Json:
     """Return a chip as `list --json` shows it."""
     function = chip.function
     resource, device = decision.owners.get(chip.bdf, (None, None))
@@ -2487,7 +3476,7 @@ def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: 
     return {
         "id": device.identifier if device else None,
         "index": function.ordinal,
-        "path": function.path if chip.present and not function.file_fault else None,
+        "path": function.path if chip.is_present and not function.file_fault else None,
         "bdf": chip.bdf,
         "card": chip.card_type,
         "board": chip.board_type if chip.card_type else None,
@@ -2499,271 +3488,361 @@ def chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: 
         "temperature": telemetry.temperature if chip.is_readable else None,
         "power": record.sensors.get("power1_input") if chip.is_readable else None,
         "healthy": chip.fault is None,
-        "reason": chip.reason,
+        "reason": str(chip.reason) if chip.reason else None,
         "withheld": device.holder if device else None,
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods if pods or knows_pods else None,
-        "processes": record.processes if chip.present else (),
+        "processes": record.processes if chip.is_present else (),
     }
 
 
-# ==== THREADS: telemetry is read off the loop =====================================================
+# ==== THREADS: telemetry is read off the loop, as the driver can block a read for ten seconds =====
 
-SLOW_AFTER = 0.1  # seconds for which reads are waited for
-Wake = Callable[[], None]  # has the loop make a turn
+SLOW_AFTER = 0.1  # seconds after which the other chips no longer wait for a read
+Wake = Callable[[], None]  # makes the loop take a turn
 
 
 @contextmanager
 def log_and_continue(subject: str) -> Iterator[None]:
+    """Log any error: the boundary at which the daemon survives its own mistakes."""
     try:
         yield
     except Exception:
-        log.exception("internal error in %s; continuing", subject)
+        log.exception("internal error (%s); continuing", subject)
 
 
 class ReadJob(NamedTuple):
     """A chip to be read."""
 
     function: PciFunction
-    periodic: bool  # by a poll, not an event
-    details: Settings | None  # to read sensors and processes, too
-    files: AttributeFiles
+    is_poll: bool
+    details: Settings | None  # to read its sensors and processes, too
 
 
-# A job and when it began, then what was read (None: an internal error); no job: a thread ends.
-ReadResult = tuple[ReadJob | None, float | Reading | OSError | None]
+class ReadResult(NamedTuple):
+    """A read that has ended: with a reading, the daemon's own error, or an internal error."""
+
+    job: ReadJob
+    reading: Reading | None = None
+    error: OSError | None = None
 
 
 class TelemetryReaders:
-    """Reads chips on a thread; while a read blocks, another thread goes on."""
+    """Reads chips one after the other on a thread; behind one that blocks, another thread goes on.
 
-    def __init__(self, wake: Wake, read: Callable[..., Telemetry] = read_telemetry) -> None:
+    The threads get their jobs from a deque and put results into a queue; they share nothing else.
+    """
+
+    def __init__(
+        self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
+    ) -> None:
+        self.pending: dict[str, float] = {}  # chips that are being read, and since when
         self._wake = wake
         self._read = read
-        self._jobs = queue.SimpleQueue[ReadJob]()
         self._results = queue.SimpleQueue[ReadResult]()
-        self._files: dict[PciFunction, AttributeFiles] = {}  # of idle chips
-        self.pending: dict[str, float | None] = {}  # when it began; None: it waits
-        self._threads = 0
 
     def submit(
-        self, functions: Iterable[PciFunction], *, periodic: bool, details: Settings | None = None
+        self, functions: Iterable[PciFunction], *, is_poll: bool, details: Settings | None = None
     ) -> None:
         """Read these chips, except those that are being read."""
+        jobs = deque[ReadJob]()
         for function in functions:
             if function.bdf not in self.pending:
-                self.pending[function.bdf] = None
-                files = self._files.pop(function, None) or AttributeFiles()
-                self._jobs.put(ReadJob(function, periodic, details, files))
-        # After this turn: side by side, both threads would wait for the GIL.
-        asyncio.get_running_loop().call_soon(self._start_thread)
+                self.pending[function.bdf] = monotonic()
+                jobs.append(ReadJob(function, is_poll, details))
+        if jobs:
+            # After this turn of the loop: the two threads would only wait for each other.
+            asyncio.get_running_loop().call_soon(self._start, jobs)
 
-    def collect(self, now: float) -> list[Reading]:
+    def _start(self, jobs: deque[ReadJob]) -> None:
+        loop = asyncio.get_running_loop()
+        for job in jobs:
+            self.pending[job.function.bdf] = monotonic()
+        try:
+            threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
+        except RuntimeError as error:
+            for job in jobs:
+                self._results.put(ReadResult(job, error=OSError(errno.EAGAIN, str(error))))
+            self._wake()
+        else:
+            loop.call_later(SLOW_AFTER, self._relieve, jobs)
+
+    def _relieve(self, jobs: deque[ReadJob]) -> None:
+        """Give the chips that wait behind a slow read to another thread."""
+        waiting = deque[ReadJob]()
+        with suppress(IndexError):
+            while True:
+                waiting.append(jobs.popleft())
+        if waiting:
+            self._start(waiting)
+        if self.slow(monotonic()):
+            self._wake()
+            asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
+
+    def _run(self, jobs: deque[ReadJob], loop: asyncio.AbstractEventLoop) -> None:
+        """Read chips until none is left. This runs on a thread of its own."""
+        with suppress(IndexError):
+            while True:
+                job = jobs.popleft()
+                result = ReadResult(job)
+                with log_and_continue(f"reading {job.function.bdf}"):
+                    result = self._read_chip(job)
+                self._results.put(result)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._wake)
+
+    def _read_chip(self, job: ReadJob) -> ReadResult:
+        function = job.function
+        sensors = processes = None
+        try:
+            if job.details:
+                sensors = read_sensors(function)
+                processes = processes_on(job.details, function.ordinal or 0)
+            # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
+            telemetry = self._read(function)
+        except OSError as error:
+            return ReadResult(job, error=error)
+
+        if sensors and (telemetry.all_ones or telemetry.error):
+            sensors = {}
+        reading = Reading(function, telemetry, monotonic(), job.is_poll, sensors, processes)
+        return ReadResult(job, reading)
+
+    def collect(self) -> list[Reading]:
+        """Return what was read since the last call; raises the daemon's own OSError."""
         readings = []
         error = None
         while not self._results.empty():
-            job, result = self._results.get()
-            if job is None:
-                self._threads -= 1
-                continue
-            bdf = job.function.bdf
-            if isinstance(result, float):
-                self.pending[bdf] = result
-                continue
-            del self.pending[bdf]
-            self._files[job.function] = job.files
-            if isinstance(result, Reading):
-                readings.append(result)
-            error = result if isinstance(result, OSError) else error
-        self._start_thread()
+            result = self._results.get()
+            del self.pending[result.job.function.bdf]
+            if result.reading:
+                readings.append(result.reading)
+            error = result.error or error
         if error:
             raise error
         return readings
 
     def slow(self, now: float) -> dict[str, float]:
-        """Return the ages of reads that take long, by address."""
-        ages = {}
-        for bdf, began in self.pending.items():
-            if began is not None and now - began >= SLOW_AFTER:
-                ages[bdf] = now - began
-        return ages
+        """Return the seconds that reads take which others no longer wait for, by address."""
+        ages = {bdf: now - since for bdf, since in self.pending.items()}
+        return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
         return len(self.pending) == len(self.slow(now))
 
-    def close_files(self, present: Collection[PciFunction]) -> None:
-        for function in self._files.keys() - present:
-            self._files.pop(function).close()
-
-    def _start_thread(self) -> None:
-        """Start a thread if jobs wait and all others are blocked."""
-        if not self._jobs.empty() and self._threads <= len(self.slow(monotonic())):
-            try:
-                _thread.start_new_thread(self._run, (asyncio.get_running_loop(),))
-            except RuntimeError as error:
-                self._results.put((self._jobs.get_nowait(), OSError(errno.EAGAIN, str(error))))
-            else:
-                self._threads += 1
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(queue.Empty):
-            while True:
-                job = self._jobs.get_nowait()
-                self._results.put((job, monotonic()))
-                result = None
-                with log_and_continue(f"reading {job.function.bdf}"):
-                    result = self._read_chip(job)
-                self._results.put((job, result))
-        self._results.put((None, None))
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._wake)
-
-    def _read_chip(self, job: ReadJob) -> Reading | OSError:
-        """Return a reading, or the daemon's own error."""
-        function = job.function
-        sensors = processes = None
-        try:
-            if job.details:
-                sensors = read_sensors(function, job.files.hwmon(function))
-                processes = processes_on(job.details, function.ordinal or 0)
-            # Afterwards: the chip was alive when its sensors were read.
-            telemetry = self._read(function, job.files)
-        except OSError as error:
-            return error
-        if sensors and (telemetry.all_ones or telemetry.error):
-            sensors = {}
-        return Reading(function, telemetry, monotonic(), job.periodic, sensors, processes)
-
 
 # ==== FILES: for others, and to survive a restart =================================================
 
 
-class OutputFile:
-    """A file that is replaced when its text changes, and removed if that fails."""
+def read_others_file(path: str, max_bytes: int) -> bytes:
+    """Return a file that others can replace; raises OSError, ValueError.
 
-    def __init__(self, path: str, mode: int = 0o644) -> None:
+    Instead of the file there can be a FIFO, which would block, a link, or terabytes of zeros.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+    with open(descriptor, "rb", 0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"larger than {max_bytes} bytes")
+        return file.read(max_bytes)
+
+
+class OutputFile:
+    """A file that is replaced when its text changes, and removed if that fails.
+
+    It is created anew and renamed: nothing that another user has put in its place is followed or
+    written to. Without its directory there is no reader, and so no file.
+    """
+
+    def __init__(self, path: str, mode: int = 0o644, *, keep_outdated: bool = False) -> None:
         self.path = path
+        self.problem: str | None = None  # why it is not as it should be
         self._mode = mode
-        self._kept: tuple[str | None, FileIdentity | None] | None = None  # text and file, if right
-        self._failures: set[str] = set()  # that were logged
+        self._keep_outdated = keep_outdated
+        # What was written last, and the file's identity then; None for no file.
+        self._written: tuple[str | None, FileIdentity | None] | None = None
 
     def keep(self, text: str | None) -> None:
+        """Write the text, None for no file, unless the file is as it should be."""
         with suppress(OSError):
-            if self._kept == (text, file_identity(self.path)):
+            if self._written == (text, file_identity(self.path)):
                 return
         if text is None:
-            self._remove()
+            self._report(self._remove())
         else:
             self.write(text)
 
     def write(self, text: str) -> None:
-        new = f"{dirname(self.path)}/.{basename(self.path)}.new"
-        self._kept = None
+        self._written = None
+        problem = None
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(new)  # a killed daemon's
+            self._replace(text)
+            self._written = (text, file_identity(self.path))
+        except FileNotFoundError:
+            self.problem = f"{dirname(self.path)} does not exist"
+            return
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            if not self._keep_outdated and not self._has(text):
+                problem = self._remove() or problem
+        self._report(problem)
+
+    def _replace(self, text: str) -> None:
+        """Replace the file; raises OSError."""
+        new = f"{dirname(self.path)}/.{basename(self.path)}.new"
+        try:
+            if_exists(os.unlink, new)  # of a daemon that was killed
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
                 os.fchmod(file.fileno(), self._mode)
             os.replace(new, self.path)
-            self._kept = (text, file_identity(self.path))
-            self._failures.clear()
-        except FileNotFoundError:
-            pass  # without its directory nothing reads it
-        except OSError as error:
+        except OSError:
             with suppress(OSError):
                 os.unlink(new)
-            self._log_failure(f"cannot be written: {error.strerror}")
-            if self._mode != 0o600 and try_read(self.path) != text.strip():
-                self._remove()
+            raise
 
-    def _remove(self) -> None:
+    def _has(self, text: str) -> bool:
+        """Return whether the file has this text already, as written by a former daemon."""
+        content = text.encode()
+        with suppress(OSError, ValueError):
+            return read_others_file(self.path, len(content)) == content
+        return False
+
+    def _remove(self) -> str | None:
+        """Remove the file; return why that fails."""
         try:
             if_exists(os.unlink, self.path)
-            self._kept = (None, None)
         except OSError as error:
-            self._log_failure(f"is out of date and cannot be removed: {error.strerror}")
+            return f"is out of date and cannot be removed: {error.strerror}"
+        self._written = (None, None)
+        return None
 
-    def _log_failure(self, reason: str) -> None:
-        if reason not in self._failures:
-            log.warning("%s %s", self.path, reason)
-        self._failures.add(reason)
-
-
-class StateFile:
-    """State that survives a restart of the daemon within the same boot."""
-
-    VERSION = 2
-
-    def __init__(self, settings: Settings) -> None:
-        self.files: list[str] = []  # of previous daemons, in any boot
-        self.chips: Json = {}
-        self.allocations: list[Any] = []
-        self._boot = try_read(f"{settings.proc_root}/sys/kernel/random/boot_id")
-        self._file: OutputFile | None = None
-        if settings.state_dir:
-            self._file = OutputFile(f"{settings.state_dir}/state.json", 0o600)
-            self._load(self._file.path)
-
-    def _load(self, path: str) -> None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                checksum, _, text = file.read().partition("\n")
-            content = json.loads(text)
-            if checksum != _checksum(text) or content["version"] != self.VERSION:
-                raise ValueError("wrong checksum or version")
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            log.warning("%s is discarded: %s", path, error)
-            return
-        self.files = content["files"]
-        if content["boot"] == self._boot:
-            self.chips = content["chips"]
-            self.allocations = content["allocations"]
-
-    def save(self, **parts: Any) -> None:
-        if self._file:
-            text = json.dumps({"version": self.VERSION, "boot": self._boot, **parts})
-            self._file.keep(f"{_checksum(text)}\n{text}")
-
-
-def _checksum(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
+    def _report(self, problem: str | None) -> None:
+        if problem and problem != self.problem:
+            log.warning("%s %s", self.path, problem)
+        self.problem = problem
 
 
 class OutputFiles:
-    """The files for others, and those of former configurations."""
+    """The files for others, and those that a former configuration wanted."""
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        self.by_path = {path: OutputFile(path) for path in paths}
+    def __init__(self, former: Iterable[str]) -> None:
+        self.by_path = {path: OutputFile(path) for path in former}
 
-    def keep(self, wanted: Mapping[str, str | None], others: Collection[str]) -> None:
-        """Write texts by path; None: no file for now. others: paths for touch()."""
-        for path in {*wanted, *self.by_path}.difference(others):
+    def keep(self, wanted: Mapping[str, str | None], unmanaged: Collection[str]) -> None:
+        """Write these texts by path, None for no file, and remove the other files.
+
+        Files that are written by write() are unmanaged here.
+        """
+        for path in {*wanted, *self.by_path}.difference(unmanaged):
             file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
             if path not in wanted and not os.path.lexists(path):
                 del self.by_path[path]
 
-    def touch(self, path: str, text: str) -> None:
-        """Write a file: its time shows that the daemon is alive."""
+    @property
+    def problems(self) -> dict[str, str]:
+        """Return why files are not as they should be, by path."""
+        return {path: file.problem for path, file in self.by_path.items() if file.problem}
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file, also if it has not changed: its time shows that the daemon is alive."""
         self.by_path.setdefault(path, OutputFile(path)).write(text)
 
 
+class SavedState(NamedTuple):
+    """What a daemon leaves to the next one."""
+
+    files: Sequence[str] = ()  # for others, also from an earlier boot
+    chips: Mapping[str, ChipRecord] = {}
+    allocations: Sequence[AllocationRecord] = ()
+
+
+class StateFile:
+    """The state that survives a restart of the daemon within the same boot."""
+
+    VERSION = 3
+    MAX_BYTES = 16 << 20
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._boot = read_text(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._file: OutputFile | None = None
+        if settings.state_dir:
+            path = f"{settings.state_dir}/state.json"
+            self._file = OutputFile(path, 0o600, keep_outdated=True)
+
+    def load(self, now: float) -> SavedState:
+        """Return the saved state; anything but what this version has written is discarded."""
+        if self._file is None:
+            return SavedState()
+
+        path = self._file.path
+        try:
+            content = read_others_file(path, self.MAX_BYTES)
+        except FileNotFoundError:
+            return SavedState()
+        except (OSError, ValueError) as error:
+            log.warning("%s is discarded: %s", path, error)
+            return SavedState()
+
+        try:
+            return self._parse(content, now)
+        except (ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
+            log.debug("%s: %s: %s", path, type(error).__name__, error)
+            log.warning("%s is discarded: it was written by another version, or damaged", path)
+            return SavedState()
+
+    def _parse(self, content: bytes, now: float) -> SavedState:
+        """Return the state in a file; raises ValueError and other errors."""
+        document = json.loads(content)
+        if typed(document, "version", int) != self.VERSION:
+            raise ValueError("another version")
+
+        files = typed(document, "files", list)
+        if not all(isinstance(path, str) and path.startswith("/") for path in files):
+            raise ValueError("files are not paths")
+
+        health = self._settings.health
+        chips = {}
+        for bdf, saved in typed(document, "chips", dict).items():
+            chips[bdf] = ChipRecord.from_state(bdf, saved, health)
+        allocations = []
+        for saved in typed(document, "allocations", list):
+            allocations.append(AllocationRecord.from_state(saved, now))
+
+        if document["boot"] != self._boot:
+            return SavedState(files)
+        return SavedState(files, chips, allocations)
+
+    def save(self, files: Sequence[str], chips: Json, allocations: Sequence[Json]) -> None:
+        if self._file:
+            document = {
+                "version": self.VERSION,
+                "boot": self._boot,
+                "files": files,
+                "chips": chips,
+                "allocations": allocations,
+            }
+            self._file.keep(json.dumps(document))
+
+
 def make_lock_directory(path: str) -> None:
-    """Create a directory where containers can remove only their own locks."""
-    for directory in (dirname(path), path):
+    """Create a directory where containers can remove only their own locks; raises OSError."""
+    for directory, mode in ((dirname(path), 0o755), (path, 0o1777)):
         with suppress(FileExistsError):
             os.mkdir(directory, 0o755)
-            os.chmod(directory, 0o1777 if directory == path else 0o755)
+            os.chmod(directory, mode)  # despite the umask
+
         status = os.lstat(directory)
-        # A container may own its /dev/shm.
-        is_trusted = directory == path or status.st_uid in (0, os.geteuid())
-        if not stat.S_ISDIR(status.st_mode) or not is_trusted:
+        is_roots = status.st_uid in (0, os.geteuid())
+        may_be_anyones = directory == path  # a container may own its /dev/shm
+        if not stat.S_ISDIR(status.st_mode) or not (is_roots or may_be_anyones):
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
 
 
@@ -2778,8 +3857,8 @@ class ServiceManager:
         self._environ = environ
         self._notifier = sdnotify.SystemdNotifier()
         if self._notifier.socket:
-            self._notifier.socket.setblocking(False)  # a manager can hang
-        timeout = decimal(environ.get("WATCHDOG_USEC"))
+            self._notifier.socket.setblocking(False)  # a manager that hangs must not block the loop
+        timeout = to_integer(environ.get("WATCHDOG_USEC"))
         self.feed_interval = timeout / 2e6 if timeout else inf  # seconds
 
     def notify(self, *states: str) -> None:
@@ -2796,16 +3875,16 @@ class ServiceManager:
             self.notify("WATCHDOG=1")
 
     def sockets(self, name: str) -> list[socket.socket]:
-        """Return the sockets that systemd passed in (sd_listen_fds(3))."""
+        """Return the sockets of this name that systemd has passed in (sd_listen_fds(3))."""
         if self._environ.get("LISTEN_PID") != str(os.getpid()):
             return []
-        count = decimal(self._environ.get("LISTEN_FDS")) or 0
-        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:count]
+        number = to_integer(self._environ.get("LISTEN_FDS")) or 0
+        names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:number]
         return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
 
 
 class _JournalFormatter(logging.Formatter):
-    """Adds sd-daemon(3)'s priorities."""
+    """Adds the priorities of sd-daemon(3)."""
 
     def format(self, record: logging.LogRecord) -> str:
         priorities = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4}
@@ -2813,21 +3892,23 @@ class _JournalFormatter(logging.Formatter):
         return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
 
 
-def _without_traceback_of_garbage(record: logging.LogRecord) -> bool:
-    """Shorten gRPC's log record for a request that is no protobuf."""
+def _shorten_garbage(record: logging.LogRecord) -> bool:
+    """Remove the traceback that gRPC logs for a request that is not protobuf."""
     if record.exc_info and isinstance(record.exc_info[1], DecodeError):
         record.exc_info = record.exc_text = None
     return True
 
 
 def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
-    """Log to stderr, an event a line."""
+    """Log to stderr, one event per line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_without_traceback_of_garbage)
+    handler.addFilter(_shorten_garbage)
     form = "%(asctime)s %(levelname)-7s %(message)s" if has_timestamps else None
     handler.setFormatter(logging.Formatter(form))
+
     with suppress(OSError):
-        status = os.fstat(2)  # else redirected: systemd.exec(5)
+        # systemd.exec(5): the variable names the journal's stream; stderr can be redirected.
+        status = os.fstat(2)
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler.setFormatter(_JournalFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -2837,16 +3918,26 @@ def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
 
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
-SOCKET_PREFIX = "tt-"
+SOCKET_PREFIX = "tt-"  # of the daemon's sockets in the kubelet's directory
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
+
+# inotify(7), of a directory's entries; then of the directory itself.
+IN_MOVED_FROM = 0x40
+IN_MOVED_TO = 0x80
+IN_CREATE = 0x100
+IN_DELETE = 0x200
+IN_DELETE_SELF = 0x400
+IN_MOVE_SELF = 0x800
+IN_ONLYDIR = 0x0100_0000
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_uevent_socket() -> socket.socket:
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
-    kernel.bind((0, 1))  # group 1: the kernel's, 2: udevd's
+    kernel.bind((0, 1))  # group 1 is the kernel's, 2 is udevd's
     return kernel
 
 
@@ -2862,7 +3953,7 @@ class UeventSocket:
         try:
             self._socket = open_uevent_socket()
         except OSError as error:
-            log.warning("no kernel events (%s): polling for changes instead", error.strerror)
+            log.warning("cannot receive kernel events (%s); polling instead", error.strerror)
             return
         asyncio.get_running_loop().add_reader(self._socket, self._read, self._socket)
 
@@ -2879,9 +3970,11 @@ class UeventSocket:
                 break
             except OSError:  # ENOBUFS: some were lost
                 self.has_events = True
-            else:
-                is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
-                self.has_events |= is_ours and sender[0] == 0  # the kernel's port ID
+                continue
+
+            is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
+            if is_ours and sender[0] == 0:  # the kernel's port ID, which no process can have
+                self.has_events = True
         if self.has_events:
             self._wake()
 
@@ -2893,81 +3986,121 @@ class DirectoryError(Exception):
 class PluginDirectory:
     """The kubelet's device plugin directory: locked by one daemon, and watched."""
 
-    # Moved from, to, created, deleted; itself deleted, moved; only a directory (inotify(7)).
-    MASK = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x0100_0000
+    ENTRIES = IN_MOVED_FROM | IN_MOVED_TO | IN_CREATE | IN_DELETE
+    ITSELF = IN_DELETE_SELF | IN_MOVE_SELF | IN_ONLYDIR
 
     def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
-        self.names: set[str] = set()  # others' files, without the checkpoint
+        self.is_watched = False
         self._wake = wake
-        self._locked = -1  # descriptor
-        self._inotify = -1
-        self.watch = -1  # negative: none
+        self._names: set[str] = set()  # of others' files, without the checkpoint
+        self._locked: int | None = None  # descriptor of the directory
+        self._inotify: int | None = None  # descriptor
 
     def open(self) -> None:
-        self._inotify = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._inotify >= 0:
-            asyncio.get_running_loop().add_reader(self._inotify, self._read)
+        """Lock and watch the directory; raises DirectoryError."""
+        descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if descriptor >= 0:
+            self._inotify = descriptor
+            asyncio.get_running_loop().add_reader(descriptor, self._read)
         self.check()
-        if self.watch < 0:
+        if not self.is_watched:
             reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
-            log.warning("no inotify watch (%s): polling for kubelet restarts", reason)
+            log.warning("cannot watch %s (%s); polling instead", self.path, reason)
 
     def close(self) -> None:
         for descriptor in (self._inotify, self._locked):
-            if descriptor >= 0:
+            if descriptor is not None:
                 asyncio.get_running_loop().remove_reader(descriptor)
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory if it is a new one; raises DirectoryError."""
+        """Create, lock and watch the directory, if it is a new one; raises DirectoryError."""
         try:
             if not isdir(self.path):
                 os.makedirs(self.path, exist_ok=True)
                 os.chmod(self.path, 0o750)  # despite the umask
+
             status = os.stat(self.path)
-            if self._locked < 0 or not os.path.samestat(os.fstat(self._locked), status):
+            if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
                 self._lock()
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EROFS, "it is not writable")
         except OSError as error:
             reason = f"{self.path} cannot be used: {error.strerror}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
-        if self.watch < 0 <= self._inotify:
+
+        if self._inotify is not None and not self.is_watched:
+            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
-            self.watch = _libc.inotify_add_watch(self._inotify, path, ctypes.c_uint32(self.MASK))
+            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
 
     def _lock(self) -> None:
-        former = self._locked
-        self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        self.watch = -1
-        if former >= 0:
+        """Lock the directory; raises DirectoryError if another process has locked it."""
+        former, self._locked = self._locked, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        self.is_watched = False
+        if former is not None:
             os.close(former)
+
         try:
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = "another process"
-            inode = os.fstat(self._locked).st_ino
-            line = rf"^\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} "
-            if match := re.search(line, try_read("/proc/locks") or "", re.MULTILINE):
-                holder = f"process {match[1]} ({try_read(f'/proc/{match[1]}/comm')!r})"
-            reason = f"{self.path} is locked by {holder}; exiting"
+            holder = _holder_of_lock(os.fstat(self._locked).st_ino)
+            reason = f"{self.path} is in use by {holder}; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
 
-    def has_changed(self) -> bool:
-        """Return whether others' files came or went since the last call."""
-        before = self.names
+    def take_changes(self) -> bool:
+        """Return whether files of others have come or gone since the last call."""
+        former = self._names
         ours = (SOCKET_PREFIX, ".")
         names = {name for name in names_in(self.path) if not name.startswith(ours)}
-        self.names = names - {CHECKPOINT}
-        return self.names != before
+        self._names = names - {CHECKPOINT}
+        return self._names != former
 
     def _read(self) -> None:
-        os.read(self._inotify, 65536)
+        if self._inotify is not None:
+            os.read(self._inotify, 65536)
         self._wake()
 
 
+def _holder_of_lock(inode: int) -> str:
+    """Return the process that has locked a file, by /proc/locks (proc(5))."""
+    pattern = rf"^\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} "
+    match = re.search(pattern, read_text("/proc/locks") or "", re.MULTILINE)
+    if match is None:
+        return "another process"
+    return f"process {match[1]} ({read_text(f'/proc/{match[1]}/comm')!r})"
+
+
 # ==== NODE: observes this machine, and decides ====================================================
+
+
+async def wait_for_event(event: asyncio.Event, timeout: float | None) -> bool:
+    """Wait for an event, at most some seconds; return whether it has happened.
+
+    asyncio.wait_for() can lose a cancellation up to Python 3.11.
+    """
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=timeout)
+    finally:
+        waiting.cancel()
+    return event.is_set()
+
+
+class Broadcast:
+    """Wakes all tasks that wait at the moment."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout: float | None = None) -> None:
+        await wait_for_event(self._event, timeout)
+
+    def wake_all(self) -> None:
+        # Those that wait from now on wait for the next one.
+        self._event.set()
+        self._event = asyncio.Event()
 
 
 class Node:
@@ -2975,44 +4108,59 @@ class Node:
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
         self.settings = settings
-        self.state = StateFile(settings)
-        self.inventory = Inventory(self.state.chips)
-        self.allocations = AllocationTracker(settings, self.state.allocations, monotonic())
+        self.state_file = StateFile(settings)
+        saved = self.state_file.load(monotonic())
+        self.former_files = saved.files
+        self.inventory = Inventory(dict(saved.chips))
+        self.allocations = AllocationTracker(settings, saved.allocations)
         self.readers = TelemetryReaders(wake)
-        self.rejected = ""  # why the configuration on disk is not in force
+        self.looked = Broadcast()  # at the pods' cgroups
+        self.waiting_starts = 0  # containers that wait for another pod's end
+        self.rejected: str | None = None  # why the configuration on disk is not in force
+        self.cdi_problem: str | None = None  # why pods cannot get devices through the CDI file
         self.scanned_at = -inf
         self.polled_at = -inf
-        self.kubelet: FileIdentity | None = None  # its socket
+        self._machine = os.uname().machine
+        self._wake = wake
         self._decision: Decision | None = None
 
-    def look(self, *, periodic: bool, details: bool = False) -> None:
-        """Look for chips, and read each. details: sensors and processes, too."""
-        self.inventory.observe(self.settings)
+    @property
+    def watches_pods(self) -> bool:
+        """Return whether pods must be looked at often, as a container waits or is starting."""
+        return self.waiting_starts > 0 or self.allocations.has_starting_pods
+
+    @asynccontextmanager
+    async def watching_pods(self) -> AsyncIterator[None]:
+        """Have the loop look at pods often."""
+        self.waiting_starts += 1
+        self._wake()
+        try:
+            yield
+        finally:
+            self.waiting_starts -= 1
+
+    def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
+        """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
+        self.inventory.scan(self.settings)
         self.scanned_at = monotonic()
-        if periodic:
+        if is_poll:
             self.polled_at = self.scanned_at
-        present = self.inventory.present
-        self.readers.close_files(present)
         settings = self.settings if details else None
-        self.readers.submit(present, periodic=periodic, details=settings)
+        self.readers.submit(self.inventory.present, is_poll=is_poll, details=settings)
 
     def collect(self, now: float) -> None:
-        self.inventory.apply(self.readers.collect(now), self.settings.health)
+        """Record what was read of chips; raises OSError."""
+        self.inventory.apply(self.readers.collect(), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
             self.inventory.records[bdf].start_listing()
-            if seconds > READ_TIMEOUT:
+            if seconds >= READ_TIMEOUT:
                 self.inventory.records[bdf].block()
 
-    def save_state(self, files: Sequence[str]) -> None:
-        chips = {}
-        for bdf, record in self.inventory.records.items():
-            if record.chip.seen:
-                chips[bdf] = record.to_state()
-        self.state.save(files=files, chips=chips, allocations=self.allocations.to_state())
-
-    def observe_allocations(self, now: float) -> None:
-        ours = self._decision.resources if self._decision else ()
-        self.kubelet = self.allocations.observe(ours, self.inventory.chip_at, now)
+    def observe_allocations(self, now: float, *, look: bool = False) -> None:
+        """Read the checkpoint if it has changed, and look at the pods' cgroups if wanted."""
+        self.allocations.observe(now, look=look)
+        if look:
+            self.looked.wake_all()
 
     def decide(self, now: float) -> Decision:
         """Return the desired state, the same object until something changes."""
@@ -3020,160 +4168,192 @@ class Node:
             self.settings,
             self.inventory.chips,
             self.inventory.driver,
-            self.allocations.in_force(now),
+            self._machine,
+            self.allocations.counting(now),
             self.allocations.names,
             self.allocations.unreadable,
             existing_mounts(self.settings),
         )
         if self._decision is None or observation != self._decision.seen:
-            self._decision = decide(observation)
+            self._decision = decide(observation, self._decision)
         return self._decision
 
-    def view(self, decision: Decision, states: States, status: str | None) -> Json:
-        """Return what `list` and `check` show. status: None without a daemon."""
-        knows_pods = self.allocations.has_read
-        faults = {}
-        chips = []
-        for bdf, chip in decision.chips.items():
-            record = self.inventory.records.get(bdf) or ChipRecord(chip, Vitals())
-            chips.append(chip_row(decision, chip, record, knows_pods=knows_pods))
-            if chip.fault:
-                faults[bdf] = chip.fault.name
-        resources = []
-        for name, resource in decision.resources.items():
-            devices = [device for device in resource.unique_devices if device.incomplete]
-            incomplete = {device.identifier: device.incomplete for device in devices}
-            state, _ = states.get(name, (None, 0))
-            resources.append({"name": name, "state": state, "incomplete": incomplete})
-        return {
-            "version": __version__,
-            **{key: getattr(self.settings, key) for key in NEEDS_RESTART},
-            "status": status,
-            "rejected": self.rejected,
-            "driver": decision.seen.driver,
-            "unreadable": decision.seen.unreadable,
-            "withheld": decision.withheld,
-            "resources": resources,
-            "faults": faults,
-            "chips": chips,
-        }
+    def save_state(self, files: Sequence[str], now: float) -> None:
+        chips = {}
+        for bdf, record in self.inventory.records.items():
+            if record.chip.had_device_file:
+                chips[bdf] = record.to_state()
+        self.state_file.save(files, chips, self.allocations.to_state(now))
+
+    def view(
+        self,
+        decision: Decision,
+        registrations: Registrations | None = None,
+        status: str | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> Json:
+        """Return what `list` and `check` show; without a daemon, only the node itself is known."""
+        return view_of_node(
+            decision,
+            self.inventory.records,
+            registrations,
+            knows_pods=self.allocations.has_read,
+            status=status,
+            rejected=self.rejected,
+            files=files or {},
+        )
 
 
 # ==== REQUESTS: observe, decide, answer ===========================================================
 
-LINK_TIMEOUT = 1.0  # seconds that udev has for a link
+LINK_TIMEOUT = 1.0  # seconds that udev has to make a chip's link
 LINK_INTERVAL = 0.02
-GATE_TIMEOUT = 25.0  # seconds; the kubelet waits 30
-GATE_INTERVAL = 0.1
+START_CHECK_TIMEOUT = 25.0  # seconds; the kubelet waits 30 for PreStartContainer
+START_CHECK_INTERVAL = 0.1  # seconds between looks at pods that still run
 
 
 class Allocator:
-    """Answers requests for devices, and delays containers on busy chips."""
+    """Answers the kubelet's requests for devices, and delays containers on chips in use."""
 
     def __init__(self, node: Node) -> None:
         self.counts = Counts()
         self.is_closing = False
         self._node = node
 
-    def _decide(self, now: float) -> Decision:
+    def _decide(self) -> Decision:
+        """Return what is to be advertised at this moment; raises OSError."""
+        now = monotonic()
         self._node.observe_allocations(now)
         return self._node.decide(now)
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
-        """Return what containers with these IDs get; raises RequestError."""
-        deadline = monotonic() + LINK_TIMEOUT
-        answer = None
+        """Return what containers with these IDs get; raises RequestError, OSError."""
+        result = "refused"
         try:
-            while answer is None:
-                answer = self._answer(name, containers, may_wait=monotonic() < deadline)
-                if answer is None:
-                    await asyncio.sleep(LINK_INTERVAL)
+            answer = await self._allocate(name, containers)
+            result = "granted"
+            return answer
         finally:
-            self.counts[name, "refused" if answer is None else "granted"] += 1
-        return answer
+            self.counts[name, result] += 1
 
-    def _answer(self, name: str, containers: Containers, *, may_wait: bool) -> list[Edits] | None:
-        """Return the answer, None to wait for a link: the kubelet keeps it for the pod's life."""
-        now = monotonic()
+    async def _allocate(self, name: str, containers: Containers) -> list[Edits]:
         settings = self._node.settings
-        decision = self._decide(now)
-        resource = decision.resource(name)
-        check_request(resource, containers)
-        chips = [resource.chips(ids) for ids in containers]
-        links = {}
-        for chip in chain(*chips):
-            if fault := file_fault_now(chip.function):  # before its event
-                reason = f"device {chip.bdf}: device file is invalid: {fault}"
-                raise RequestError(Status.FAILED_PRECONDITION, reason)
-            if link := link_path(settings, chip.function):
-                links[chip.bdf] = link
-            elif may_wait and expects_links(settings):
-                return None
-        mounts = [*decision.seen.mounts] if settings.device_list_strategy != "cdi" else []
+        by_cdi = settings.device_list_strategy == "cdi"
+        if by_cdi and self._node.cdi_problem:
+            raise RequestError(Status.UNAVAILABLE, self._node.cdi_problem)
+
+        # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
+        # udev makes up to some seconds after the device file. Anything can change meanwhile.
+        deadline = monotonic() + LINK_TIMEOUT
+        while True:
+            resource = self._decide().resource(name)
+            check_request(resource, containers)
+            chips = [resource.chips(ids) for ids in containers]
+            links = {}
+            for chip in chain(*chips):
+                # Its uevent may still be on the way.
+                if fault := file_fault_now(chip.function):
+                    reason = f"device {chip.bdf}: device file is invalid: {fault.problem}"
+                    raise RequestError(Status.FAILED_PRECONDITION, reason)
+                if not by_cdi:
+                    links[chip.bdf] = link_path(settings, chip.function)
+
+            has_all_links = all(links.values()) or not expects_links(settings)
+            if has_all_links or monotonic() >= deadline:
+                break
+            await asyncio.sleep(LINK_INTERVAL)
+
+        mounts = [] if by_cdi else list(existing_mounts(settings))
         if locks := lock_path(resource, chain(*containers), settings):
             mounts.append(Mount(locks, "/dev/shm"))
-        for ids, theirs in zip(containers, chips, strict=True):
-            pending = Allocation(name, frozenset(ids), frozenset(chip.bdf for chip in theirs))
-            self._node.allocations.add_pending(pending, now)
-        return [container_edits(each, links, settings, mounts) for each in chips]
+
+        now = monotonic()
+        existing_links = {bdf: link for bdf, link in links.items() if link}
+        answer = []
+        for ids, its_chips in zip(containers, chips, strict=True):
+            addresses = frozenset(chip.bdf for chip in its_chips)
+            response = Allocation(name, frozenset(ids), addresses)
+            self._node.allocations.add_response(response, now)
+            answer.append(container_edits(its_chips, existing_links, settings, mounts))
+        return answer
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
-        """Return the best IDs; raises RequestError."""
-        now = monotonic()
-        resource = self._decide(now).resource(name)
-        allocations = self._node.allocations
+        """Return the best IDs; raises RequestError, OSError."""
+        decision = self._decide()
         required = question.must_include_deviceIDs
         free = frozenset(question.available_deviceIDs).difference(required)
-        busy: set[str] = set()
-        for each in allocations.in_force(now):
-            is_free = each.resource == name and not free.isdisjoint(each.ids)
-            if is_free and allocations.is_running(each, now):
-                busy |= each.ids
-        available = question.available_deviceIDs
-        return preferred_allocation(resource, available, required, question.allocation_size, busy)
+
+        # To the kubelet these IDs are free. A pod that it does not know has them: it was deleted
+        # by force, or the kubelet has lost its checkpoint.
+        occupied: set[str] = set()
+        for allocation in decision.allocations:
+            is_free = allocation.resource == name and not free.isdisjoint(allocation.ids)
+            if is_free and self._node.allocations.is_running(allocation):
+                occupied |= allocation.ids
+        return preferred_allocation(
+            decision.resource(name),
+            question.available_deviceIDs,
+            required,
+            question.allocation_size,
+            occupied,
+        )
 
     async def wait_until_free(self, name: str, ids: Collection[str]) -> None:
-        """Wait until no other pod runs on these chips; raises RequestError.
+        """Wait until no other pod runs on these chips; raises RequestError, OSError.
 
-        Kubelets pass on the device of a pod deleted by force while it runs. After an error they
-        call again.
+        A kubelet gives the device of a pod that was deleted by force to the next pod while the
+        first one still runs. After an error it calls again.
         """
-        deadline = monotonic() + GATE_TIMEOUT
-        pod = self._other_pod(name, ids)
-        if pod:
+        deadline = monotonic() + START_CHECK_TIMEOUT
+        self._node.observe_allocations(monotonic(), look=True)
+        if pod := self._other_pod(name, ids):
             log.info("%s: container start waits for %s to terminate", name, pod)
-        while pod:
-            if monotonic() > deadline or self.is_closing:
-                reason = f"{pod} still runs on the device and must end first"
-                raise RequestError(Status.UNAVAILABLE, reason)
-            await asyncio.sleep(GATE_INTERVAL)
-            pod = self._other_pod(name, ids)
+            async with self._node.watching_pods():
+                while pod:
+                    if monotonic() > deadline or self.is_closing:
+                        reason = f"{pod} must end first; it still runs on the device"
+                        raise RequestError(Status.UNAVAILABLE, reason)
+                    # The loop looks; if it cannot, the deadline must be looked at all the same.
+                    await self._node.looked.wait(timeout=1.0)
+                    pod = self._other_pod(name, ids)
+
+        if own := _newest_allocation(self._decide(), name, ids):
+            self._node.allocations.allow_start(own, monotonic())
 
     def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
         """Return another pod that runs on these chips without sharing them."""
-        now = monotonic()
-        allocations = self._node.allocations
-        addresses = {chip.bdf for chip in self._decide(now).resource(name).chips(ids)}
-        in_force = allocations.in_force(now)
-        own = ""
-        for each in in_force:
-            if (each.resource, each.ids) == (name, frozenset(ids)):
-                own = each.pod  # of the newest answer
-        for each in in_force:
-            shares_device = each.resource == name and all(map(is_replica, {*each.ids, *ids}))
-            is_other = each.pod != own and not addresses.isdisjoint(each.chips)
-            if is_other and not shares_device and allocations.is_running(each, now):
-                return pod_label(each, allocations.names)
+        decision = self._decide()
+        own = _newest_allocation(decision, name, ids)
+        own_pod = own.pod if own else ""
+        addresses = {chip.bdf for chip in decision.resource(name).chips(ids)}
+        for allocation in decision.allocations:
+            if allocation.pod == own_pod or addresses.isdisjoint(allocation.chips):
+                continue
+            shares_device = allocation.resource == name and all(
+                map(is_replica, {*allocation.ids, *ids})
+            )
+            if not shares_device and self._node.allocations.is_running(allocation):
+                return pod_label(allocation, decision.seen.names)
         return None
 
 
+def _newest_allocation(decision: Decision, name: str, ids: Collection[str]) -> Allocation | None:
+    """Return the allocation of a container that is to start: the newest one with its IDs."""
+    newest = None
+    for allocation in decision.allocations:
+        if (allocation.resource, allocation.ids) == (name, frozenset(ids)):
+            newest = allocation
+    return newest
+
+
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
-    """Create and return the /dev/shm of replicas; raises RequestError."""
+    """Create and return the /dev/shm of containers on replicas; raises RequestError."""
     path = settings.sharing.lock_dir
     if not path or not any(map(is_replica, ids)):
         return None
     if path == "/dev/shm":  # the host's
         return path
+
     path = f"{path}/{resource.short_name}"
     try:
         make_lock_directory(path)
@@ -3183,18 +4363,29 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
     return path
 
 
-# ==== SESSION: device list, socket, registration (v1beta1) ========================================
+# ==== REGISTRATION: device list, socket, Register (device plugin API v1beta1) =====================
+#
+# What depends on the kubelet's version:
+#
+#     up to 1.36   the end of any stream of a resource ends its newest registration (manager.go,
+#                  PluginDisconnected): the old stream must have ended before the next Register
+#     1.37         rejects an endpoint to which it has a connection (plugin/v1beta1/server.go): each
+#                  registration has a socket with a new name
+#     all          a gRPC server that stops unlinks the path of its socket: another reason for a new
+#                  name. A kubelet that starts deletes all sockets, then creates its own. Its path
+#                  exists from bind() on, and refuses connections until listen(), microseconds later
 
 REGISTER_TIMEOUT = 10.0  # seconds
-STREAM_DELAY = 0.05  # seconds until a kubelet notices a stream's end
-CHECKPOINT_TIMEOUT = 1.0  # seconds until a list is in the checkpoint
-MAX_RESENDS = 2
-BACKOFF = (0.1, 5.0)  # seconds: the first pause and the longest
-# Else channels share the back-off from a dead socket.
+STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
+LISTEN_PAUSES = (0.001, 0.002, 0.004, 0.008)  # seconds between attempts to connect
+BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
+LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.use_local_subchannel_pool", 1),  # else channels share the back-off from a dead socket
     ("grpc.max_receive_message_length", 16 << 20),
 )
+# Connections without a handshake are closed after this time, and not after two minutes.
+SERVER_OPTIONS = (("grpc.server_handshake_timeout_ms", 5000),)
 PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
@@ -3202,98 +4393,84 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _endpoint_numbers = count(1)
 
 
-class RegistrationError(Exception):
-    """Why a resource is not registered."""
-
-
-class DeviceListStream:
-    """A resource's device list, for all open ListAndWatch streams."""
+class AdvertisedList:
+    """The device list of a resource, as each open ListAndWatch stream gets it."""
 
     def __init__(self) -> None:
         self.message = DeviceList()
-        self.healthy: Names = frozenset()
-        self.ever_advertised: set[str] = set()
-        self.sent_at = -inf
-        self._changed = asyncio.Event()
+        self._changed = Broadcast()
 
     def update(self, message: DeviceList) -> None:
         if message is not self.message and message != self.message:
-            healthy = (each.ID for each in message.devices if each.health == "Healthy")
-            self.healthy = frozenset(healthy)
-            self.ever_advertised |= {device.ID for device in message.devices}
             self.message = message
-            self.resend()
-
-    def resend(self) -> None:
-        """Send the list again: the kubelet then writes its checkpoint."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+            self._changed.wake_all()
 
     async def messages(self) -> AsyncIterator[DeviceList]:
+        """Yield the list, and each changed one."""
+        sent = None
         while True:
-            changed = self._changed
-            self.sent_at = monotonic()
-            yield self.message
-            await changed.wait()
+            while self.message is sent:
+                await self._changed.wait()
+            sent = self.message
+            yield sent
 
 
-class Attempt(rpc.DevicePluginServicer):
-    """One socket, registered once, and the kubelet's calls on it."""
+class Endpoint(rpc.DevicePluginServicer):
+    """One socket of a resource, and the kubelet's calls on it."""
 
-    def __init__(self, session: KubeletSession, path: str) -> None:
+    def __init__(
+        self, resource: str, path: str, devices: AdvertisedList, allocator: Allocator
+    ) -> None:
         self.path = path
-        self.file: FileIdentity | None = None  # its socket, while bound
+        self.file: FileIdentity | None = None  # its socket's, once bound
         self.kubelet: FileIdentity | None = None  # the one that was sent Register
-        self.appeared = asyncio.Event()  # the kubelet's socket
-        self.is_watched = False  # by the kubelet
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
-        self.retry_at = -inf  # when the next one is due, once this has ended
-        self._session = session
-        self.task = asyncio.create_task(session.run(self))
+        self.is_streaming = False  # the kubelet has a ListAndWatch stream
+        self.ended: asyncio.Future[tuple[Phase, str]] = asyncio.get_running_loop().create_future()
+        self._resource = resource
+        self._devices = devices
+        self._allocator = allocator
 
-    def is_outdated(self, kubelet: FileIdentity | None) -> bool:
-        """Return whether its socket was deleted, or another kubelet has started."""
-        works = self.is_watched and kubelet is None
-        is_lost = not works and self.file is not None and file_identity(self.path) != self.file
-        return is_lost or (self.kubelet is not None and kubelet not in (None, self.kubelet))
-
-    def end(self, reason: str) -> None:
-        """End it, once."""
+    def end(self, phase: Phase, reason: str) -> None:
+        """Note why it is of no use any more."""
         if not self.ended.done():
-            self.ended.set_result(reason)
+            self.ended.set_result((phase, reason))
 
     async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
         return PLUGIN_OPTIONS
 
     async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
-        is_kubelet = self.kubelet is not None and not self.is_watched
-        self.is_watched |= is_kubelet
+        # The first stream after Register is the kubelet's. The end of another program's stream,
+        # such as a debugging tool's, means nothing.
+        is_kubelets = self.kubelet is not None and not self.is_streaming
+        if is_kubelets:
+            self.is_streaming = True
         try:
-            async for message in self._session.stream.messages():
+            async for message in self._devices.messages():
                 yield message
         finally:
-            if is_kubelet:
-                self.is_watched = False
-                self.end("kubelet closed the ListAndWatch stream")
+            if is_kubelets:
+                self.is_streaming = False
+                reason = "kubelet closed the ListAndWatch stream; registering again"
+                self.end(Phase.FAILED, reason)
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
         response = pb.PreferredAllocationResponse()
         async with self._rejecting(context, "rejected GetPreferredAllocation"):
-            for each in request.container_requests:
-                ids = self._session.allocator.prefer(self._session.name, each)
+            for question in request.container_requests:
+                ids = self._allocator.prefer(self._resource, question)
                 response.container_responses.add(deviceIDs=ids)
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
         containers = [list(each.devices_ids) for each in request.container_requests]
         async with self._rejecting(context, "rejected Allocate"):
-            answers = await self._session.allocator.allocate(self._session.name, containers)
-            log.debug("%s: allocated: %s", self._session.name, containers)
+            answers = await self._allocator.allocate(self._resource, containers)
+            log.debug("%s: allocated: %s", self._resource, containers)
         return pb.AllocateResponse(container_responses=answers)
 
     async def PreStartContainer(self, request: Any, context: Context) -> Any:
         async with self._rejecting(context, "container start delayed"):
-            await self._session.allocator.wait_until_free(self._session.name, request.devices_ids)
+            await self._allocator.wait_until_free(self._resource, request.devices_ids)
         return pb.PreStartContainerResponse()
 
     @asynccontextmanager
@@ -3301,41 +4478,47 @@ class Attempt(rpc.DevicePluginServicer):
         """Turn errors into the call's status, and log them."""
         try:
             yield
-            return
         except RequestError as error:
             code, reason = error.args
-        except OSError as error:  # of the daemon itself
-            code = Status.UNAVAILABLE
+            log.warning("%s: %s: %s", self._resource, event, reason)
+            await context.abort(code, reason)
+        except OSError as error:
             reason = f"internal error: {error}"
-        log.warning("%s: %s: %s", self._session.name, event, reason)
-        await context.abort(code, reason)
+            log.warning("%s: %s: %s", self._resource, event, reason)
+            await context.abort(Status.UNAVAILABLE, reason)
 
 
-async def completed(work: Awaitable[object]) -> None:
-    """Wait for something, even if cancelled."""
+async def completed(work: Awaitable[Result]) -> Result:
+    """Wait for the end of something, however often this task is cancelled meanwhile."""
     future = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({future})
-    finally:
-        await asyncio.wait({future})
+    cancellation = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation:
+        raise cancellation
+    return future.result()
 
 
 def grpc_message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, grpc.aio.AioRpcError):
         text = error.details() or error.code().name
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def connection_error(path: str) -> int:
-    """Return the errno of connecting to a socket, or 0."""
+    """Return the errno of connecting to a socket, 0 for success."""
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as probe:
         number = probe.connect_ex(path)
-    return 0 if number == errno.EAGAIN else number  # EAGAIN: its queue is full
+    return 0 if number == errno.EAGAIN else number  # EAGAIN: connections wait to be accepted
 
 
 def remove_dead_sockets(directory: str) -> None:
+    """Remove the sockets of daemons that were killed."""
     for name in names_in(directory):
         if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
             with suppress(OSError):
@@ -3343,169 +4526,194 @@ def remove_dead_sockets(directory: str) -> None:
 
 
 class KubeletSession:
-    """Keeps a resource registered, by one attempt after another: bind, register, serve.
-
-    Each has a new socket name: kubelet 1.37 rejects one to which it has a connection
-    (plugin/v1beta1/server.go), and a gRPC server that stops unlinks its path.
-    """
+    """Keeps a resource registered with the kubelet. run() is its life."""
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
         self.name = name
-        self.state = ""  # REGISTERED, or why it is not; "": unknown
-        self.registrations = 0  # that succeeded
-        self.stream = DeviceListStream()
-        self.allocator = allocator
+        self.registration = Registration()
+        self._allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._kubelet: FileIdentity | None = None  # its socket now
-        self._attempt: Attempt | None = None
-        self._backoff = BACKOFF[0]  # 0: the next attempt is due at once
-        self._mismatch: tuple[float, int] | None = None  # since when; lists sent since
-
-    @property
-    def retry_at(self) -> float:
-        """Return when the next attempt is due; inf: one is under way."""
-        if self._attempt is None:
-            return -inf
-        return self._attempt.retry_at if self._attempt.task.done() else inf
+        self._devices = AdvertisedList()
+        self._endpoint: Endpoint | None = None
+        self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
+        self._kubelet_exists = asyncio.Event()
+        self._disturbed = asyncio.Event()  # something has happened: do not wait any longer
+        self._checkpoint: FileIdentity | None = None  # as the loop has read it
+        self._checkpoint_at_register: FileIdentity | None = None
+        self._task = asyncio.create_task(self._run())
 
     @property
     def is_serving(self) -> bool:
-        """Return whether a socket is bound, or could not be."""
-        return bool(self.state) or (self._attempt is not None and self._attempt.file is not None)
+        """Return whether its socket is bound, or could not be."""
+        is_bound = self._endpoint is not None and self._endpoint.file is not None
+        return is_bound or self.registration.phase is not Phase.STARTING
 
-    def reconcile(
-        self, devices: DeviceList, kubelet: FileIdentity | None, *, disturbed: bool
+    def update(
+        self,
+        devices: DeviceList,
+        kubelet: FileIdentity | None,
+        checkpoint: FileIdentity | None,
+        *,
+        is_disturbed: bool,
+        has_rival: bool,
     ) -> None:
-        """Bring list and registration in line. disturbed: the directory has changed."""
-        self.stream.update(devices)
-        attempt = self._attempt
-        is_outdated = attempt is not None and attempt.is_outdated(kubelet)
-        if attempt and is_outdated:
-            attempt.task.cancel()  # once it has ended, another turn makes the next one
-        # A kubelet replaces its socket within a turn: the names stay the same.
-        if disturbed or is_outdated or kubelet not in (None, self._kubelet):
-            self._backoff = 0.0  # also if the present attempt takes some turns to end
-            if attempt:
-                attempt.retry_at = -inf
+        """Take what the loop has observed: each turn calls this.
+
+        `is_disturbed`: files have come or gone in the directory; `has_rival`: this checkpoint has
+        IDs of the resource that another plugin has given.
+        """
+        self._devices.update(devices)
+        if is_disturbed or kubelet not in (None, self._kubelet):
+            self._disturbed.set()
         self._kubelet = kubelet
-        if attempt is None or monotonic() >= self.retry_at:
-            self._backoff = self._backoff or BACKOFF[0]
-            name = basename(self.name)[:18]  # see PLUGIN_DIR_MAX
-            number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
-            path = f"{self._directory}/{SOCKET_PREFIX}{name}.{number}.sock"
-            attempt = self._attempt = Attempt(self, path)
-            attempt.task.add_done_callback(lambda _: self._wake())
         if kubelet:
-            attempt.appeared.set()
+            self._kubelet_exists.set()
+        else:
+            self._kubelet_exists.clear()
 
-    async def run(self, attempt: Attempt) -> None:
-        if self.state == REGISTERED:
-            self.state = ""  # the former attempt was
-        started = monotonic()
-        with log_and_continue(f"the session of {self.name}"):
-            try:
-                await self._serve(attempt)
-            except (RegistrationError, OSError) as error:
-                self._set_state(str(error))
-        if monotonic() - started > 30:  # seconds: it held
-            self._backoff = BACKOFF[0]
-        attempt.retry_at = monotonic() + self._backoff
-        self._backoff = min(2 * self._backoff, BACKOFF[1])
+        self._checkpoint = checkpoint
+        if self._endpoint:
+            self._end_if_lost(self._endpoint)
+            # A checkpoint from before the registration shows nothing: kubelets can be late.
+            is_newer = checkpoint != self._checkpoint_at_register
+            if has_rival and is_newer and self.registration.phase is Phase.REGISTERED:
+                reason = "another device plugin has registered this resource; stop that plugin"
+                self._endpoint.end(Phase.FAILED, reason)
 
-    async def _serve(self, attempt: Attempt) -> None:
-        """Bind, register and serve; raises RegistrationError in the end."""
-        # Connections without a handshake are closed; by default after two minutes.
-        server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", 5000)])
-        rpc.add_DevicePluginServicer_to_server(attempt, server)  # type: ignore[no-untyped-call]
+    def _end_if_lost(self, endpoint: Endpoint) -> None:
+        """End an endpoint that the kubelet cannot reach, or that an ended kubelet has had."""
+        if endpoint.kubelet and self._kubelet not in (None, endpoint.kubelet):
+            endpoint.end(Phase.STARTING, "another kubelet has started; registering again")
+            self._disturbed.set()
+            return
+
+        # Without kubelet.sock there is nothing to register with, and the open stream works on.
+        works = endpoint.is_streaming and self._kubelet is None
+        is_there = endpoint.file is not None and file_identity(endpoint.path) == endpoint.file
+        if not works and not is_there:
+            endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
+            self._disturbed.set()
+
+    async def _run(self) -> None:
+        """Serve until that ends; pause, unless something has happened; and again."""
+        pause = BACKOFF[0]
+        while True:
+            self._disturbed.clear()
+            began = monotonic()
+            with log_and_continue(f"the session of {self.name}"):
+                try:
+                    self._set(*await self._serve())
+                except OSError as error:  # of the daemon itself, such as too many open files
+                    self._set(Phase.FAILED, str(error))
+
+            if monotonic() - began > LASTING:
+                pause = BACKOFF[0]
+            if await wait_for_event(self._disturbed, pause):
+                pause = BACKOFF[0]
+            else:
+                pause = min(2 * pause, BACKOFF[1])
+
+    async def _serve(self) -> tuple[Phase, str]:
+        """Bind a socket, register it and serve; return why that has ended. Raises OSError."""
+        name = f"{SOCKET_PREFIX}{without_domain(self.name)[:ENDPOINT_NAME_MAX]}"
+        number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+        path = f"{self._directory}/{name}.{number}.sock"
+        endpoint = Endpoint(self.name, path, self._devices, self._allocator)
+        if self.registration.phase is Phase.REGISTERED:
+            self._set(Phase.STARTING, "")
+
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
         try:
             try:
-                server.add_insecure_port(f"unix:{attempt.path}")
-            except RuntimeError:  # gRPC hides bind()'s error
-                raise RegistrationError(f"cannot create sockets in {self._directory}") from None
-            attempt.file = file_identity(attempt.path) or (0, 0, 0)  # it was deleted since
+                server.add_insecure_port(f"unix:{path}")
+            except RuntimeError:  # gRPC hides the error of bind()
+                return Phase.FAILED, f"cannot create sockets in {self._directory}"
+            endpoint.file = file_identity(path)
+            self._endpoint = endpoint
+            self._end_if_lost(endpoint)
             await completed(server.start())
-            await self._register(attempt)
-            await asyncio.wait({attempt.ended}, timeout=REGISTER_TIMEOUT)
-            if not attempt.is_watched:
-                attempt.end("kubelet accepted Register but opened no ListAndWatch stream")
-            raise RegistrationError(await attempt.ended)
+
+            if failure := await self._register(endpoint):
+                return failure
+            await asyncio.wait({endpoint.ended}, timeout=REGISTER_TIMEOUT)
+            if not endpoint.is_streaming and not endpoint.ended.done():
+                reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
+                return Phase.FAILED, reason
+            return await endpoint.ended
         finally:
-            was_watched = attempt.is_watched and attempt.kubelet == self._kubelet
-            attempt.file = attempt.kubelet = None  # no longer outdated
-            await completed(server.stop(0.1 if self.allocator.is_closing else None))
-            if was_watched and not self.allocator.is_closing:
-                # Before 1.37 the end of any stream ends the newest registration (manager.go,
-                # PluginDisconnected), so it must come first.
+            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
+            self._endpoint = None
+            is_closing = self._allocator.is_closing
+            await completed(server.stop(0.1 if is_closing else None))
+            if has_stream and not is_closing:
                 await asyncio.sleep(STREAM_DELAY)
 
-    async def _register(self, attempt: Attempt) -> None:
-        """Wait for the kubelet and register; raises RegistrationError."""
+    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
+        """Wait for the kubelet and register an endpoint; return why that fails."""
         path = f"{self._directory}/{KUBELET_SOCKET}"
-        if not attempt.appeared.is_set():
-            self._set_state(f"waiting for kubelet ({path} does not exist)")
-            await attempt.appeared.wait()
-        for pause in (0.001, 0.002, 0.004, 0.008):  # it is bound before it listens
-            if connection_error(path):
-                await asyncio.sleep(pause)
-        if connection_error(path):
-            raise RegistrationError("waiting for kubelet (its socket refuses connections)")
-        attempt.kubelet = file_identity(path)
-        if attempt.is_outdated(attempt.kubelet):  # kubelets delete all sockets first
-            raise RegistrationError("its socket was deleted")
-        endpoint = basename(attempt.path)
+        if not self._kubelet_exists.is_set():
+            self._set(Phase.WAITING, f"waiting for kubelet ({path} does not exist)")
+        appears = asyncio.ensure_future(self._kubelet_exists.wait())
+        events: set[asyncio.Future[Any]] = {appears, endpoint.ended}
+        try:
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            appears.cancel()
+        if endpoint.ended.done():
+            return endpoint.ended.result()
+
+        for pause in LISTEN_PAUSES:
+            if not connection_error(path):
+                break
+            await asyncio.sleep(pause)
+        else:
+            return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
+
+        # A kubelet that has just started has deleted the plugin's socket before.
+        endpoint.kubelet = self._kubelet = file_identity(path)
+        self._checkpoint_at_register = self._checkpoint
+        self._end_if_lost(endpoint)
+        if endpoint.ended.done():
+            return endpoint.ended.result()
+
         request = pb.RegisterRequest(
-            version="v1beta1", endpoint=endpoint, resource_name=self.name, options=PLUGIN_OPTIONS
+            version="v1beta1",
+            endpoint=basename(endpoint.path),
+            resource_name=self.name,
+            options=PLUGIN_OPTIONS,
         )
         async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
             except grpc.aio.AioRpcError as error:
-                reason = f"rejected Register: {grpc_message(error)}"
+                reason = f"kubelet rejected Register: {grpc_message(error)}"
                 if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"did not answer Register within {REGISTER_TIMEOUT:g} s"
-                raise RegistrationError(f"kubelet {reason}") from None
-        self.registrations += 1
-        count = pluralize(len(self.stream.message.devices), "device ID")
-        log.info("%s: %s, %s", self.name, REGISTERED, count)
-        self._set_state(REGISTERED)
+                    reason = f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
+                return Phase.FAILED, reason
 
-    def compare(self, registered: Names | None, now: float) -> None:
-        """Compare our list with the IDs that the checkpoint has as healthy.
+        number = pluralize(len(self._devices.message.devices), "device ID")
+        log.info("%s: %s, %s", self.name, REGISTERED, number)
+        successes = self.registration.successes + 1
+        self.registration = Registration(Phase.REGISTERED, REGISTERED, successes)
+        self._wake()
+        return None
 
-        A write was overtaken, or another plugin has registered our name and gets our
-        allocations, though our stream stays open (manager.go, addEndpoint).
-        """
-        if self.state != REGISTERED or registered in (None, self.stream.healthy):
-            self._mismatch = None
-            return
-        since, resends = self._mismatch = self._mismatch or (now, 0)
-        asyncio.get_running_loop().call_later(CHECKPOINT_TIMEOUT, self._wake)
-        if now - since <= CHECKPOINT_TIMEOUT:
-            return
-        is_ours = registered <= self.stream.ever_advertised
-        if is_ours and since - self.stream.sent_at <= CHECKPOINT_TIMEOUT and resends < MAX_RESENDS:
-            self._mismatch = (now, resends + 1)
-            self.stream.resend()
-        elif self._attempt:
-            self._mismatch = None
-            self._attempt.end("another plugin has registered this name; stop it")
-
-    async def close(self) -> None:
-        if self._attempt:
-            self._attempt.task.cancel()
-            await asyncio.wait({self._attempt.task})
-
-    def _set_state(self, state: str) -> None:
-        if state != self.state and state != REGISTERED:
-            level = logging.INFO if state.startswith("waiting") else logging.WARNING
-            log.log(level, "%s: %s", self.name, state)
-        self.state = state
+    def _set(self, phase: Phase, text: str) -> None:
+        if text and text != self.registration.text:
+            level = logging.WARNING if phase is Phase.FAILED else logging.INFO
+            log.log(level, "%s: %s", self.name, text)
+        self.registration = self.registration._replace(phase=phase, text=text)
         self._wake()
 
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
 
-class Sessions:
+
+class KubeletSessions:
     """The sessions, one for each resource."""
 
     def __init__(self, allocator: Allocator, directory: str, wake: Wake) -> None:
@@ -3516,40 +4724,36 @@ class Sessions:
         self._closing: dict[str, Task] = {}
 
     @property
-    def states(self) -> States:
-        return {name: (each.state, each.registrations) for name, each in self.by_name.items()}
+    def registrations(self) -> Registrations:
+        return {name: session.registration for name, session in self.by_name.items()}
 
-    @property
-    def retry_at(self) -> float:
-        return min((session.retry_at for session in self.by_name.values()), default=inf)
-
-    def reconcile(
-        self, lists: Mapping[str, DeviceList], node: Node, now: float, *, disturbed: bool
+    def update(
+        self, resources: Resources, allocations: AllocationTracker, *, is_disturbed: bool
     ) -> None:
-        """Bring the sessions in line with these lists and the checkpoint's healthy IDs."""
-        for name in self.by_name.keys() - lists.keys():
-            log.info("%s: no devices left; endpoint closed", name)
+        """Bring the sessions in line with these resources; raises OSError."""
+        for name in self.by_name.keys() - resources.keys():
+            log.info("%s: no devices left; no longer registered", name)
             task = asyncio.create_task(self.by_name.pop(name).close())
             task.add_done_callback(lambda _: self._wake())
             self._closing[name] = task
-        registered = node.allocations.checkpoint.registered
-        for name, devices in lists.items():
+
+        kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
+        for name, resource in resources.items():
+            # A resource that returns waits until its former session has ended completely.
             closing = self._closing.get(name)
             if closing and not closing.done():
                 continue
-            session = self.by_name.get(name)
-            if session is None:
+
+            if name not in self.by_name:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
-            session.reconcile(devices, node.kubelet, disturbed=disturbed)
-            session.compare(registered.get(name, Names()) if registered else None, now)
-
-    def resend_one(self) -> None:
-        """Have the kubelet write its checkpoint."""
-        for session in self.by_name.values():
-            if session.state == REGISTERED:
-                session.stream.resend()
-                return
+            self.by_name[name].update(
+                resource.device_list,
+                kubelet,
+                allocations.file,
+                is_disturbed=is_disturbed,
+                has_rival=name in allocations.checkpoint.rivals,
+            )
 
     async def close(self) -> None:
         self.allocator.is_closing = True
@@ -3563,27 +4767,25 @@ NAMES_TIMEOUT = 1.0  # seconds
 
 
 class PodResources:
-    """Asks for pods' names; kubelets then release ended pods' devices (GetDevices)."""
+    """Asks the kubelet for the names of pods."""
 
     def __init__(self, apply: Callable[[PodNames], None]) -> None:
-        self.task: Task | None = None
         self._apply = apply
-        self._has_failed = False  # which was logged
+        self._task: Task | None = None
+        self._has_failed = False  # the last time: the next failure is not logged
 
     def ask(self, path: str) -> None:
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self._ask(path))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._ask(path))
 
     async def _ask(self, path: str) -> None:
-        names: PodNames = {}
         try:
-            names = await list_pods(path)
+            self._apply(await list_pods(path))
             self._has_failed = False
         except (grpc.aio.AioRpcError, DecodeError) as error:
             if not self._has_failed:
                 log.warning("cannot get pod names from %s: %s", path, grpc_message(error))
             self._has_failed = True
-        self._apply(names)
 
 
 async def list_pods(path: str) -> PodNames:
@@ -3591,6 +4793,7 @@ async def list_pods(path: str) -> PodNames:
     async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
         call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
         answer = await call(b"", timeout=NAMES_TIMEOUT)
+
     names = {}
     for pod in podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources:
         for container in pod.containers:
@@ -3601,36 +4804,44 @@ async def list_pods(path: str) -> PodNames:
     return names
 
 
-# ==== METRICS SERVER: on a socket that systemd passes in ==========================================
+# ==== CONNECTIONS: readers of metrics and of the view =============================================
 
 
-class MetricsServer:
-    """Serves `GET /metrics`. A client can only delay its own connection."""
+class SharedText:
+    """A text that is rendered once for simultaneous readers."""
 
-    MAX_CONNECTIONS = 32
-    HEAD_MAX = 8192  # bytes of a request
-    TIMEOUT = 5.0  # seconds for all of it
-    RENDER_TIMEOUT = 4.0  # seconds after which a client gets the last rendering
+    TIMEOUT = 4.0  # seconds
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
-        self._rendering: Task | None = None  # shared
-        self._last = ""
+        self._rendering: asyncio.Task[str | None] | None = None
+
+    async def get(self) -> str | None:
+        """Return the text; None if it cannot be rendered, or not in time."""
+        if self._rendering is None or self._rendering.done():
+            self._rendering = asyncio.create_task(self._rendered())
+        rendering = self._rendering
+        await asyncio.wait({rendering}, timeout=self.TIMEOUT)
+        return rendering.result() if rendering.done() else None
+
+    async def _rendered(self) -> str | None:
+        with log_and_continue("rendering a report"):
+            return await self._render()
+        return None
+
+
+class ConnectionServer:
+    """Accepts connections on a socket. A client can only delay its own connection."""
+
+    MAX_CONNECTIONS = 32
+    TIMEOUT = 5.0  # seconds for all of a connection
+
+    def __init__(self, answer: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
+        self._answer = answer
         self._open: dict[Task, socket.socket] = {}  # the oldest first
 
-    async def text(self) -> str:
-        """Return the metrics, rendered once for simultaneous calls."""
-        if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(self._refresh())
-        await asyncio.wait({self._rendering}, timeout=self.RENDER_TIMEOUT)
-        return self._last
-
-    async def _refresh(self) -> None:
-        with log_and_continue("rendering metrics"):
-            self._last = await self._render()
-
     async def serve(self, listening: socket.socket) -> None:
-        """Accept connections; the oldest makes room for the newest."""
+        """Accept connections for ever; the oldest makes room for the newest."""
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
         while True:
@@ -3638,10 +4849,11 @@ class MetricsServer:
                 oldest = next(iter(self._open))
                 oldest.cancel()
                 await asyncio.wait({oldest})
+
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("metrics: cannot accept a connection: %s", error.strerror)
+                log.warning("cannot accept a connection: %s", error.strerror)
                 await asyncio.sleep(self.TIMEOUT)
                 continue
             task = asyncio.create_task(self._serve(connection))
@@ -3652,6 +4864,19 @@ class MetricsServer:
         with suppress(asyncio.TimeoutError, OSError):
             await asyncio.wait_for(self._answer(connection), self.TIMEOUT)
 
+
+class MetricsServer:
+    """Serves `GET /metrics`."""
+
+    HEAD_MAX = 8192  # bytes of a request
+
+    def __init__(self, text: SharedText) -> None:
+        self._text = text
+        self._server = ConnectionServer(self._answer)
+
+    async def serve(self, listening: socket.socket) -> None:
+        await self._server.serve(listening)
+
     async def _answer(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         head = b""
@@ -3660,11 +4885,13 @@ class MetricsServer:
             head += received
             if not received or len(head) > self.HEAD_MAX:
                 return
-        status = "404 Not Found"
-        text = "use GET /metrics\n"
+
+        status, text = "404 Not Found", "use GET /metrics\n"
         if re.match(rb"GET /metrics[ ?]", head):
-            text = await self.text()
-            status = "200 OK" if text else "503 Service Unavailable"
+            metrics = await self._text.get()
+            status, text = "200 OK", metrics or ""
+            if metrics is None:
+                status, text = "503 Service Unavailable", "the metrics cannot be collected\n"
         lines = [
             f"HTTP/1.1 {status}",
             "Content-Type: text/plain; version=0.0.4; charset=utf-8",
@@ -3676,10 +4903,10 @@ class MetricsServer:
 
 # ==== DAEMON: observe, decide, apply ==============================================================
 
-TICK = 5.0  # seconds between turns without an event
-START_TICK = 0.02  # likewise, before READY=1
-RETRY_TICK = 1.0  # likewise, after an error or without inotify
-DEBOUNCE = 0.04  # seconds for which kernel events are gathered
+ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
+START_TICK = 0.02  # seconds between turns before READY=1
+RETRY_TICK = 1.0  # seconds between turns after an error, or without inotify
+DEBOUNCE = 0.04  # seconds for which kernel events after the first one are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
 METRICS_INTERVAL = 15.0  # seconds between readings of sensors
 SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way
@@ -3689,72 +4916,80 @@ STATUS_SOCKET = "status.sock"  # in the runtime directory
 class Reporter:
     """Reports to those who ask: Prometheus, `list` and `check`."""
 
-    def __init__(self, node: Node, sessions: Sessions) -> None:
-        self.metrics = MetricsServer(self._render)
+    def __init__(self, node: Node, sessions: KubeletSessions, files: OutputFiles) -> None:
+        self.metrics = SharedText(self._render_metrics)
+        self._view = SharedText(self._render_view)
         self._node = node
         self._sessions = sessions
+        self._files = files
         self._started = time.time()
-        self._details_at = -inf  # sensors' and processes'
-        self._written_at = -inf  # the metrics file's
+        self._details_at = -inf  # when sensors and processes were read
+        self._written_at = -inf  # when the metrics file was due
         self._tasks: set[Task] = set()
 
-    async def open(self, sockets: Iterable[socket.socket]) -> None:
+    def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
         """Serve metrics on these sockets, and the view on the status socket."""
-        for each in sockets:
-            self._start(self.metrics.serve(each))
+        server = MetricsServer(self.metrics)
+        for listening in metrics_sockets:
+            self._start(server.serve(listening))
+
         if directory := self._node.settings.runtime_dir:
             path = f"{directory}/{STATUS_SOCKET}"
             try:
-                if_exists(os.unlink, path)
-                await asyncio.start_unix_server(self._serve_view, path)
-                os.chmod(path, 0o600)
+                listening = _listen_for_root(path)
             except OSError as error:
-                log.warning("list and check cannot reach this daemon: %s: %s", path, error.strerror)
+                reason = f"{error.strerror}; list and check cannot reach this daemon"
+                log.warning("cannot open the status socket %s: %s", path, reason)
+            else:
+                self._start(ConnectionServer(self._send_view).serve(listening))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks.add(task)  # the loop itself keeps no reference
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
-        status = status_line(decision, self._sessions.states)
-        return "; ".join(filter(None, [status, self._node.rejected]))
+        problems = [self._node.cdi_problem, self._node.rejected]
+        return status_line(decision, self._sessions.registrations, problems)
 
-    def write_metrics(self, files: OutputFiles, now: float) -> None:
+    def write_metrics_if_due(self, now: float) -> None:
         path = self._node.settings.metrics_file
-        if now - self._written_at >= METRICS_INTERVAL and path and isdir(dirname(path)):
+        if path and now - self._written_at >= METRICS_INTERVAL and isdir(dirname(path)):
             self._written_at = now
-            self._start(self._write(files))
+            self._start(self._write_metrics())
 
-    async def _write(self, files: OutputFiles) -> None:
-        text = await self.metrics.text()
+    async def _write_metrics(self) -> None:
+        text = await self.metrics.get()
         path = self._node.settings.metrics_file
-        if path and text:
-            files.touch(path, text)
+        if path and text is not None:  # else the file is left to grow old
+            self._files.write(path, text)
 
-    async def _render(self) -> str:
+    async def _render_metrics(self) -> str:
         await self._read_details(METRICS_INTERVAL)
         decision = self._node.decide(monotonic())
         counts = self._sessions.allocator.counts
-        metrics = plugin_metrics(decision, self._sessions.states, counts, self._started)
+        metrics = plugin_metrics(decision, self._sessions.registrations, counts, self._started)
         return chip_metrics(decision, self._node.inventory.records) + metrics
 
-    async def _serve_view(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            await self._read_details(0.0)
-            decision = self._node.decide(monotonic())
-            view = self._node.view(decision, self._sessions.states, self.status(decision))
-            writer.write(json.dumps(view).encode())
-            await writer.drain()
-        writer.close()
+    async def _render_view(self) -> str:
+        await self._read_details(0.0)
+        decision = self._node.decide(monotonic())
+        registrations = self._sessions.registrations
+        status = self.status(decision)
+        return json.dumps(self._node.view(decision, registrations, status, self._files.problems))
+
+    async def _send_view(self, connection: socket.socket) -> None:
+        if text := await self._view.get():
+            await asyncio.get_running_loop().sock_sendall(connection, text.encode())
 
     async def _read_details(self, max_age: float) -> None:
+        """Have sensors and processes read, unless they were within `max_age` seconds."""
         await self._settle()
         now = monotonic()
         if now - self._details_at >= max_age:
             self._details_at = now
-            with suppress(OSError):  # which the loop logs
-                self._node.look(periodic=False, details=True)
+            with suppress(OSError):  # the loop meets the same error, and logs it
+                self._node.read_chips(is_poll=False, details=True)
             await self._settle()
 
     async def _settle(self) -> None:
@@ -3763,58 +4998,66 @@ class Reporter:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
-@dataclass(slots=True)
-class Condition:
-    """The daemon's stage, and what events have recorded."""
+def _listen_for_root(path: str) -> socket.socket:
+    """Return a listening socket that only root can connect to; raises OSError."""
+    if_exists(os.unlink, path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(path)
+    os.chmod(path, 0o600)
+    listening.listen()
+    return listening
 
-    stage: str = "starting"  # then "binding", "linking", "ready"
-    since: float = 0.0  # when this stage began
-    exit_status: int | None = None
-    wants_reload: bool = False
-    is_failing: bool = False  # the last observation has failed
 
-    def enter(self, stage: str, now: float) -> None:
-        self.stage = stage
-        self.since = now
+class Stage(Enum):
+    """How far the start of the daemon is."""
+
+    SCANNING = 1  # no chip has been read
+    BINDING = 2  # the driver may still be binding cards; devices are advertised already
+    READY = 3
 
 
 class Daemon:
-    """The service. Events only record work and wake the loop."""
+    """The service. Events only wake the loop, which observes, decides and applies."""
 
     def __init__(
         self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
     ) -> None:
         self._wake = asyncio.Event()
         wake = self._wake.set
-        self._condition = Condition()
         self.node = Node(settings, wake)
-        self._files = OutputFiles(self.node.state.files)
-        self.sessions = Sessions(Allocator(self.node), settings.device_plugin_dir, wake)
-        self._reporter = Reporter(self.node, self.sessions)
+        self.sessions = KubeletSessions(Allocator(self.node), settings.device_plugin_dir, wake)
+        self._files = OutputFiles(self.node.former_files)
+        self._reporter = Reporter(self.node, self.sessions, self._files)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(wake)
         self._pod_resources = PodResources(self._apply_names)
         self._manager = manager
         self._load = load
-        nothing = self.node.decide(monotonic())  # is logged so far
-        self._applied = replace(nothing, chips={}, resources={}, unselected=())
+
+        self._stage = Stage.SCANNING
+        self._binding_since = 0.0
+        self._applied: Decision | None = None  # the last decision that was applied
+        self._round_at = -inf
+        self._wants_reload = False
+        self._is_failing = False  # the last observation has failed
+        self._exit_status: int | None = None
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
-        condition = self._condition
         try:
-            await self._open()
+            self._open()
             pause = 0.0
-            while condition.exit_status is None:
+            while self._exit_status is None:
                 timer = asyncio.get_running_loop().call_later(pause, self._wake.set)
                 await self._wake.wait()
                 timer.cancel()
                 self._wake.clear()
+
                 pause = RETRY_TICK
-                with log_and_continue("a turn of the loop"):
+                with log_and_continue("main loop"):
                     self._turn(monotonic())
                     pause = self._pause(monotonic())
-            return condition.exit_status
+            return self._exit_status
         finally:
             self._manager.notify("STOPPING=1")
             self._uevents.close()
@@ -3822,20 +5065,23 @@ class Daemon:
             self._directory.close()
 
     def end(self, status: int) -> None:
-        self._condition.exit_status = status
+        self._exit_status = status
         self._wake.set()
 
     def reload(self) -> None:
-        self._condition.wants_reload = True
+        self._wants_reload = True
         self._wake.set()
 
-    async def _open(self) -> None:
+    def _open(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end, 0)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+
         log.setLevel(self.node.settings.log_level.upper())
+        for warning in self.node.settings.warnings:
+            log.warning("%s", warning)
         try:
             self._directory.open()
         except DirectoryError as error:
@@ -3843,33 +5089,40 @@ class Daemon:
             return
         remove_dead_sockets(self._directory.path)
         self._uevents.open()
-        await self._reporter.open(self._manager.sockets("metrics"))
+        self._reporter.open(self._manager.sockets("metrics"))
 
     def _exit(self, status: int, reason: str) -> None:
         log.error("%s", reason)
         self.end(status)
 
     def _pause(self, now: float) -> float:
-        if self._condition.is_failing:
+        """Return the seconds until the next turn, if no event comes before."""
+        if self._is_failing:
             return RETRY_TICK
+
         node = self.node
-        tick = min(TICK if self._directory.watch >= 0 else RETRY_TICK, self._manager.feed_interval)
-        due = [now + tick, node.polled_at + node.settings.health.interval, self.sessions.retry_at]
-        if self._condition.stage != "ready":
+        due = [
+            now + self._manager.feed_interval,
+            self._round_at + ROUND,
+            node.polled_at + node.settings.health.interval,
+        ]
+        if not self._directory.is_watched:
+            due.append(now + RETRY_TICK)
+        if self._stage is not Stage.READY:
             due.append(now + START_TICK)
         if self._uevents.has_events:
             due.append(node.scanned_at + DEBOUNCE)
-        if node.readers.pending:
-            due.append(now + SLOW_AFTER)
+        if node.watches_pods:
+            due.append(now + START_CHECK_INTERVAL)
         return max(0.0, min(due) - now)
 
     def _turn(self, now: float) -> None:
-        wants_reload = self._condition.wants_reload
-        is_reported = wants_reload and self._condition.stage == "ready"
+        is_reload = self._wants_reload
+        is_reported = is_reload and self._stage is Stage.READY
         if is_reported:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            if wants_reload:
+            if is_reload:
                 self._reload()
             self._reconcile(now)
         finally:
@@ -3877,138 +5130,177 @@ class Daemon:
                 self._manager.notify("READY=1")
 
     def _reconcile(self, now: float) -> None:
-        condition = self._condition
+        """Observe, decide, apply. If the observation fails, nothing changes."""
+        is_round = self._is_round(now)
         try:
             self._directory.check()
-            is_poll = self._observe(now)
-            if condition.is_failing and not self.node.readers.is_settled(now):
+            self._observe(now, is_round=is_round)
+            # After a failure all chips are read again before anything is applied.
+            if self._is_failing and not self.node.readers.is_settled(now):
                 return
-            disturbed = self._directory.has_changed()
+            is_disturbed = self._directory.take_changes()
+            if self._is_failing:
+                log.info("reading the node's state again")
+            self._is_failing = False
+            if self._stage is not Stage.SCANNING:
+                self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
         except DirectoryError as error:
             self._exit(*error.args)
         except OSError as error:
-            if not condition.is_failing:
-                log.warning("cannot observe the node, keeping its last state: %s", error)
-            condition.is_failing = True
-            self.node.scanned_at = -inf  # read all again
-            self._uevents.has_events = True
-        else:
-            if condition.is_failing:
-                log.info("the node can be observed again")
-            condition.is_failing = False
-            if condition.stage != "starting":
-                self._apply(now, is_poll=is_poll, disturbed=disturbed)
-            self._manager.feed_watchdog()
+            if not self._is_failing:
+                log.warning("cannot read the node's state; keeping the last one: %s", error)
+            self._is_failing = True
+            self._uevents.has_events = True  # scan again
+            self.node.scanned_at = -inf
+            return
 
-    def _observe(self, now: float) -> bool:
-        """Look at what may have changed; return whether it was a poll."""
+        if is_round:
+            self._round_at = now
+        # Only here, so that systemd restarts a daemon whose observations keep failing.
+        self._manager.feed_watchdog()
+
+    def _is_round(self, now: float) -> bool:
+        """Return whether it is time to look at everything that sends no events."""
+        return self._is_poll(now) or now - self._round_at >= ROUND
+
+    def _is_poll(self, now: float) -> bool:
+        return now - self.node.polled_at >= self.node.settings.health.interval
+
+    def _observe(self, now: float, *, is_round: bool) -> None:
+        """Look at what may have changed; raises OSError."""
         node = self.node
-        is_poll = now - node.polled_at >= node.settings.health.interval
+        is_poll = self._is_poll(now)
         if is_poll or (self._uevents.has_events and now - node.scanned_at >= DEBOUNCE):
-            is_complete = node.readers.is_settled(now)
-            node.look(periodic=is_poll)
-            self._uevents.has_events = not is_complete  # a chip was being read: look once more
+            # A chip that is being read will not be read for these events: scan once more then.
+            was_settled = node.readers.is_settled(now)
+            node.read_chips(is_poll=is_poll)
+            self._uevents.has_events = not was_settled
         node.collect(now)
-        node.observe_allocations(now)
-        if self._condition.stage == "starting" and node.readers.is_settled(now):
-            self._condition.enter("binding", now)
-        return is_poll
+        node.observe_allocations(now, look=is_round or node.watches_pods)
+        if self._stage is Stage.SCANNING and node.readers.is_settled(now):
+            self._stage = Stage.BINDING
+            self._binding_since = now
 
-    def _apply(self, now: float, *, is_poll: bool, disturbed: bool) -> None:
+    def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
+        """Bring log, files, sessions and status in line with the decision."""
         node = self.node
         decision = node.decide(now)
-        before, self._applied = self._applied, decision
-        if decision is not before:
-            for level, line in changes(before, decision):
+        is_new = decision is not self._applied
+        if is_new:
+            for level, line in changes(self._applied, decision):
                 log.log(level, "%s", line)
-        if decision is not before or is_poll:
-            self._write_files(decision)
-        self.sessions.reconcile(decision.lists, node, now, disturbed=disturbed)
-        if is_poll:
-            pods = {each.pod for each in node.allocations.in_force(now)} - {""}
-            if decision.withheld or pods - node.allocations.names.keys():
-                self._pod_resources.ask(node.settings.pod_resources_socket)
-            self._reporter.write_metrics(self._files, now)
-        waiting = None if self._condition.stage == "ready" else self._get_ready(decision, now)
+            self._applied = decision
+        if is_new or is_round:
+            self._write_files(decision, now)
+        self.sessions.update(decision.resources, node.allocations, is_disturbed=is_disturbed)
+        if is_round:
+            self._ask_for_names(decision)
+            self._reporter.write_metrics_if_due(now)
+
+        waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status(decision))
 
-    def _write_files(self, decision: Decision) -> None:
+    def _write_files(self, decision: Decision, now: float) -> None:
         settings = self.node.settings
-        for resource in decision.resources.values():  # containers start again with it
-            with suppress(RequestError):  # Allocate answers with it
+        for resource in decision.resources.values():
+            # Containers start again with a former response, so the directory must exist. If it
+            # cannot be made, Allocate reports that.
+            with suppress(RequestError):
                 lock_path(resource, resource.devices, settings)
-        wanted = {}
+
+        wanted: dict[str, str | None] = {}
         if settings.cdi_dir:
             wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
         if settings.labels_dir:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
-        self._files.keep(wanted, [settings.metrics_file])
-        self.node.save_state(sorted(self._files.by_path))
+        self._files.keep(wanted, unmanaged=[settings.metrics_file])
+        self._check_cdi_file()
+        self.node.save_state(sorted(self._files.by_path), now)
+
+    def _check_cdi_file(self) -> None:
+        """Note whether pods can get their devices through the CDI file."""
+        node = self.node
+        problem = None
+        if node.settings.device_list_strategy == "cdi":
+            path = f"{node.settings.cdi_dir}/{CDI_FILE}"
+            if reason := self._files.problems.get(path):
+                problem = f"pods cannot get devices through {path}: {reason}"
+        if problem and problem != node.cdi_problem:
+            log.warning("%s", problem)
+        node.cdi_problem = problem
+
+    def _ask_for_names(self, decision: Decision) -> None:
+        pods = {allocation.pod for allocation in decision.allocations} - {""}
+        if pods - self.node.allocations.names.keys():
+            self._pod_resources.ask(self.node.settings.pod_resources_socket)
 
     def _apply_names(self, names: PodNames) -> None:
-        """Record pods' names. The kubelet has released ended pods: have it write that."""
         self.node.allocations.apply_names(names)
-        if self._applied.withheld:
-            self.sessions.resend_one()
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
-        """Pass the stages up to READY=1; return a status while waiting for the driver."""
-        condition = self._condition
+        """Notify READY=1 once all is served; return a status while waiting for the driver."""
         settings = self.node.settings
-        present = self.node.inventory.present
         version = decision.seen.driver
         driver = f"driver {version or 'is not loaded'}"
-        if condition.stage == "binding":
-            unlisted = [each.function for each in decision.chips.values() if not each.listed]
-            missing = [each.bdf for each in unlisted if version and can_be_bound(each)]
-            if missing and now - condition.since < BIND_TIMEOUT:
-                return f"waiting for the driver to create a device file for {missing[0]}"
-            if missing:
-                log.warning("%s: no device file; starting without it", missing[0])
-            if settings.fail_on_init_error and (version is None or not decision.lists):
-                self._exit(1, f"{driver}, {pluralize(len(present), 'device')}")
-                return None
-            condition.enter("linking", now)
-        may_wait = expects_links(settings) and now - condition.since < LINK_TIMEOUT
-        if may_wait and not all(link_path(settings, function) for function in present):
+        present = pluralize(len(self.node.inventory.present), "chip")
+
+        missing = []
+        for chip in decision.chips.values():
+            if version and not chip.is_listed and driver_can_bind(chip.function):
+                missing.append(chip.bdf)
+        if missing and now - self._binding_since < BIND_TIMEOUT:
+            return f"waiting for the driver to create a device file for {missing[0]}"
+        if settings.fail_on_init_error and (version is None or not decision.resources):
+            self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}")
             return None
-        if all(session.is_serving for session in self.sessions.by_name.values()):
-            condition.enter("ready", now)
-            count = pluralize(len(present), "device")
-            log.info("tt-device-plugin %s: %s, %s", __version__, driver, count)
-            self._manager.show(self._reporter.status(decision))
-            self._manager.notify("READY=1")
+        if not all(session.is_serving for session in self.sessions.by_name.values()):
+            return None
+
+        if missing:
+            log.warning("%s: no device file; starting without it", missing[0])
+        self._stage = Stage.READY
+        log.info("tt-device-plugin %s: %s, %s", __version__, driver, present)
+        self._manager.show(self._reporter.status(decision))
+        self._manager.notify("READY=1")
         return None
 
     def _reload(self) -> None:
-        self._condition.wants_reload = False
+        """Take the new configuration, except for the keys that need a restart."""
+        self._wants_reload = False
         try:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
             self.node.rejected = f"the configuration on disk is rejected: {error}"
             return
-        self.node.rejected = ""
+
+        self.node.rejected = None
         before = self.node.settings
-        kept = {key: getattr(before, key) for key in (*NEEDS_RESTART, "state_dir", "runtime_dir")}
         for key in NEEDS_RESTART:
-            if getattr(loaded, key) != kept[key]:
-                log.warning("%s changes only with a restart; still %s", key, kept[key])
-        self.node.settings = replace(loaded, **kept)
+            value = getattr(before, key)
+            if getattr(loaded, key) != value:
+                log.warning("%s needs a restart to change; still using %s", key, value)
+        kept = (*NEEDS_RESTART, "state_dir", "runtime_dir")
+        self.node.settings = replace(loaded, **{key: getattr(before, key) for key in kept})
         log.setLevel(loaded.log_level.upper())
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
         log.info("configuration reloaded")
 
 
 # ==== COMMAND LINE ================================================================================
 
-View = Mapping[str, Any]  # see Node.view()
-Finding = tuple[str, str, str]  # "ok", "warn" or "FAIL"; subject; text
-Findings = Iterator[Finding]
+View = Mapping[str, Any]  # see view_of_node()
 
 VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
-WIDTH = 110  # columns
-COLUMNS = {  # by keys of a row
+RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
+WIDTH = 110  # columns of `list`, at most
+CHECK_WIDTH = 80  # columns of `check` without a terminal
+HELP_WIDTH = 80
+
+# Columns of `list` by keys of its rows.
+COLUMNS = {
     "N": "index",
     "ADDRESS": "bdf",
     "ID": "id",
@@ -4020,26 +5312,31 @@ COLUMNS = {  # by keys of a row
     "°C": "temperature",
     "W": "power",
 }
+OMITTED_FIRST = ("FIRMWARE", "SERIAL", "NUMA", "CARD")  # if the table is too wide
 
 DESCRIPTION = """\
-Makes the Tenstorrent accelerators of this node schedulable in Kubernetes.
+Makes the Tenstorrent accelerators of this node available to Kubernetes.
 
 commands:
-  run     the daemon: serves the kubelet's device plugin API; SIGHUP reloads the configuration
+  run     the daemon: serves the kubelet's device plugin API; SIGHUP reloads
+          the configuration
   list    one row per chip: health, resource and users; --json for programs
-  check   preflight for this node: service, driver, devices, hugepages, kubelet, configuration
+  check   preflight for this node: service, driver, devices, hugepages,
+          kubelet, configuration
 """
 
 EPILOG = """\
-Options can also be set by the environment variable in brackets, or in the configuration file, with
-underscores. Precedence: flag, environment variable, file, default. Only the file has [health],
-[sharing], [[sharing.resources]] and [[mounts]]; see tt-device-plugin(8).
+Options can also be set by the environment variable in brackets, or in the
+configuration file, with underscores. Precedence: flag, environment variable,
+file, default. [health], [sharing], [[sharing.resources]] and [[mounts]] can be
+set only in the file; see tt-device-plugin(8).
 """
 
 
 def argument_parser() -> argparse.ArgumentParser:
     usage = "tt-device-plugin run|list|check [OPTIONS]"
-    form = partial(argparse.RawTextHelpFormatter, width=80)  # spares shutil
+    # With a width argparse does not import shutil, which costs 3 ms of each start.
+    form = partial(argparse.RawTextHelpFormatter, width=HELP_WIDTH, max_help_position=8)
     parser = argparse.ArgumentParser(
         "tt-device-plugin",
         usage,
@@ -4051,131 +5348,178 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("command", nargs="?", choices=("run", "list", "check"), help=argparse.SUPPRESS)
     add("--version", action="version", version=f"tt-device-plugin {__version__}")
-    add("--json", action="store_true", help="with list: an array of objects")
-    add("--config-only", action="store_true", help="with check: only the configuration")
-    file = f"default {DEFAULT_CONFIG_FILE} [TTDP_CONFIG_FILE]"
-    add("--config-file", metavar="FILE", help=file)
+    add("--json", action="store_true", help="with list: print JSON")
+    add("--quiet", action="store_true", help="with check: print only lines that are not ok")
+    add("--config-only", action="store_true", help="with check: check only the configuration")
+    text = f"configuration file; default {DEFAULT_CONFIG_FILE} [TTDP_CONFIG_FILE]"
+    add("--config-file", metavar="FILE", help=_help_text(text))
+
     defaults = Settings()
     for option in OPTIONS:
         value = getattr(defaults, option.key)
         default = str(value).lower() if option.is_switch else value
-        metavar = "[=BOOL]" if option.is_switch else option.key.rpartition("_")[2].upper()
-        text = f"{option.help}; default {default} [{option.variable}]".replace("%", "%%")
-        add(option.flag, metavar=metavar, help=textwrap.fill(text, 72, break_on_hyphens=False))
+        metavar = option.key.rpartition("_")[2].upper()
+        if option.is_switch:
+            metavar = "[=BOOL]"
+        elif option.rule.choices:
+            metavar = "|".join(option.rule.choices)
+        text = f"{option.help}; default {default} [{option.variable}]"
+        add(option.flag, metavar=metavar, help=_help_text(text))
     return parser
+
+
+def _help_text(text: str) -> str:
+    return textwrap.fill(text.replace("%", "%%"), HELP_WIDTH - 8, break_on_hyphens=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    if "run" in words:  # until the daemon handles it
+    if "run" in words:  # a reload must not kill the daemon before it has a handler for it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     options = _parsed_options(words)
     set_up_logging(os.environ, has_timestamps=options.command == "run")
     load = partial(load_settings, vars(options), os.environ)
-    if options.command != "run":
-        for number in (signal.SIGINT, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
-        log.setLevel("ERROR")  # the command prints the rest
+    if options.command == "run":
+        try:
+            settings = load()
+        except ConfigError as error:
+            log.error("%s", error)
+            return EXIT_CONFIG
+        return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
+
+    for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    log.setLevel("ERROR")  # the command itself prints the rest
     problem = None
     try:
         settings = load()
-    except ConfigError as error:  # commands go on
+    except ConfigError as error:  # the commands do what they can
         problem = str(error)
         settings = Settings(runtime_dir=os.environ.get("RUNTIME_DIRECTORY"))
         with suppress(ConfigError):
             settings = load(ignore_file=True)
+
     if options.command == "check":
-        return check(settings, problem, config_only=options.config_only)
+        checks = Checks(settings, problem)
+        return checks.run(config_only=options.config_only, is_quiet=options.quiet)
     if problem:
         log.error("%s", problem)
-    if options.command == "list":
-        return list_devices(settings, as_json=options.json)
-    if problem:
-        return EXIT_CONFIG
-    return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
+    return list_devices(settings, as_json=options.json)
 
 
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser()
-    # The word after a bare switch is not its value.
+    # A bare switch has no value: the next word is none of it.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    for flag, command in (("json", "list"), ("config_only", "check")):
-        if getattr(options, flag) and options.command != command:
-            parser.error(f"--{flag.replace('_', '-')} is an option of {command}")
+    for key, command in (("json", "list"), ("config_only", "check"), ("quiet", "check")):
+        if getattr(options, key) and options.command != command:
+            parser.error(f"{_flag_of(key)} is valid only with {command}")
     return options
 
 
 def print_safely(text: str, stream: Any = None) -> None:
     """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
     stream = stream or sys.stdout
-    escaped = (each if each.isprintable() else ascii(each)[1:-1] for each in text)
-    shown = "".join(escaped)
+    shown = printable(text)
     if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
     print(shown, file=stream)
 
 
-NOT_RUNNING = "is not running"
+def terminal_width(otherwise: int) -> int:
+    with suppress(OSError):
+        return min(WIDTH, os.get_terminal_size(1).columns or otherwise)
+    return otherwise
 
 
-def get_view(settings: Settings) -> tuple[View, str | None]:
-    """Return the daemon's view; else a sample, and the daemon's problem."""
-    path = f"{settings.runtime_dir}/{STATUS_SOCKET}"
+def wrapped(text: str, width: int, command: str = "", indent: str = "    ") -> Iterator[str]:
+    """Yield the lines of a text, then a command on a line of its own, whatever its length.
+
+    A command that is broken by the end of a line would do something else when it is pasted:
+    without its address, `tt-smi -r` resets every card.
+    """
+    yield from textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    if command:
+        yield f"{indent}{command}"
+
+
+class ServiceProblem(NamedTuple):
+    """Why the view of the running service cannot be shown."""
+
+    level: str  # of the finding in `check`
+    text: str  # completes "the service …"
+    command: str = ""
+
+
+NOT_RUNNING = ServiceProblem(
+    "FAIL", "is not running; start it:", "systemctl start tt-device-plugin"
+)
+
+
+def get_view(settings: Settings) -> tuple[View, ServiceProblem | None]:
+    """Return the daemon's view; else that of one look, and the daemon's problem."""
     problem = NOT_RUNNING
-    if settings.runtime_dir:
+    for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
+        path = f"{directory}/{STATUS_SOCKET}"
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(VIEW_TIMEOUT)
-                connection.connect(path)
-                view: View = json.load(connection.makefile("rb"))
+            view = _receive_view(path)
             if all(view[key] == getattr(settings, key) for key in NEEDS_RESTART):
                 return view, None
-            problem = f"uses other directories than this command ({view['device_plugin_dir']})"
+            theirs = view["device_plugin_dir"]
+            text = f"uses different directories ({theirs}); run this command with the same options"
+            problem = ServiceProblem("warn", text)
         except PermissionError:
-            problem = f"cannot be reached: run as root (permission denied: {path})"
+            text = f"cannot be reached (permission denied: {path}); run this command as root"
+            problem = ServiceProblem("warn", text)
         except (FileNotFoundError, ConnectionRefusedError):
-            pass
+            continue  # in another service's shell the variable names that service's directory
         except (OSError, ValueError, LookupError) as error:
-            problem = f"does not answer on {path}: {error or type(error).__name__}"
-    return asyncio.run(sample(settings)), problem
+            reason = error or type(error).__name__
+            problem = ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
+        break
+    return asyncio.run(look_once(settings)), problem
 
 
-async def sample(settings: Settings) -> View:
-    """Look at the node twice, a second apart, to see heartbeats stall."""
-    rules = replace(settings, health=replace(settings.health, heartbeat_misses=1))
-    node = Node(rules, wake=lambda: None)
-    for pause in (0.0, 1.0):
-        await asyncio.sleep(pause)
-        node.look(periodic=True, details=True)
-        deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
-        while node.readers.pending and monotonic() < deadline:
-            await asyncio.sleep(SETTLE_INTERVAL)
-            node.collect(monotonic())
+def _receive_view(path: str) -> View:
+    """Return the view of the daemon with this socket; raises OSError, ValueError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(VIEW_TIMEOUT)
+        connection.connect(path)
+        view: View = json.load(connection.makefile("rb"))
+    return view
+
+
+async def look_once(settings: Settings) -> View:
+    """Return a view of the node without the daemon; a stalled heartbeat would take two looks."""
+    node = Node(settings, wake=lambda: None)
+    node.read_chips(is_poll=False, details=True)
+    deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
+    while node.readers.pending and monotonic() < deadline:
+        await asyncio.sleep(SETTLE_INTERVAL)
+        node.collect(monotonic())
     with suppress(OSError):  # not root
-        for _ in range(2):  # the first decides under which names entries count
-            node.observe_allocations(monotonic())
-            node.decide(monotonic())
+        node.observe_allocations(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
         node.allocations.apply_names(await list_pods(settings.pod_resources_socket))
-    return node.view(node.decide(monotonic()), {}, None)
+    return node.view(node.decide(monotonic()))
 
 
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     view, problem = get_view(settings)
     if problem:
-        print_safely(f"the service {problem}; this is a sample", sys.stderr)
+        text = f"the service {problem.text} {problem.command}".rstrip()
+        print_safely(f"{text} (showing a one-time look at the node)", sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
-    width = WIDTH
-    with suppress(OSError):
-        width = min(width, os.get_terminal_size(1).columns or width)
-    for line in list_lines(view, width):
+    for line in list_lines(view, terminal_width(WIDTH)):
         print_safely(line)
     return 0
 
@@ -4185,43 +5529,56 @@ def list_lines(view: View, width: int) -> Iterator[str]:
     if not rows:
         yield "no Tenstorrent device on this node"
         return
-    firmware = _common(row["firmware"] for row in rows) or "unknown"
+
+    firmware = common_value(row["firmware"] for row in rows) or "unknown"
     yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
     yield from _table_lines(view, width)
-    for text in _reasons(view):
-        yield from textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
-    unhealthy = sum(not row["healthy"] for row in rows)
-    in_use = sum(_users(row) not in ("-", "?") for row in rows)
+    for reason, addresses in _folded_reasons(view).items():
+        subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
+        yield from wrapped(f"{subject}: {reason.introduction}", width, reason.command)
+    for row in rows:
+        if row["id"] is None and not row["reason"]:
+            text = "not advertised yet: waiting for the board's serial number"
+            yield from wrapped(f"{row['bdf']}: {text}", width)
+    for device, text in view["withheld"].items():
+        yield from wrapped(f"{device} is withheld: {text}", width)
+    for resource in view["resources"]:
+        for identifier, text in resource["incomplete"].items():
+            yield from wrapped(f"{identifier}: {text}", width)
+
+    unhealthy = sum(1 for row in rows if not row["healthy"])
+    in_use = sum(1 for row in rows if _users(row) not in ("-", "?"))
     yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
-def _reasons(view: View) -> Iterator[str]:
-    for row in view["chips"]:
-        if row["reason"]:
-            yield f"{row['bdf']}: {row['reason']}"
-        elif row["id"] is None:
-            yield f"{row['bdf']}: waiting for the serial number of its board"
-    for device, reason in view["withheld"].items():
-        yield f"{device}: withheld: {reason}"
-    for resource in view["resources"]:
-        for identifier, reason in resource["incomplete"].items():
-            yield f"{identifier}: {reason}"
+def _folded_reasons(view: View) -> dict[Reason, list[str]]:
+    """Return the addresses of unhealthy chips by reason: one cause is one line."""
+    found = defaultdict(list)
+    for bdf, reason in view["reasons"].items():
+        found[Reason(*reason)].append(bdf)
+    return found
 
 
 def _table_lines(view: View, width: int) -> Iterator[str]:
-    """Yield the table, without columns that do not fit."""
+    """Yield the table; columns that do not fit are left out, and named."""
     table = [_cells(row, view["faults"]) for row in view["chips"]]
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
     if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
         del widths["ID"]
-    for title in ("FIRMWARE", "SERIAL", "NUMA", "CARD"):
+
+    omitted = []
+    for title in OMITTED_FIRST:
         if sum(widths.values()) + 2 * len(widths) - 2 > width:
             del widths[title]
+            omitted.append(title)
+
     for cells in table:
-        padded = (cells[title].ljust(size) for title, size in widths.items())
+        padded = [cells[title].ljust(size) for title, size in widths.items()]
         text = "  ".join(padded).rstrip()
         yield text if len(text) <= width else f"{text[: width - 1]}…"
+    if omitted:
+        yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", width)
 
 
 def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
@@ -4230,7 +5587,7 @@ def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
         cells[title] = "-" if row[key] is None else str(row[key])
     for title in ("°C", "W"):
         cells[title] = cells[title].partition(".")[0]
-    cells["RESOURCE"] = basename(cells["RESOURCE"])
+    cells["RESOURCE"] = without_domain(cells["RESOURCE"])
     if row["replicas"]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
     health = "withheld" if row["withheld"] else "healthy"
@@ -4242,7 +5599,7 @@ def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
 def _users(row: View) -> str:
     """Return a chip's users: two names and a count. A pod's process is the pod."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
-    users = [*dict.fromkeys(pods)]
+    users = list(dict.fromkeys(pods))
     for process in row["processes"] or ():
         if not (pods and process["of_pod"]):
             users.append(f"{process['command']}[{process['pid']}]")
@@ -4252,148 +5609,244 @@ def _users(row: View) -> str:
     return ", ".join(users[:2]) + more
 
 
-def check(settings: Settings, problem: str | None, *, config_only: bool) -> int:
-    """Print findings; return 1 if any FAILs. problem: of the configuration."""
-    level, text = ("FAIL", problem) if problem else ("ok", "valid")
-    findings = [(level, "configuration", text)]
-    if not config_only:
-        view, service_problem = get_view(settings)
-        findings += _check_service(view, service_problem)
-        for part in (_check_chips, _check_hugepages, _check_files, _check_kubelet):
-            findings += part(view, settings)
-    width = max(len(subject) for _, subject, _ in findings)
-    for level, subject, text in findings:
-        print_safely(f"{level:4}  {subject:{width}}  {text}")
-    return int(any(level == "FAIL" for level, _, _ in findings))
+class Finding(NamedTuple):
+    """A line of `check`."""
+
+    level: str  # "ok", "warn" or "FAIL"
+    subject: str
+    text: str
+    command: str = ""  # the remedy
 
 
-def _check_service(view: View, problem: str | None) -> Findings:
-    if problem == NOT_RUNNING:
-        yield "FAIL", "service", "not running; start it: systemctl start tt-device-plugin"
-    elif problem:
-        yield "FAIL" if "does not answer" in problem else "warn", "service", f"it {problem}"
-    elif view["rejected"]:
-        yield "FAIL", "service", view["rejected"]
-    else:
-        yield "ok", "service", f"{view['version']}: {view['status']}"
-    version = view["driver"]
-    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
-    if version is None:
-        yield "FAIL", "driver", f"not loaded; install tt-kmd, then {LOAD_DRIVER}"
-    elif numbers and numbers < [2, 7]:
-        yield "warn", "driver", f"{version}: update to 2.7 to detect stopped firmware"
-    else:
-        yield "ok", "driver", version
+Findings = Iterator[Finding]
 
 
-def _check_chips(view: View, settings: Settings) -> Findings:
-    if not view["chips"]:
-        yield "warn", "devices", "none on this node; list PCI devices with: lspci -d 1e52:"
-    for row in view["chips"]:
+class Checks:
+    """The preflight of a node: what `check` looks at."""
+
+    PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
+
+    def __init__(self, settings: Settings, problem: str | None) -> None:
+        self._settings = settings
+        self._problem = problem  # of the configuration
+        self._view: View = {}
+
+    def run(self, *, config_only: bool, is_quiet: bool) -> int:
+        """Print the findings; return 1 if any FAILs."""
+        findings = list(self._configuration())
+        if not config_only:
+            self._view, service_problem = get_view(self._settings)
+            findings += self._service(service_problem)
+            findings += self._driver()
+            findings += self._chips()
+            findings += self._hugepages()
+            findings += self._mounts_and_locks()
+            findings += self._cdi_file()
+            findings += self._kubelet()
+
+        shown = [each for each in findings if each.level != "ok" or not is_quiet]
+        margin = max((len(each.subject) for each in shown), default=0) + 8
+        for level, subject, text, command in shown:
+            start = f"{level:4}  {subject}".ljust(margin)
+            introduction = f"{text}; run:" if command else text
+            for line in wrapped(
+                start + introduction, terminal_width(CHECK_WIDTH), command, " " * margin
+            ):
+                print_safely(line)
+        return 1 if any(each.level == "FAIL" for each in findings) else 0
+
+    def _configuration(self) -> Findings:
+        if self._problem:
+            yield Finding("FAIL", "configuration", self._problem)
+            return
+        yield Finding("ok", "configuration", "valid")
+        for warning in self._settings.warnings:
+            yield Finding("warn", "configuration", warning)
+
+    def _service(self, problem: ServiceProblem | None) -> Findings:
+        view = self._view
+        if problem is NOT_RUNNING and self._problem:
+            yield Finding("FAIL", "service", "not running, and cannot start: see configuration")
+        elif problem is NOT_RUNNING:
+            yield Finding("FAIL", "service", "not running", problem.command)
+        elif problem:
+            yield Finding(problem.level, "service", problem.text)
+        elif view["rejected"] and not self._problem:
+            yield Finding("FAIL", "service", view["rejected"])
+        else:
+            yield Finding("ok", "service", f"{view['version']}: {view['status']}")
+
+    def _driver(self) -> Findings:
+        version = self._view["driver"]
+        numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
+        if version is None:
+            if problem := self._view["driver_problem"]:
+                yield Finding("FAIL", "driver", Reason(*problem).problem, LOAD_DRIVER.command)
+            else:
+                text = "not loaded; no Tenstorrent PCI function on this node"
+                yield Finding("warn", "driver", text)
+        elif numbers and numbers < [2, 0]:
+            text = f"{version}: tt-umd of August 2026 and later needs 2.0 or later"
+            yield Finding("warn", "driver", text)
+        elif numbers and numbers < [2, 7]:
+            text = f"{version} cannot report stopped firmware; update to 2.7 or later"
+            yield Finding("warn", "driver", text)
+        else:
+            yield Finding("ok", "driver", version)
+
+    def _chips(self) -> Findings:
+        rows = self._view["chips"]
+        if not rows:
+            yield Finding("warn", "devices", "none found", "lspci -d 1e52:")
+        for reason, addresses in _folded_reasons(self._view).items():
+            yield from self._unhealthy(reason, addresses)
+        for row in rows:
+            if row["healthy"]:
+                yield from self._healthy(row)
+
+    def _unhealthy(self, reason: Reason, addresses: Sequence[str]) -> Findings:
+        """Yield one line for chips with one reason."""
+        is_drivers = self._view["driver"] is None and reason.command == LOAD_DRIVER.command
+        if is_drivers:
+            return  # the driver's line has it
+        rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
+        is_device = any(row["resource"] or row["index"] is not None for row in rows)
+        card = rows[0]["card"] or rows[0]["arch"] or "unknown card"
+        subject = addresses[0]
+        text = f"{card}: {reason.problem}"
+        if len(addresses) > 1:
+            subject, text = f"{len(addresses)} chips", f"{reason.problem}: {', '.join(addresses)}"
+        if reason.condition:
+            text += f"; {reason.condition.rstrip(',')}"
+        yield Finding("FAIL" if is_device else "warn", subject, text, reason.command)
+
+    def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
         card = row["card"] or row["arch"] or "unknown card"
-        if not row["healthy"]:
-            is_device = row["resource"] or row["index"] is not None
-            yield "FAIL" if is_device else "warn", bdf, f"{card}: {row['reason']}"
-            continue
         withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
-        yield "ok", bdf, f"{card}, {row['path']}, healthy{withheld}"
+        yield Finding("ok", bdf, f"{card}, {row['path']}, healthy{withheld}")
         if row["temperature"] is None and row["firmware"] is None:
-            yield "warn", bdf, "no firmware telemetry; if this persists, check dmesg"
-        directory = pci_directory(settings, bdf)
-        width = decimal(try_read(f"{directory}/current_link_width"))
-        most = decimal(try_read(f"{directory}/max_link_width"))
+            yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
+
+        directory = pci_directory(self._settings, bdf)
+        width = to_integer(read_text(f"{directory}/current_link_width"))
+        most = to_integer(read_text(f"{directory}/max_link_width"))
         if width and most and width < most < 63:
-            widths = f"PCIe link is x{width}, card supports x{most}"
-            yield "warn", bdf, f"{widths}; reseat the card, or check its slot"
+            text = f"PCIe link is x{width}, card supports x{most}"
+            yield Finding("warn", bdf, f"{text}; reseat the card, or check its slot")
+
         with suppress(OSError):
             mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
             if mode & 0o666 != 0o666:
-                remedy = "install the driver's udev rules: not every user can open it"
-                yield "warn", bdf, f"{row['path']} has mode {mode:04o}, not 0666; {remedy}"
+                text = f"{row['path']} has mode {mode:04o}, so not every user can open it"
+                yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
 
+    def _hugepages(self) -> Findings:
+        """Check for 1 GiB pages, which chips without a translating IOMMU need."""
+        chips = 0
+        for row in self._view["chips"]:
+            group = f"{pci_directory(self._settings, row['bdf'])}/iommu_group/type"
+            if not (read_text(group) or "").startswith("DMA"):
+                chips += 1
 
-def _check_hugepages(view: View, settings: Settings) -> Findings:
-    """Check for 4 GiB per Wormhole chip without a translating IOMMU."""
-    required = []
-    for row in view["chips"]:
-        group = try_read(f"{pci_directory(settings, row['bdf'])}/iommu_group/type") or ""
-        if row["arch"] == "wormhole" and row["path"] and not group.startswith("DMA"):
-            required.append(8 if row["board"] == "n300" else 4)
-    pages = f"{settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
-    available = decimal(try_read(pages)) or 0
-    if available < sum(required):
-        chips = f"{pluralize(len(required), 'Wormhole chip')} without an IOMMU"
-        remedy = f"boot with hugepagesz=1G hugepages={sum(required)}, or install tt-system-tools"
-        yield "warn", "hugepages", f"{available} × 1 GiB for {chips}; {remedy}"
-    else:
-        yield "ok", "hugepages", f"{available} × 1 GiB{'' if required else ', not needed'}"
+        directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
+        available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
+        needed = chips * self.PAGES_PER_CHIP
+        if available < needed:
+            text = f"{available} of the {needed} pages of 1 GiB that {pluralize(chips, 'chip')} "
+            text += f"without an IOMMU need; boot with hugepagesz=1G hugepages={needed}"
+            yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
+        elif chips:
+            yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
+        else:
+            yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
 
+    def _mounts_and_locks(self) -> Findings:
+        for mount in self._settings.mounts:
+            if not exists(mount.host):
+                text = f"{mount.host} does not exist; pods with devices cannot start"
+                yield Finding("warn", "mounts", text)
 
-def _check_files(view: View, settings: Settings) -> Findings:
-    for mount in settings.mounts:
-        if not exists(mount.host):
-            yield "warn", "mounts", f"{mount.host} does not exist; pods with devices cannot start"
-    lock_dir = settings.sharing.lock_dir
-    if settings.sharing.resources and lock_dir not in ("", "/dev/shm"):
-        start = "run: systemctl start run-ttdp-shm.mount"
+        lock_dir = self._settings.sharing.lock_dir
+        if not self._settings.sharing.resources or lock_dir in ("", "/dev/shm"):
+            return
+        mount_it = "systemctl start run-ttdp-shm.mount"
         if not isdir(lock_dir):
-            yield "warn", "locks", f"{lock_dir} is not a directory; {start}"
+            yield Finding("warn", "locks", f"{lock_dir} is not a directory", mount_it)
         elif lock_dir == Sharing().lock_dir and not os.path.ismount(lock_dir):
-            yield "warn", "locks", f"{lock_dir} is not the package's tmpfs; {start}"
+            yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
         with suppress(OSError):
-            for path in (lock_dir, *(each.path for each in os.scandir(lock_dir))):
+            for path in (lock_dir, *(entry.path for entry in os.scandir(lock_dir))):
                 if user := os.lstat(path).st_uid:
-                    yield "warn", "locks", f"run: chown root {path}: it belongs to user {user}"
-    path = f"{settings.cdi_dir}/{CDI_FILE}"
-    nodes = {row["bdf"]: row["path"] for row in view["chips"] if row["path"]}
-    try:
-        with open(path, encoding="utf-8") as file:
-            described = cdi_nodes(file.read())
-    except (OSError, ValueError) as error:
-        by_cdi = settings.device_list_strategy == "cdi"
-        if (nodes and (by_cdi or isdir(settings.cdi_dir))) or exists(path):
+                    text = f"{path} belongs to user {user}"
+                    yield Finding("warn", "locks", text, f"chown root {path}")
+
+    def _cdi_file(self) -> Findings:
+        settings = self._settings
+        path = f"{settings.cdi_dir}/{CDI_FILE}"
+        nodes = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
+        is_needed = settings.device_list_strategy == "cdi"
+        is_expected = bool(nodes) and (is_needed or isdir(settings.cdi_dir))
+        if not settings.cdi_dir or not (is_expected or os.path.lexists(path)):
+            return
+
+        try:
+            described = cdi_nodes(read_others_file(path, 1 << 24).decode())
+        except FileNotFoundError:
+            if nodes:
+                yield Finding("FAIL", "CDI", f"{path} does not exist; is the service running?")
+            return
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            yield "FAIL", "CDI", f"{path} cannot be read: {reason}; is the service running?"
-        return
-    bdfs = described.keys() | nodes
-    if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
-        yield "FAIL", "CDI", f"{path} is stale for {abbreviate(stale)}; is the service running?"
-    else:
-        yield "ok", "CDI", f"{path} describes the devices"
+            yield Finding("FAIL", "CDI", f"{path} cannot be read: {reason}")
+            return
 
+        bdfs = described.keys() | nodes
+        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
+            text = f"{path} is out of date for {abbreviate(stale)}; is the service running?"
+            yield Finding("FAIL", "CDI", text)
+        else:
+            yield Finding("ok", "CDI", f"{path} is up to date")
 
-def _check_kubelet(view: View, settings: Settings) -> Findings:
-    directory = settings.device_plugin_dir
-    kubelet = f"{directory}/{KUBELET_SOCKET}"
-    try:
-        mode = os.stat(f"{directory}/.").st_mode
-    except PermissionError:
-        yield "warn", "kubelet", f"{directory}: run as root (permission denied)"
-        return
-    except OSError:
-        remedy = "if the kubelet uses another directory, set device_plugin_dir"
-        yield "warn", "kubelet", f"{directory} does not exist; {remedy}"
-        return
-    if not os.access(directory, os.W_OK | os.X_OK):
-        yield "FAIL", "kubelet", f"{directory} is not writable; run as root, or check its mount"
-    if mode & 0o004:
-        yield "warn", "kubelet", f"other users can lock {directory}; run: chmod 0750 {directory}"
-    number = connection_error(kubelet)
-    if not number:
-        yield "ok", "kubelet", f"{kubelet} accepts connections"
-    elif number == errno.EACCES:
-        yield "warn", "kubelet", f"{kubelet}: run as root (permission denied)"
-    else:
-        yield "warn", "kubelet", f"start the kubelet: {kubelet}: {os.strerror(number)}"
-    if view["unreadable"]:
-        yield "warn", "kubelet", f"{view['unreadable']}; the kubelet rewrites it with the next pod"
-    for resource in view["resources"]:
-        if not number and resource["state"] not in (None, REGISTERED):
-            reason = resource["state"] or "no answer to Register yet"
-            yield "FAIL", resource["name"], f"not registered: {reason}"
-        for identifier, reason in resource["incomplete"].items():
-            yield "FAIL", resource["name"], f"{identifier}: {reason}"
+    def _kubelet(self) -> Findings:
+        directory = self._settings.device_plugin_dir
+        try:
+            mode = os.stat(f"{directory}/.").st_mode
+        except PermissionError:
+            yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
+            return
+        except OSError:
+            remedy = "if the kubelet uses another directory, set device_plugin_dir"
+            yield Finding("warn", "kubelet", f"{directory} does not exist; {remedy}")
+            return
+
+        if not os.access(directory, os.W_OK | os.X_OK):
+            text = f"{directory} is not writable; run this as root, or check its mount"
+            yield Finding("FAIL", "kubelet", text)
+        if mode & 0o004:
+            text = f"other users can read {directory}, and so lock it and keep the daemon out"
+            yield Finding("warn", "kubelet", text, f"chmod 0750 {directory}")
+
+        path = f"{directory}/{KUBELET_SOCKET}"
+        number = connection_error(path)
+        if not number:
+            yield Finding("ok", "kubelet", f"{path} accepts connections")
+        elif number == errno.EACCES:
+            yield Finding("warn", "kubelet", f"{path}: permission denied; run this as root")
+        else:
+            text = f"kubelet does not answer on {path}: {os.strerror(number)}; is it running?"
+            yield Finding("warn", "kubelet", text)
+        if self._view["unreadable"]:
+            text = f"{self._view['unreadable']}; the kubelet rewrites it when the next pod starts"
+            yield Finding("warn", "kubelet", text)
+
+        for resource in self._view["resources"]:
+            name, phase = resource["name"], resource["phase"]
+            if not number and phase not in (None, Phase.REGISTERED.value):
+                reason = resource["state"] or "waiting for the kubelet's answer"
+                yield Finding("FAIL", name, f"not registered: {reason}")
+            for identifier, reason in resource["incomplete"].items():
+                yield Finding("FAIL", name, f"{identifier}: {reason}")
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ def chip(
         SUBSYSTEMS.get(known, 0),
         numa_node,
         f"/sys/devices/{bus}",
-        "tenstorrent",
-        ordinal,
-        f"/dev/tenstorrent/{ordinal}",
+        driver="tenstorrent",
+        ordinal=ordinal,
+        path=f"/dev/tenstorrent/{ordinal}",
     )
     if not present:
-        function = function.without_device(None)
+        function = function.without_device_file()._replace(on_bus=False)
     verdict = Verdict(fault, "it is ill" if fault else None)
-    return Chip(function, Identity(**identity), verdict, seen=True, listed=True)
+    return Chip(function, Identity(**identity), verdict, had_device_file=True, is_listed=True)
 
 
 def allocation(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Allocation:
@@ -63,6 +63,7 @@ def decide(
         settings=settings or Settings(),
         chips={each.bdf: each for each in chips},
         driver="2.10.1",
+        machine="x86_64",
         allocations=tuple(allocations),
         names=NAMES,
         unreadable=None,

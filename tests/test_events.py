@@ -162,14 +162,14 @@ class Watched:
         await asyncio.wait_for(self.woken.wait(), PATIENCE)
         self.woken.clear()
         self.directory.check()
-        return self.directory.has_changed()
+        return self.directory.take_changes()
 
 
 @contextlib.asynccontextmanager
 async def watched(path: Path) -> AsyncIterator[Watched]:
     found = Watched(path)
     found.directory.open()
-    found.directory.has_changed()
+    found.directory.take_changes()
     yield found
     found.directory.close()
 
@@ -196,7 +196,7 @@ async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path
             assert path.stat().st_mode & 0o777 == 0o750
             shutil.rmtree(path.parent)
             found.directory.check()  # each turn of the loop does
-            found.directory.has_changed()
+            found.directory.take_changes()
             (path / "kubelet.sock").touch()
             while not await found.change():
                 pass
@@ -225,7 +225,7 @@ async def test_a_watch_that_is_refused_is_tried_again(
         found.directory.open()
     assert "polling for kubelet restarts" in caplog.text
     found.directory.check()
-    found.directory.has_changed()
+    found.directory.take_changes()
     (tmp_path / "kubelet.sock").touch()
     assert await found.change()
     found.directory.close()
@@ -239,7 +239,7 @@ async def test_without_inotify_one_line_is_logged(
     async with watched(tmp_path) as found:
         assert "raise fs.inotify.max_user_*" in caplog.text
         (tmp_path / "kubelet.sock").touch()
-        assert found.directory.has_changed()
+        assert found.directory.take_changes()
 
 
 async def test_a_locked_directory_is_served_by_one_daemon(tmp_path: Path) -> None:

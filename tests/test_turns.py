@@ -170,7 +170,7 @@ async def test_looks_after_an_error_are_no_polls(
     await kubelet.registered(NAME)
     looks: list[bool] = []
     observed = daemon.daemon.node
-    look = observed.look
+    look = observed.read_chips
 
     def record(*, periodic: bool) -> None:
         looks.append(periodic)
@@ -192,7 +192,7 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     with monkeypatch.context() as patch:
         patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()
-        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.states))
+        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.registrations))
     await kubelet.registered(NAME)
     assert "internal error" not in caplog.text
 

@@ -147,9 +147,7 @@ class RunningDaemon:
 
     async def stop(self) -> int:
         self.daemon.end(0)
-        status = await self._run
-        self.daemon.node.readers.close_files(())  # as the end of its process does
-        return status
+        return await self._run
 
     def reload(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
