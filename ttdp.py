@@ -28,6 +28,7 @@ import re
 import signal
 import socket
 import stat
+import struct
 import sys
 import textwrap
 import threading
@@ -222,6 +223,14 @@ def _selection(value: Any) -> Any:
     return value
 
 
+def _addresses(value: Any) -> tuple[str, ...]:
+    """Parse a list of PCI addresses."""
+    address = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
+    _require(isinstance(value, list))
+    _require(all(isinstance(each, str) and re.fullmatch(address, each) for each in value))
+    return tuple(value)
+
+
 def _temperature_limit(value: Any) -> Any:
     _require(value == "card" or (type(value) in (int, float) and 1 <= value <= 200))
     return value
@@ -241,9 +250,10 @@ RESOURCE_NAME = _text(
 )
 
 
-def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Return the field of a setting, which is a key of the configuration file."""
-    return field(default=default, metadata={"rule": rule, "help": help})
+def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
+    """Return the field of a setting: a key of the configuration file."""
+    metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
+    return field(default=default, metadata=metadata)
 
 
 def _table(kind: type) -> Any:
@@ -398,9 +408,22 @@ class Settings:
     log_level: str = _key(
         "info", _choice("debug", "info", "warning", "error"), "minimum level to log"
     )
+    hugepages: str = _key(
+        "private",
+        _choice("private", "host", "none"),
+        "hugepage directories of containers: private (one for each device), host (the host's own) "
+        "or none",
+    )
+    exclude: tuple[str, ...] = _key(
+        (),
+        Rule("a list of PCI addresses, such as 0000:03:00.0", _addresses),
+        "chips that are not offered, such as one that is to be returned or used by a virtual "
+        "machine",
+        only_in_file=True,
+    )
     health: HealthSettings = _table(HealthSettings)
     sharing: Sharing = _table(Sharing)
-    mounts: Mounts = _tables(Mount)  # none: the hugepages below dev_root
+    mounts: Mounts = _tables(Mount)
 
     # Not in the file: the directories that systemd sets, and keys to be warned of.
     state_dir: str | None = None  # None: the state is not saved
@@ -432,7 +455,7 @@ def _variable_of(key: str) -> str:
 
 def _options() -> Iterator[Option]:
     for each in fields(Settings):
-        if "rule" in each.metadata:
+        if "rule" in each.metadata and not each.metadata["only_in_file"]:
             rule, help = each.metadata["rule"], each.metadata["help"]
             yield Option(each.name, _flag_of(each.name), _variable_of(each.name), rule, help)
 
@@ -699,6 +722,7 @@ DEAD_VALUE = 2**32 - 10**6  # ALL_ONES watts in µW, of which hwmon keeps 32 bit
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
+HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 FileIdentity = tuple[int, int, int]  # device, inode, time of the last change: inodes are reused
@@ -982,17 +1006,23 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-def existing_mounts(settings: Settings) -> Mounts:
-    """Return the configured mounts; without any, those hugepages that exist."""
-    if settings.mounts:
-        return settings.mounts
+def hugetlbfs_directories(settings: Settings) -> list[Mount]:
+    """Return the hugetlbfs directories of the host, as containers would have them."""
+    mounts = [Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in HUGETLBFS]
+    return [mount for mount in mounts if exists(mount.host)]
 
-    mounts = []
-    for name in ("hugepages-1G", "hugepages"):
-        path = f"{settings.dev_root}/{name}"
-        if exists(path):
-            mounts.append(Mount(path, f"/dev/{name}"))
-    return tuple(mounts)
+
+def with_configured_mounts(settings: Settings, hugepages: Iterable[Mount]) -> Mounts:
+    """Return the configured mounts, and these where no configured one is."""
+    targets = {mount.container for mount in settings.mounts}
+    others = [mount for mount in hugepages if mount.container not in targets]
+    return (*settings.mounts, *others)
+
+
+def host_mounts(settings: Settings) -> Mounts:
+    """Return the mounts that are the same for every container: those of the CDI file."""
+    hugepages = [] if settings.hugepages == "none" else hugetlbfs_directories(settings)
+    return with_configured_mounts(settings, hugepages)
 
 
 # Of a serial number each half is read by itself, and can be all ones during a reset.
@@ -1684,6 +1714,11 @@ class Allocation(NamedTuple):
     def key(self) -> AllocationKey:
         return (self.pod, self.container, self.resource)
 
+    @property
+    def first_chip(self) -> str:
+        """Return the lowest address, after which the container's hugepage directory is named."""
+        return min(self.chips, key=address_numbers, default="")
+
 
 class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
@@ -1859,6 +1894,7 @@ class AllocationRecord:
     allocation: Allocation
     evident_at: float | None = None  # when there was evidence for the last time
     had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
+    has_started: bool = False  # the start of a container was allowed since the node was booted
     # When the start of a container was allowed; None once a process was seen, or the cgroup has
     # gone. Without a pause process (CRI-O) a pod has no process until then.
     start_allowed_at: float | None = None
@@ -1878,6 +1914,7 @@ class AllocationRecord:
             "device_files": device_files,
             "counts": self.counts(now),
             "had_cgroup": self.had_cgroup,
+            "has_started": self.has_started,
             "start_allowed_at": self.start_allowed_at,
         }
 
@@ -1902,6 +1939,7 @@ class AllocationRecord:
             allocation,
             evident_at=now if typed(saved, "counts", bool) else None,
             had_cgroup=typed(saved, "had_cgroup", bool),
+            has_started=typed(saved, "has_started", bool),
             start_allowed_at=typed(saved, "start_allowed_at", float, optional=True),
         )
 
@@ -1976,8 +2014,10 @@ class AllocationTracker:
             if record and record.allocation == allocation:
                 continue
 
+            # Of a response that another daemon has given it is not known whether the container has
+            # started: then it is taken to have.
             pending = self._pending.pop((allocation.resource, allocation.ids), None)
-            record = pending or AllocationRecord(allocation)
+            record = pending or AllocationRecord(allocation, has_started=True)
             record.allocation = allocation
             self._records.pop(key, None)  # so that the new record is the last
             self._records[key] = record
@@ -1993,8 +2033,12 @@ class AllocationTracker:
             exists = self._cgroups.exists(pod)
             record.had_cgroup |= exists
             self._end_start(record, now)
-            if self._has_evidence(record) or (self.unreadable and record.counts(now)):
+            if self._has_evidence(record):
                 record.evident_at = now
+        if self.unreadable:
+            for record in self._all_records():
+                if record.counts(now):
+                    record.evident_at = now
 
         # An entry without evidence stays recorded: it had a cgroup, which the next look must know.
         for key in [*self._records]:
@@ -2030,8 +2074,11 @@ class AllocationTracker:
 
     def counting(self, now: float) -> tuple[Allocation, ...]:
         """Return the allocations that count, the newest last."""
-        records = chain(self._records.values(), self._pending.values())
+        records = self._all_records()
         return tuple(record.allocation for record in records if record.counts(now))
+
+    def _all_records(self) -> Iterator[AllocationRecord]:
+        return chain(self._records.values(), self._pending.values())
 
     def is_running(self, allocation: Allocation) -> bool:
         """Return whether, at the last look, the pod ran or a container of it was starting."""
@@ -2040,11 +2087,21 @@ class AllocationTracker:
             return True
         return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod)
 
+    def has_started(self, allocation: Allocation) -> bool:
+        """Return whether a container of the pod was allowed to start with the same first chip."""
+        device = allocation.first_chip
+        return any(
+            record.has_started
+            for record in self._all_records()
+            if (record.allocation.pod, record.allocation.first_chip) == (allocation.pod, device)
+        )
+
     def allow_start(self, allocation: Allocation, now: float) -> None:
         """Record that a container of this allocation may start now."""
-        record = self._record_of(allocation)
-        if record and not self.is_running(allocation):
-            record.start_allowed_at = now
+        if record := self._record_of(allocation):
+            record.has_started = True
+            if not self.is_running(allocation):
+                record.start_allowed_at = now
 
     @property
     def has_starting_pods(self) -> bool:
@@ -2067,8 +2124,7 @@ class AllocationTracker:
         self.names = names
 
     def to_state(self, now: float) -> list[Json]:
-        records = chain(self._records.values(), self._pending.values())
-        return [record.to_state(now) for record in records]
+        return [record.to_state(now) for record in self._all_records()]
 
 
 # ==== RESOURCES: which devices exist, and their names. Pure =======================================
@@ -2221,6 +2277,11 @@ def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]
     return dict(sorted(devices.items()))
 
 
+def is_excluded(device: Device, settings: Settings) -> bool:
+    """Return whether a chip of a device is taken out of service."""
+    return not device.addresses.isdisjoint(settings.exclude)
+
+
 def configured_resources(chips: Chips, settings: Settings) -> Resources:
     """Return the resources that the configuration gives, by name."""
     sharing = settings.sharing
@@ -2235,7 +2296,8 @@ def configured_resources(chips: Chips, settings: Settings) -> Resources:
             max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
             found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
 
-    for base_name, exclusive in devices_by_name(chips, settings).items():
+    for base_name, devices in devices_by_name(chips, settings).items():
+        exclusive = [device for device in devices if not is_excluded(device, settings)]
         for entry in sharing.resources:
             if entry.name == base_name:
                 selected = selection(entry, exclusive)
@@ -2260,16 +2322,21 @@ def aliases(device: Device) -> set[str]:
     return {device.identifier, *device.addresses, *numbers}
 
 
-def unselected(chips: Chips, settings: Settings) -> Iterator[str]:
-    """Yield messages about shared resources and devices that do not exist."""
+def settings_in_vain(chips: Sequence[Chip], settings: Settings) -> Iterator[str]:
+    """Yield messages about chips, devices and resources in the settings that do not exist."""
+    for bdf in settings.exclude:
+        if all(chip.bdf != bdf for chip in chips):
+            yield f"exclude: {bdf} is not a chip of this node"
+
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
         missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
-            yield f"{entry.name} has no device {abbreviate(missing)}"
+            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
         elif not found:
-            yield f"there is no resource {entry.name}; available: {', '.join(devices) or 'none'}"
+            available = ", ".join(devices) or "none"
+            yield f"sharing: there is no resource {entry.name}; available: {available}"
 
 
 def advertise(
@@ -2513,7 +2580,8 @@ def preferred_allocation(
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
     invalid = Status.INVALID_ARGUMENT
-    if unknown := sorted((free | required) - resource.devices.keys()):
+    # Not as the difference of sets, which is slow between a set and the keys of a dictionary.
+    if unknown := sorted(each for each in free | required if each not in resource.devices):
         raise RequestError(invalid, f"{resource.name} has no device {abbreviate(unknown)}")
     if size < 0:
         raise RequestError(invalid, f"allocation size {size} is negative")
@@ -2844,9 +2912,15 @@ LABELS_FILE = "tt-device-plugin"
 
 
 def cdi_spec(
-    functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
+    functions: Iterable[PciFunction],
+    settings: Settings,
+    mounts: Iterable[Mount],
+    excluded: Collection[str] = (),
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0, which refuses links as device nodes); None without chips."""
+    """Return a CDI file (spec 0.5.0, which refuses links as device nodes); None without chips.
+
+    `excluded` chips have an entry by address, but are not in "all".
+    """
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
@@ -2854,7 +2928,9 @@ def cdi_spec(
     if not nodes:
         return None
 
-    nodes["all"] = list(chain(*nodes.values()))
+    offered = [its_nodes for bdf, its_nodes in nodes.items() if bdf not in excluded]
+    if offered:
+        nodes["all"] = list(chain(*offered))
     devices = []
     for name, device_nodes in nodes.items():
         devices.append({"name": name, "containerEdits": {"deviceNodes": device_nodes}})
@@ -2998,17 +3074,27 @@ class Decision:
         """Return the CDI file: the chips that have a usable device file."""
         functions = [chip.function for chip in self.listed if chip.is_present]
         usable = [function for function in functions if not function.file_fault]
-        return cdi_spec(usable, self.seen.settings, self.seen.mounts)
+        return cdi_spec(usable, self.seen.settings, self.seen.mounts, self.excluded)
 
     @cached_property
     def labels(self) -> str:
         seen = self.seen
-        return feature_file(self.resources.values(), self.listed, seen.settings, seen.driver)
+        return feature_file(self.configured.values(), self.listed, seen.settings, seen.driver)
 
     @cached_property
-    def unselected(self) -> Sequence[str]:
-        """Return messages about shared resources and devices that do not exist."""
-        return list(unselected(self.listed, self.seen.settings))
+    def in_vain(self) -> Sequence[str]:
+        """Return messages about settings that concern nothing on this node."""
+        return list(settings_in_vain(self.listed, self.seen.settings))
+
+    @cached_property
+    def excluded(self) -> Addresses:
+        """Return the chips of devices that the configuration takes out of service."""
+        if not self.seen.settings.exclude:
+            return frozenset()
+        devices = chain(*devices_by_name(self.listed, self.seen.settings).values())
+        excluded = [each for each in devices if is_excluded(each, self.seen.settings)]
+        by_address = {chip.bdf for chip in self.chips.values()} & {*self.seen.settings.exclude}
+        return frozenset(by_address).union(*(device.addresses for device in excluded))
 
     @cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
@@ -3034,8 +3120,16 @@ class Decision:
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
 
+    def has_same_devices(self, other: Decision) -> bool:
+        """Return whether only pods differ: who holds which chips, and their names."""
+        no_pods: Json = {"allocations": (), "names": {}}
+        is_same_node = self.seen._replace(**no_pods) == other.seen._replace(**no_pods)
+        return is_same_node and self.resources is other.resources
+
     def advertises(self, chip: Chip) -> bool:
         """Return whether a chip is a device, or waits for its board's serial."""
+        if chip.bdf in self.excluded:
+            return chip.bdf in self.owners  # a pod holds it
         return chip.is_listed or chip.bdf in self.owners
 
 
@@ -3165,12 +3259,14 @@ def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | N
     return f"driver {function.driver} is bound, not {DRIVER}", Remedy(f"{unbind} && {bind}")
 
 
-def driver_problem(chips: Chips, driver: str | None) -> Reason | None:
+def driver_problem(decision: Decision) -> Reason | None:
     """Return why cards on the bus are not devices."""
+    driver = decision.seen.driver
     unbound = []
-    for chip in chips:
+    for bdf, chip in decision.chips.items():
         has_no_driver = chip.function.on_bus and chip.function.driver is None
-        if has_no_driver and not (driver and chip.is_listed):  # a listed one has its own line
+        has_own_line = driver is not None and chip.is_listed
+        if has_no_driver and not has_own_line and bdf not in decision.excluded:
             unbound.append(chip)
     if not unbound:
         return None
@@ -3189,7 +3285,8 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for bdf, chip in decision.chips.items():
         former_chip = former.chips.get(bdf) if former else None
         if not decision.advertises(chip):
-            yield from _unadvertised_changes(former_chip, chip)
+            if bdf not in decision.excluded:
+                yield from _unadvertised_changes(former_chip, chip)
         elif former and former_chip and former.advertises(former_chip):
             yield from _chip_changes(former_chip, chip, decision.seen.driver)
         else:
@@ -3202,9 +3299,15 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for name in withheld_before.keys() - decision.withheld.keys():
         yield logging.INFO, f"{name} is no longer withheld"
 
-    for message in decision.unselected:
-        if former is None or message not in former.unselected:
-            yield logging.INFO, f"sharing: {message}"
+    excluded_before = former.excluded if former else frozenset()
+    for bdf in sorted(decision.excluded - excluded_before):
+        yield logging.INFO, f"{decision.chips[bdf].label} is excluded: not offered to pods"
+    for bdf in sorted(excluded_before - decision.excluded):
+        yield logging.INFO, f"{bdf} is no longer excluded"
+
+    for message in decision.in_vain:
+        if former is None or message not in former.in_vain:
+            yield logging.INFO, message
 
 
 def _unadvertised_changes(former: Chip | None, chip: Chip) -> LogLines:
@@ -3246,7 +3349,7 @@ def _introduction(chip: Chip) -> str:
 class Phase(Enum):
     """How far the registration of a resource is."""
 
-    STARTING = "starting"  # its socket is not bound yet
+    STARTING = "starting"
     WAITING = "waiting"  # for a kubelet
     REGISTERED = "registered"
     FAILED = "failed"  # it is tried again
@@ -3399,7 +3502,7 @@ def status_line(
 ) -> str:
     """Return a summary for operators."""
     parts = [resource.summary for resource in decision.resources.values()]
-    if problem := driver_problem(decision.chips.values(), decision.seen.driver):
+    if problem := driver_problem(decision):
         parts.insert(0, str(problem))
     if not parts:
         parts = ["no Tenstorrent device on this node; waiting for one"]
@@ -3435,9 +3538,8 @@ def view_of_node(
     for bdf, chip in decision.chips.items():
         record = records.get(bdf) or ChipRecord(chip)
         chips.append(_chip_row(decision, chip, record, knows_pods=knows_pods))
-        if chip.fault:
+        if chip.fault and (bdf not in decision.excluded or decision.advertises(chip)):
             faults[bdf] = chip.fault.name
-        if chip.reason:
             reasons[bdf] = chip.reason
 
     resources = []
@@ -3459,9 +3561,10 @@ def view_of_node(
         "unreadable": decision.seen.unreadable,
         "withheld": decision.withheld,
         "resources": resources,
+        "excluded": sorted(decision.excluded),
         "faults": faults,
         "reasons": reasons,  # as lists of Reason's fields
-        "driver_problem": driver_problem(decision.chips.values(), decision.seen.driver),
+        "driver_problem": driver_problem(decision),
         "files": files,
         "chips": chips,
     }
@@ -3846,6 +3949,124 @@ def make_lock_directory(path: str) -> None:
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
 
 
+class HugepageDirectories:
+    """A directory of hugepage files for each device, in each hugetlbfs of the host.
+
+    tt-umd opens files with fixed names (hugepage.cpp), so containers that have the host's directory
+    open each other's, and the files of a pod that was killed stay there, with their pages. Each
+    directory is named after the first chip of its device. It is root's with mode 0777 and not
+    sticky, the only mode in which every user can open another one's file of the same pod. The
+    directory around it can be entered by root only.
+    """
+
+    NAME = "tt-device-plugin"
+    CLOSED = ".closed"  # in the name of a directory that could not be cleaned
+    MAX_FILES = 10_000  # that are removed from a directory
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings  # only dev_root matters, which never changes
+
+    def mounts(self, device: str) -> list[Mount]:
+        """Return the mounts of a container with this device; raises OSError.
+
+        Directories that are missing are created.
+        """
+        mounts = []
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            parent = f"{hugetlbfs.host}/{self.NAME}"
+            _make_directory(parent, 0o700)
+            status = os.lstat(parent)
+            is_ours = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+            if not stat.S_ISDIR(status.st_mode) or not is_ours:
+                raise PermissionError(
+                    errno.EPERM, "not a directory of root's with mode 0700", parent
+                )
+
+            path = f"{parent}/{device}"
+            _make_directory(path, 0o777)
+            mounts.append(Mount(path, hugetlbfs.container))
+        return mounts
+
+    def closed(self) -> Iterator[str]:
+        """Yield the directories that could not be cleaned, and keep their pages."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            parent = f"{hugetlbfs.host}/{self.NAME}"
+            for name in names_in(parent):
+                if self.CLOSED in name:
+                    yield f"{parent}/{name}"
+
+    def clean_unused(self, used: Collection[str]) -> None:
+        """Remove the files of all devices except these; raises OSError."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            for name in names_in(f"{hugetlbfs.host}/{self.NAME}"):
+                if name not in used and self.CLOSED not in name:
+                    self._clean(f"{hugetlbfs.host}/{self.NAME}/{name}")
+
+    def clean(self, device: str) -> None:
+        """Remove all files of a device; raises OSError."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            self._clean(f"{hugetlbfs.host}/{self.NAME}/{device}")
+
+    def _clean(self, path: str) -> None:
+        """Remove all files in a directory. One that a container has closed is put aside."""
+        try:
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._put_aside(path, error)
+            return
+
+        try:
+            _remove_files(directory, self.MAX_FILES)
+            status = os.fstat(directory)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o777:
+                raise PermissionError(errno.EPERM, "owner or mode was changed")
+        except OSError as error:
+            self._put_aside(path, error)
+        finally:
+            os.close(directory)
+
+    def _put_aside(self, path: str, error: OSError) -> None:
+        """Rename a directory that cannot be cleaned, and replace it by a new one."""
+        if error.errno in OWN_ERRORS:
+            raise error
+        aside = f"{path}{self.CLOSED}-{time.time_ns()}"
+        os.rename(path, aside)
+        _make_directory(path, 0o777)
+        log.warning("%s cannot be cleaned (%s): its pages stay in %s", path, error.strerror, aside)
+
+
+def _make_directory(path: str, mode: int) -> None:
+    """Create a directory if it is missing; raises OSError."""
+    with suppress(FileExistsError):
+        os.mkdir(path, mode)
+        os.chmod(path, mode)  # despite the umask
+
+
+def _remove_files(directory: int, at_most: int) -> int:
+    """Remove everything in a directory, given by its descriptor; return how many are left to do.
+
+    Raises OSError. By descriptors, so that no link leads elsewhere: others can write there.
+    """
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if at_most <= 0:
+                raise OSError(errno.E2BIG, "too many files")
+            at_most -= 1
+            if entry.is_dir(follow_symlinks=False):
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                inner = os.open(entry.name, flags, dir_fd=directory)
+                try:
+                    at_most = _remove_files(inner, at_most)
+                finally:
+                    os.close(inner)
+                os.rmdir(entry.name, dir_fd=directory)
+            else:
+                os.unlink(entry.name, dir_fd=directory)
+    return at_most
+
+
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
 
 
@@ -3922,7 +4143,7 @@ SOCKET_PREFIX = "tt-"  # of the daemon's sockets in the kubelet's directory
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 
-# inotify(7), of a directory's entries; then of the directory itself.
+# inotify(7), of a directory's entries; of the directory itself; lost events.
 IN_MOVED_FROM = 0x40
 IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
@@ -3930,6 +4151,8 @@ IN_DELETE = 0x200
 IN_DELETE_SELF = 0x400
 IN_MOVE_SELF = 0x800
 IN_ONLYDIR = 0x0100_0000
+IN_Q_OVERFLOW = 0x4000
+INOTIFY_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -3993,7 +4216,8 @@ class PluginDirectory:
         self.path = path
         self.is_watched = False
         self._wake = wake
-        self._names: set[str] = set()  # of others' files, without the checkpoint
+        self._has_changed = False  # by an event
+        self._names: frozenset[str] = frozenset()  # of others' files, without inotify
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
 
@@ -4051,16 +4275,35 @@ class PluginDirectory:
 
     def take_changes(self) -> bool:
         """Return whether files of others have come or gone since the last call."""
-        former = self._names
-        ours = (SOCKET_PREFIX, ".")
-        names = {name for name in names_in(self.path) if not name.startswith(ours)}
-        self._names = names - {CHECKPOINT}
-        return self._names != former
+        has_changed, self._has_changed = self._has_changed, False
+        if not self.is_watched:
+            names = frozenset(filter(_is_of_others, names_in(self.path)))
+            has_changed |= names != self._names
+            self._names = names
+        return has_changed
 
     def _read(self) -> None:
-        if self._inotify is not None:
-            os.read(self._inotify, 65536)
-        self._wake()
+        if self._inotify is None:
+            return
+        events = os.read(self._inotify, 65536)
+        needs_turn = False
+        while events:
+            _, mask, _, length = INOTIFY_EVENT.unpack_from(events)
+            end = INOTIFY_EVENT.size + length
+            name = os.fsdecode(events[INOTIFY_EVENT.size : end].rstrip(b"\0"))
+            events = events[end:]
+
+            self._has_changed |= _is_of_others(name) or bool(mask & IN_Q_OVERFLOW)
+            # The daemon's own new socket needs no turn, nor does a file that will be renamed.
+            is_own_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
+            needs_turn |= not is_own_socket and not name.startswith(".")
+        if needs_turn:
+            self._wake()
+
+
+def _is_of_others(name: str) -> bool:
+    """Return whether a file in the kubelet's directory says something about the kubelet."""
+    return not name.startswith((SOCKET_PREFIX, ".")) and name != CHECKPOINT
 
 
 def _holder_of_lock(inode: int) -> str:
@@ -4113,11 +4356,12 @@ class Node:
         self.former_files = saved.files
         self.inventory = Inventory(dict(saved.chips))
         self.allocations = AllocationTracker(settings, saved.allocations)
+        self.hugepages = HugepageDirectories(settings)
         self.readers = TelemetryReaders(wake)
         self.looked = Broadcast()  # at the pods' cgroups
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
-        self.cdi_problem: str | None = None  # why pods cannot get devices through the CDI file
+        self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
         self.scanned_at = -inf
         self.polled_at = -inf
         self._machine = os.uname().machine
@@ -4172,11 +4416,19 @@ class Node:
             self.allocations.counting(now),
             self.allocations.names,
             self.allocations.unreadable,
-            existing_mounts(self.settings),
+            host_mounts(self.settings),
         )
         if self._decision is None or observation != self._decision.seen:
             self._decision = decide(observation, self._decision)
         return self._decision
+
+    def note_problem(self, subject: str, problem: str | None) -> None:
+        """Record why pods cannot get devices, None if they can; a new problem is logged."""
+        if problem and problem != self.problems.get(subject):
+            log.warning("%s", problem)
+        self.problems.pop(subject, None)
+        if problem:
+            self.problems[subject] = problem
 
     def save_state(self, files: Sequence[str], now: float) -> None:
         chips = {}
@@ -4239,8 +4491,8 @@ class Allocator:
     async def _allocate(self, name: str, containers: Containers) -> list[Edits]:
         settings = self._node.settings
         by_cdi = settings.device_list_strategy == "cdi"
-        if by_cdi and self._node.cdi_problem:
-            raise RequestError(Status.UNAVAILABLE, self._node.cdi_problem)
+        if by_cdi and "CDI" in self._node.problems:
+            raise RequestError(Status.UNAVAILABLE, self._node.problems["CDI"])
 
         # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
         # udev makes up to some seconds after the device file. Anything can change meanwhile.
@@ -4263,19 +4515,31 @@ class Allocator:
                 break
             await asyncio.sleep(LINK_INTERVAL)
 
-        mounts = [] if by_cdi else list(existing_mounts(settings))
-        if locks := lock_path(resource, chain(*containers), settings):
-            mounts.append(Mount(locks, "/dev/shm"))
-
         now = monotonic()
         existing_links = {bdf: link for bdf, link in links.items() if link}
+        locks = lock_path(resource, chain(*containers), settings)
         answer = []
         for ids, its_chips in zip(containers, chips, strict=True):
             addresses = frozenset(chip.bdf for chip in its_chips)
-            response = Allocation(name, frozenset(ids), addresses)
-            self._node.allocations.add_response(response, now)
+            allocation = Allocation(name, frozenset(ids), addresses)
+            mounts = [] if by_cdi else self._mounts(allocation)
+            if locks:
+                mounts.append(Mount(locks, "/dev/shm"))
             answer.append(container_edits(its_chips, existing_links, settings, mounts))
+            self._node.allocations.add_response(allocation, now)
         return answer
+
+    def _mounts(self, allocation: Allocation) -> list[Mount]:
+        """Return the configured mounts and the hugepages of a container; raises RequestError."""
+        settings = self._node.settings
+        if settings.hugepages != "private":
+            return list(host_mounts(settings))
+        try:
+            hugepages = self._node.hugepages.mounts(allocation.first_chip)
+        except OSError as error:
+            reason = f"no hugepage directory for device {allocation.first_chip}: {error.filename}"
+            raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
+        return list(with_configured_mounts(settings, hugepages))
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
         """Return the best IDs; raises RequestError, OSError."""
@@ -4318,7 +4582,23 @@ class Allocator:
                     pod = self._other_pod(name, ids)
 
         if own := _newest_allocation(self._decide(), name, ids):
+            self._clean_hugepages(own)
             self._node.allocations.allow_start(own, monotonic())
+
+    def _clean_hugepages(self, own: Allocation) -> None:
+        """Remove hugepage files of former pods before the first container of a pod starts.
+
+        Later containers and restarts find the pod's own files, and users of a shared device those
+        of each other. Raises OSError.
+        """
+        allocations = self._node.allocations
+        if allocations.has_started(own):
+            return
+        for other in self._decide().allocations:
+            is_sharing = other.pod != own.pod and other.first_chip == own.first_chip
+            if is_sharing and allocations.is_running(other):
+                return
+        self._node.hugepages.clean(own.first_chip)
 
     def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
         """Return another pod that runs on these chips without sharing them."""
@@ -4543,12 +4823,6 @@ class KubeletSession:
         self._checkpoint_at_register: FileIdentity | None = None
         self._task = asyncio.create_task(self._run())
 
-    @property
-    def is_serving(self) -> bool:
-        """Return whether its socket is bound, or could not be."""
-        is_bound = self._endpoint is not None and self._endpoint.file is not None
-        return is_bound or self.registration.phase is not Phase.STARTING
-
     def update(
         self,
         devices: DeviceList,
@@ -4615,14 +4889,19 @@ class KubeletSession:
                 pause = min(2 * pause, BACKOFF[1])
 
     async def _serve(self) -> tuple[Phase, str]:
-        """Bind a socket, register it and serve; return why that has ended. Raises OSError."""
+        """Wait for a kubelet, register with it and serve; return why that has ended.
+
+        The socket is bound only now, as a kubelet that starts deletes all sockets. Raises OSError.
+        """
+        if self.registration.phase is Phase.REGISTERED:
+            self._set(Phase.STARTING, "")
+        if refusal := await self._kubelet_listens():
+            return refusal
+
         name = f"{SOCKET_PREFIX}{without_domain(self.name)[:ENDPOINT_NAME_MAX]}"
         number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
         path = f"{self._directory}/{name}.{number}.sock"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
-        if self.registration.phase is Phase.REGISTERED:
-            self._set(Phase.STARTING, "")
-
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
         try:
@@ -4630,9 +4909,6 @@ class KubeletSession:
                 server.add_insecure_port(f"unix:{path}")
             except RuntimeError:  # gRPC hides the error of bind()
                 return Phase.FAILED, f"cannot create sockets in {self._directory}"
-            endpoint.file = file_identity(path)
-            self._endpoint = endpoint
-            self._end_if_lost(endpoint)
             await completed(server.start())
 
             if failure := await self._register(endpoint):
@@ -4643,41 +4919,34 @@ class KubeletSession:
                 return Phase.FAILED, reason
             return await endpoint.ended
         finally:
-            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
             self._endpoint = None
             is_closing = self._allocator.is_closing
+            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
             await completed(server.stop(0.1 if is_closing else None))
             if has_stream and not is_closing:
                 await asyncio.sleep(STREAM_DELAY)
 
-    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
-        """Wait for the kubelet and register an endpoint; return why that fails."""
+    async def _kubelet_listens(self) -> tuple[Phase, str] | None:
+        """Wait until kubelet.sock exists; return why it cannot be used."""
         path = f"{self._directory}/{KUBELET_SOCKET}"
         if not self._kubelet_exists.is_set():
             self._set(Phase.WAITING, f"waiting for kubelet ({path} does not exist)")
-        appears = asyncio.ensure_future(self._kubelet_exists.wait())
-        events: set[asyncio.Future[Any]] = {appears, endpoint.ended}
-        try:
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            appears.cancel()
-        if endpoint.ended.done():
-            return endpoint.ended.result()
+            await self._kubelet_exists.wait()
 
-        for pause in LISTEN_PAUSES:
+        for pause in (*LISTEN_PAUSES, None):
             if not connection_error(path):
-                break
-            await asyncio.sleep(pause)
-        else:
-            return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
+                return None
+            if pause:
+                await asyncio.sleep(pause)
+        return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
 
-        # A kubelet that has just started has deleted the plugin's socket before.
+    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
+        """Register an endpoint; return why that fails."""
+        path = f"{self._directory}/{KUBELET_SOCKET}"
+        endpoint.file = file_identity(endpoint.path)
         endpoint.kubelet = self._kubelet = file_identity(path)
+        self._endpoint = endpoint
         self._checkpoint_at_register = self._checkpoint
-        self._end_if_lost(endpoint)
-        if endpoint.ended.done():
-            return endpoint.ended.result()
-
         request = pb.RegisterRequest(
             version="v1beta1",
             endpoint=basename(endpoint.path),
@@ -4722,6 +4991,12 @@ class KubeletSessions:
         self._directory = directory
         self._wake = wake
         self._closing: dict[str, Task] = {}
+
+    @property
+    def have_started(self) -> bool:
+        """Return whether each session has registered, has failed to, or waits for a kubelet."""
+        sessions = self.by_name.values()
+        return all(session.registration.phase is not Phase.STARTING for session in sessions)
 
     @property
     def registrations(self) -> Registrations:
@@ -4949,7 +5224,7 @@ class Reporter:
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
-        problems = [self._node.cdi_problem, self._node.rejected]
+        problems = [*self._node.problems.values(), self._node.rejected]
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
@@ -5044,6 +5319,8 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
+        # Else gRPC ends its thread whenever no socket is open, and starts it with the next one.
+        grpc.aio.init_grpc_aio()
         try:
             self._open()
             pause = 0.0
@@ -5185,13 +5462,15 @@ class Daemon:
         """Bring log, files, sessions and status in line with the decision."""
         node = self.node
         decision = node.decide(now)
-        is_new = decision is not self._applied
-        if is_new:
-            for level, line in changes(self._applied, decision):
+        former, self._applied = self._applied, decision
+        if decision is not former:
+            for level, line in changes(former, decision):
                 log.log(level, "%s", line)
-            self._applied = decision
-        if is_new or is_round:
-            self._write_files(decision, now)
+        if is_round or former is None or not decision.has_same_devices(former):
+            self._make_directories(decision)
+            self._write_files(decision)
+        if is_round or decision is not former:
+            node.save_state(sorted(self._files.by_path), now)
         self.sessions.update(decision.resources, node.allocations, is_disturbed=is_disturbed)
         if is_round:
             self._ask_for_names(decision)
@@ -5200,14 +5479,31 @@ class Daemon:
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status(decision))
 
-    def _write_files(self, decision: Decision, now: float) -> None:
-        settings = self.node.settings
+    def _make_directories(self, decision: Decision) -> None:
+        """Create what containers are given, as they start again with a former response."""
+        node, settings = self.node, self.node.settings
         for resource in decision.resources.values():
-            # Containers start again with a former response, so the directory must exist. If it
-            # cannot be made, Allocate reports that.
-            with suppress(RequestError):
+            with suppress(RequestError):  # Allocate reports it
                 lock_path(resource, resource.devices, settings)
 
+        problem = None
+        if settings.hugepages == "private" and settings.device_list_strategy != "cdi":
+            try:
+                for bdf, (_, device) in decision.owners.items():
+                    if bdf == device.chips[0].bdf:
+                        node.hugepages.mounts(bdf)
+            except OSError as error:
+                reason = f"{error.filename}: {error.strerror}"
+                problem = f"hugepage directories cannot be created: {reason}"
+        node.note_problem("hugepages", problem)
+
+        # Without a checkpoint it is not known which pods run.
+        if node.allocations.has_read:
+            used = {allocation.first_chip for allocation in decision.allocations}
+            node.hugepages.clean_unused(used)
+
+    def _write_files(self, decision: Decision) -> None:
+        settings = self.node.settings
         wanted: dict[str, str | None] = {}
         if settings.cdi_dir:
             wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
@@ -5215,19 +5511,16 @@ class Daemon:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
         self._files.keep(wanted, unmanaged=[settings.metrics_file])
         self._check_cdi_file()
-        self.node.save_state(sorted(self._files.by_path), now)
 
     def _check_cdi_file(self) -> None:
         """Note whether pods can get their devices through the CDI file."""
-        node = self.node
+        settings = self.node.settings
         problem = None
-        if node.settings.device_list_strategy == "cdi":
-            path = f"{node.settings.cdi_dir}/{CDI_FILE}"
+        if settings.device_list_strategy == "cdi":
+            path = f"{settings.cdi_dir}/{CDI_FILE}"
             if reason := self._files.problems.get(path):
                 problem = f"pods cannot get devices through {path}: {reason}"
-        if problem and problem != node.cdi_problem:
-            log.warning("%s", problem)
-        node.cdi_problem = problem
+        self.node.note_problem("CDI", problem)
 
     def _ask_for_names(self, decision: Decision) -> None:
         pods = {allocation.pod for allocation in decision.allocations} - {""}
@@ -5246,15 +5539,17 @@ class Daemon:
         present = pluralize(len(self.node.inventory.present), "chip")
 
         missing = []
-        for chip in decision.chips.values():
-            if version and not chip.is_listed and driver_can_bind(chip.function):
-                missing.append(chip.bdf)
+        for bdf, chip in decision.chips.items():
+            if chip.is_listed or bdf in settings.exclude:
+                continue
+            if version and driver_can_bind(chip.function):
+                missing.append(bdf)
         if missing and now - self._binding_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
         if settings.fail_on_init_error and (version is None or not decision.resources):
             self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}")
             return None
-        if not all(session.is_serving for session in self.sessions.by_name.values()):
+        if not self.sessions.have_started:
             return None
 
         if missing:
@@ -5537,7 +5832,7 @@ def list_lines(view: View, width: int) -> Iterator[str]:
         subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
         yield from wrapped(f"{subject}: {reason.introduction}", width, reason.command)
     for row in rows:
-        if row["id"] is None and not row["reason"]:
+        if row["id"] is None and not row["reason"] and row["bdf"] not in view["excluded"]:
             text = "not advertised yet: waiting for the board's serial number"
             yield from wrapped(f"{row['bdf']}: {text}", width)
     for device, text in view["withheld"].items():
@@ -5546,7 +5841,7 @@ def list_lines(view: View, width: int) -> Iterator[str]:
         for identifier, text in resource["incomplete"].items():
             yield from wrapped(f"{identifier}: {text}", width)
 
-    unhealthy = sum(1 for row in rows if not row["healthy"])
+    unhealthy = len(view["faults"])
     in_use = sum(1 for row in rows if _users(row) not in ("-", "?"))
     yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
@@ -5561,7 +5856,7 @@ def _folded_reasons(view: View) -> dict[Reason, list[str]]:
 
 def _table_lines(view: View, width: int) -> Iterator[str]:
     """Yield the table; columns that do not fit are left out, and named."""
-    table = [_cells(row, view["faults"]) for row in view["chips"]]
+    table = [_cells(row, view) for row in view["chips"]]
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
     if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
@@ -5581,7 +5876,7 @@ def _table_lines(view: View, width: int) -> Iterator[str]:
         yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", width)
 
 
-def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
+def _cells(row: View, view: View) -> dict[str, str]:
     cells = {}
     for title, key in COLUMNS.items():
         cells[title] = "-" if row[key] is None else str(row[key])
@@ -5590,8 +5885,12 @@ def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
     cells["RESOURCE"] = without_domain(cells["RESOURCE"])
     if row["replicas"]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
-    health = "withheld" if row["withheld"] else "healthy"
-    cells["HEALTH"] = faults.get(row["bdf"], health)
+    health = "healthy"
+    if row["withheld"]:
+        health = "withheld"
+    elif row["bdf"] in view["excluded"]:
+        health = "excluded"
+    cells["HEALTH"] = view["faults"].get(row["bdf"], health)
     cells["USED BY"] = _users(row)
     return cells
 
@@ -5701,7 +6000,10 @@ class Checks:
         for reason, addresses in _folded_reasons(self._view).items():
             yield from self._unhealthy(reason, addresses)
         for row in rows:
-            if row["healthy"]:
+            if row["bdf"] in self._view["excluded"] and not row["id"]:
+                text = f"{row['card'] or row['arch']}, excluded by the configuration"
+                yield Finding("ok", row["bdf"], text)
+            elif row["healthy"]:
                 yield from self._healthy(row)
 
     def _unhealthy(self, reason: Reason, addresses: Sequence[str]) -> Findings:
@@ -5760,6 +6062,11 @@ class Checks:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
         else:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
+
+        with suppress(OSError):  # only root may look there
+            for path in HugepageDirectories(self._settings).closed():
+                text = f"{path} was closed by a container, and keeps its pages"
+                yield Finding("warn", "hugepages", text, f"rm -rf {path}")
 
     def _mounts_and_locks(self) -> Findings:
         for mount in self._settings.mounts:
