@@ -630,6 +630,7 @@ def _checked_mounts(settings: Settings, source: str) -> Mounts:
             raise _invalid(source, target, "a different path in each table")
         if target == "/dev/shm" and has_locks:
             raise _invalid(source, target, "another path: shared devices have their locks there")
+
         mounts[target] = replace(mount, container=target)
     return tuple(mounts.values())
 
@@ -1291,7 +1292,14 @@ def judge(
     """
     telemetry = reading.telemetry
     if telemetry.error:
-        return _judge_error(telemetry.error), vitals
+        attribute, number = telemetry.error
+        if number == errno.ENODATA:
+            return Verdict(Fault.RESETTING, "resetting (no telemetry)"), vitals
+        if number == errno.ENODEV:
+            return Verdict(Fault.GONE, "device is being removed"), vitals
+        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
+        return Verdict(Fault.READ_ERROR, problem), vitals
+
     if telemetry.all_ones:
         problem = "chip does not respond (registers read as ones)"
         return Verdict(Fault.NO_RESPONSE, problem), vitals
@@ -1308,17 +1316,22 @@ def judge(
     if limit == "card":
         limit = telemetry.throttles_at
     vitals = _next_vitals(vitals, reading, limit)
-    return _judge_vitals(vitals, reading, settings, limit), vitals
 
+    if vitals.misses >= settings.heartbeat_misses:
+        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+        return Verdict(Fault.STALLED, problem), vitals
 
-def _judge_error(error: ReadError) -> Verdict:
-    if error.number == errno.ENODATA:
-        return Verdict(Fault.RESETTING, "resetting (no telemetry)")
-    if error.number == errno.ENODEV:
-        return Verdict(Fault.GONE, "device is being removed")
+    if vitals.is_hot:
+        degrees = f"{telemetry.temperature:.1f} °C, limit {limit:g} °C"
+        return Verdict(Fault.HOT, f"too hot: {degrees}; check the cooling"), vitals
 
-    reason = f"{error.attribute}: {os.strerror(error.number)}"
-    return Verdict(Fault.READ_ERROR, f"telemetry cannot be read: {reason}")
+    holdoff = settings.trip_holdoff
+    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
+        recovery = f"healthy again after {holdoff:g} s without another one"
+        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
+        return Verdict(Fault.TRIPPED, problem), vitals
+
+    return Verdict(), vitals
 
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
@@ -1355,27 +1368,6 @@ def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -
     if reached_before:
         return degrees > limit - HYSTERESIS
     return degrees >= limit
-
-
-def _judge_vitals(
-    vitals: Vitals, reading: Reading, settings: HealthSettings, limit: float | None
-) -> Verdict:
-    telemetry = reading.telemetry
-    if vitals.misses >= settings.heartbeat_misses:
-        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-        return Verdict(Fault.STALLED, problem)
-
-    if vitals.is_hot:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {limit:g} °C"
-        return Verdict(Fault.HOT, f"too hot: {degrees}; check the cooling")
-
-    holdoff = settings.trip_holdoff
-    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
-        recovery = f"healthy again after {holdoff:g} s without another one"
-        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
-        return Verdict(Fault.TRIPPED, problem)
-
-    return Verdict()
 
 
 # ==== CHIPS: followed over time ===================================================================
@@ -1483,6 +1475,7 @@ def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
     value = table[key]
     if value is None and optional:
         return None
+
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
@@ -1562,6 +1555,7 @@ class ChipRecord:
         """Return what the next daemon needs to know: identity and lasting faults."""
         function, vitals = self.chip.function, self.vitals
         is_stalled = self.chip.fault is Fault.STALLED
+
         return {
             "arch": function.arch,
             "subsystem": function.subsystem,
@@ -1818,6 +1812,7 @@ class Cgroups:
         self._populated = {}
         for root in self._find_roots():
             qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
+
             for directory in (root, *qos):
                 for name in names_in(directory):
                     if match := POD_DIRECTORY.fullmatch(name):
@@ -2214,6 +2209,7 @@ class Resource:
             for identifier in ids:
                 device = self.devices[identifier]
                 nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+
                 message.devices.add(
                     ID=identifier,
                     health="Unhealthy" if device.reason else "Healthy",
@@ -2392,6 +2388,7 @@ def _held_devices(
     held: dict[str, dict[str, Device]] = defaultdict(dict)
     for allocation in allocations:
         resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
+
         for identifier, addresses in chips_by_id(allocation, resource).items():
             device = resource.devices.get(identifier)
             if device is None or device.addresses != addresses:
@@ -2428,26 +2425,16 @@ def _free_devices(
     devices = {}
     for ids in resource.ids_by_device:
         device = resource.devices[ids[0]]
-        if holder := _other_holder(device, ids, resource, holders):
-            held_as = f"{holder.resource} {', '.join(sorted(holder.ids))}"
-            reason = f"held until {label(holder)} ends (as {held_as})"
-            device = device._replace(holder=label(holder), withheld=reason)
+
+        for allocation in chain(*(holders.get(chip.bdf, ()) for chip in device.chips)):
+            if allocation.resource != resource.name or allocation.ids.isdisjoint(ids):
+                held_as = f"{allocation.resource} {', '.join(sorted(allocation.ids))}"
+                reason = f"held until {label(allocation)} ends (as {held_as})"
+                device = device._replace(holder=label(allocation), withheld=reason)
+                break
+
         devices.update(dict.fromkeys(ids, device))
     return devices
-
-
-def _other_holder(
-    device: Device,
-    ids: Sequence[str],
-    resource: Resource,
-    holders: Mapping[str, Sequence[Allocation]],
-) -> Allocation | None:
-    """Return an allocation that holds a chip of a device under another name or ID."""
-    for chip in device.chips:
-        for allocation in holders.get(chip.bdf, ()):
-            if allocation.resource != resource.name or allocation.ids.isdisjoint(ids):
-                return allocation
-    return None
 
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
@@ -2580,11 +2567,13 @@ def preferred_allocation(
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
     invalid = Status.INVALID_ARGUMENT
+
     # Not as the difference of sets, which is slow between a set and the keys of a dictionary.
     if unknown := sorted(each for each in free | required if each not in resource.devices):
         raise RequestError(invalid, f"{resource.name} has no device {abbreviate(unknown)}")
     if size < 0:
         raise RequestError(invalid, f"allocation size {size} is negative")
+
     if missing := sorted(required - free):
         reason = f"must-include device {abbreviate(missing)} is not available"
         raise RequestError(invalid, reason)
@@ -2827,6 +2816,7 @@ def _connected_by_numa_nodes(trays: Iterable[list[Candidate]]) -> list[list[list
         nodes = {node for candidate in tray for node in candidate.numa_nodes}
         members = [tray]
         others = []
+
         for part_nodes, part in parts:
             if part_nodes.isdisjoint(nodes):
                 others.append((part_nodes, part))
@@ -3064,6 +3054,7 @@ class Decision:
                 continue
             name = self.seen.names.get(allocation.pod, allocation.pod)
             namespace, _, pod = name.rpartition("/")
+
             for bdf in allocation.chips:
                 user = {"namespace": namespace, "pod": pod, "container": allocation.container}
                 found[bdf].append(user)
@@ -3285,8 +3276,9 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for bdf, chip in decision.chips.items():
         former_chip = former.chips.get(bdf) if former else None
         if not decision.advertises(chip):
-            if bdf not in decision.excluded:
-                yield from _unadvertised_changes(former_chip, chip)
+            has_new_fault = former_chip is None or not former_chip.function.file_fault
+            if chip.function.file_fault and has_new_fault and bdf not in decision.excluded:
+                yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
         elif former and former_chip and former.advertises(former_chip):
             yield from _chip_changes(former_chip, chip, decision.seen.driver)
         else:
@@ -3308,12 +3300,6 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for message in decision.in_vain:
         if former is None or message not in former.in_vain:
             yield logging.INFO, message
-
-
-def _unadvertised_changes(former: Chip | None, chip: Chip) -> LogLines:
-    had_fault = former is not None and former.function.file_fault is not None
-    if chip.function.file_fault and not had_fault:
-        yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
 
 
 def _chip_changes(former: Chip | None, chip: Chip, driver: str | None) -> LogLines:
@@ -3386,6 +3372,7 @@ class Samples:
         for name, help in self._helps.items():
             metric = f"{self._prefix}{name}"
             kind = "counter" if name.endswith("_total") else "gauge"
+
             if series := self._series.get(name):
                 lines += [f"# HELP {metric} {help}", f"# TYPE {metric} {kind}"]
                 lines += [f"{metric}{labels} {value:.15g}" for labels, value in series.items()]
@@ -3576,6 +3563,7 @@ def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods:
     resource, device = decision.owners.get(chip.bdf, (None, None))
     pods = decision.users.get(chip.bdf, [])
     telemetry = record.telemetry or Telemetry()
+
     return {
         "id": device.identifier if device else None,
         "index": function.ordinal,
@@ -3654,6 +3642,7 @@ class TelemetryReaders:
             if function.bdf not in self.pending:
                 self.pending[function.bdf] = monotonic()
                 jobs.append(ReadJob(function, is_poll, details))
+
         if jobs:
             # After this turn of the loop: the two threads would only wait for each other.
             asyncio.get_running_loop().call_soon(self._start, jobs)
@@ -3662,6 +3651,7 @@ class TelemetryReaders:
         loop = asyncio.get_running_loop()
         for job in jobs:
             self.pending[job.function.bdf] = monotonic()
+
         try:
             threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
         except RuntimeError as error:
@@ -3679,6 +3669,8 @@ class TelemetryReaders:
                 waiting.append(jobs.popleft())
         if waiting:
             self._start(waiting)
+
+        # The loop looks now, to list the chip, and when the read counts as blocked.
         if self.slow(monotonic()):
             self._wake()
             asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
@@ -3692,6 +3684,7 @@ class TelemetryReaders:
                 with log_and_continue(f"reading {job.function.bdf}"):
                     result = self._read_chip(job)
                 self._results.put(result)
+
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._wake)
 
@@ -3722,6 +3715,7 @@ class TelemetryReaders:
             if result.reading:
                 readings.append(result.reading)
             error = result.error or error
+
         if error:
             raise error
         return readings
@@ -3749,6 +3743,7 @@ def read_others_file(path: str, max_bytes: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
+
         if status.st_size > max_bytes:
             raise ValueError(f"larger than {max_bytes} bytes")
         return file.read(max_bytes)
@@ -3792,6 +3787,7 @@ class OutputFile:
             problem = f"cannot be written: {error.strerror}"
             if not self._keep_outdated and not self._has(text):
                 problem = self._remove() or problem
+
         self._report(problem)
 
     def _replace(self, text: str) -> None:
@@ -3799,6 +3795,7 @@ class OutputFile:
         new = f"{dirname(self.path)}/.{basename(self.path)}.new"
         try:
             if_exists(os.unlink, new)  # of a daemon that was killed
+
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -4054,6 +4051,7 @@ def _remove_files(directory: int, at_most: int) -> int:
             if at_most <= 0:
                 raise OSError(errno.E2BIG, "too many files")
             at_most -= 1
+
             if entry.is_dir(follow_symlinks=False):
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
                 inner = os.open(entry.name, flags, dir_fd=directory)
@@ -4227,6 +4225,7 @@ class PluginDirectory:
         if descriptor >= 0:
             self._inotify = descriptor
             asyncio.get_running_loop().add_reader(descriptor, self._read)
+
         self.check()
         if not self.is_watched:
             reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
@@ -4354,10 +4353,12 @@ class Node:
         self.state_file = StateFile(settings)
         saved = self.state_file.load(monotonic())
         self.former_files = saved.files
+
         self.inventory = Inventory(dict(saved.chips))
         self.allocations = AllocationTracker(settings, saved.allocations)
         self.hugepages = HugepageDirectories(settings)
         self.readers = TelemetryReaders(wake)
+
         self.looked = Broadcast()  # at the pods' cgroups
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
@@ -4418,6 +4419,7 @@ class Node:
             self.allocations.unreadable,
             host_mounts(self.settings),
         )
+
         if self._decision is None or observation != self._decision.seen:
             self._decision = decide(observation, self._decision)
         return self._decision
@@ -4534,6 +4536,7 @@ class Allocator:
         settings = self._node.settings
         if settings.hugepages != "private":
             return list(host_mounts(settings))
+
         try:
             hugepages = self._node.hugepages.mounts(allocation.first_chip)
         except OSError as error:
@@ -4594,6 +4597,7 @@ class Allocator:
         allocations = self._node.allocations
         if allocations.has_started(own):
             return
+
         for other in self._decide().allocations:
             is_sharing = other.pod != own.pod and other.first_chip == own.first_chip
             if is_sharing and allocations.is_running(other):
@@ -4606,9 +4610,11 @@ class Allocator:
         own = _newest_allocation(decision, name, ids)
         own_pod = own.pod if own else ""
         addresses = {chip.bdf for chip in decision.resource(name).chips(ids)}
+
         for allocation in decision.allocations:
             if allocation.pod == own_pod or addresses.isdisjoint(allocation.chips):
                 continue
+
             shares_device = allocation.resource == name and all(
                 map(is_replica, {*allocation.ids, *ids})
             )
@@ -4724,6 +4730,7 @@ class Endpoint(rpc.DevicePluginServicer):
         is_kubelets = self.kubelet is not None and not self.is_streaming
         if is_kubelets:
             self.is_streaming = True
+
         try:
             async for message in self._devices.messages():
                 yield message
@@ -4777,6 +4784,7 @@ async def completed(work: Awaitable[Result]) -> Result:
             await asyncio.wait({future})
         except asyncio.CancelledError as error:
             cancellation = error
+
     if cancellation:
         raise cancellation
     return future.result()
@@ -4814,6 +4822,7 @@ class KubeletSession:
         self._allocator = allocator
         self._directory = directory
         self._wake = wake
+
         self._devices = AdvertisedList()
         self._endpoint: Endpoint | None = None
         self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
@@ -5398,6 +5407,7 @@ class Daemon:
         is_reported = is_reload and self._stage is Stage.READY
         if is_reported:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
         try:
             if is_reload:
                 self._reload()
@@ -5452,6 +5462,7 @@ class Daemon:
             was_settled = node.readers.is_settled(now)
             node.read_chips(is_poll=is_poll)
             self._uevents.has_events = not was_settled
+
         node.collect(now)
         node.observe_allocations(now, look=is_round or node.watches_pods)
         if self._stage is Stage.SCANNING and node.readers.is_settled(now):
@@ -5509,6 +5520,7 @@ class Daemon:
             wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
         if settings.labels_dir:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
+
         self._files.keep(wanted, unmanaged=[settings.metrics_file])
         self._check_cdi_file()
 
@@ -5708,6 +5720,7 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     # A bare switch has no value: the next word is none of it.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
+
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
@@ -5799,6 +5812,7 @@ async def look_once(settings: Settings) -> View:
     while node.readers.pending and monotonic() < deadline:
         await asyncio.sleep(SETTLE_INTERVAL)
         node.collect(monotonic())
+
     with suppress(OSError):  # not root
         node.observe_allocations(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
@@ -5882,9 +5896,11 @@ def _cells(row: View, view: View) -> dict[str, str]:
         cells[title] = "-" if row[key] is None else str(row[key])
     for title in ("°C", "W"):
         cells[title] = cells[title].partition(".")[0]
+
     cells["RESOURCE"] = without_domain(cells["RESOURCE"])
     if row["replicas"]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
+
     health = "healthy"
     if row["withheld"]:
         health = "withheld"
@@ -5902,6 +5918,7 @@ def _users(row: View) -> str:
     for process in row["processes"] or ():
         if not (pods and process["of_pod"]):
             users.append(f"{process['command']}[{process['pid']}]")
+
     if not users:
         return "?" if None in (row["pods"], row["processes"]) else "-"
     more = f" +{len(users) - 2}" if len(users) > 2 else ""
@@ -6011,11 +6028,13 @@ class Checks:
         is_drivers = self._view["driver"] is None and reason.command == LOAD_DRIVER.command
         if is_drivers:
             return  # the driver's line has it
+
         rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
         is_device = any(row["resource"] or row["index"] is not None for row in rows)
         card = rows[0]["card"] or rows[0]["arch"] or "unknown card"
         subject = addresses[0]
         text = f"{card}: {reason.problem}"
+
         if len(addresses) > 1:
             subject, text = f"{len(addresses)} chips", f"{reason.problem}: {', '.join(addresses)}"
         if reason.condition:
