@@ -509,13 +509,16 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
+
+
+def _quoted(value: object) -> str:
+    """Return a value of a configuration file as an error shows it."""
     try:
         quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
         quoted = f"this {type(value).__name__}"
-    if len(quoted) > 80:
-        quoted = f"{quoted[:80]}…"
-    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
+    return quoted if len(quoted) <= 80 else f"{quoted[:80]}…"
 
 
 def _read_config_file(file: ConfigFile) -> Json:
@@ -547,7 +550,7 @@ def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
 
         value = document.pop(key)
         if value != same_as_now:
-            raise ConfigError(f"{source}{key}: {str(value)[:80]!r} is not valid; {explanation}")
+            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {explanation}")
         warnings.append(f"{source}{key} has no effect any more; remove the key")
     return tuple(warnings)
 
