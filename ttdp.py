@@ -932,6 +932,8 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
 
     # udev does not make device files: devtmpfs made it when the device appeared.
     create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
+    if status is None and os.path.lexists(path):
+        return FileFault(f"{path} is a link to nothing", f"rm {path} && {create}")
     if status is None:
         directory = dirname(path)
         parent = "" if isdir(directory) else f"mkdir {directory} && "
