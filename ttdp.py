@@ -3566,7 +3566,7 @@ class TelemetryReaders:
             self.pending[job.function.bdf] = monotonic()
         try:
             threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             for job in jobs:
                 self._results.put(ReadResult(job, error=OSError(errno.EAGAIN, str(error))))
             self._wake()
