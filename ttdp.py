@@ -1454,12 +1454,17 @@ Chips = Iterable[Chip]
 
 
 def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a value of the saved state; raises KeyError, ValueError."""
+    """Return a value of the saved state; raises KeyError, ValueError.
+
+    Texts that cannot be printed and numbers beyond each attribute's are damage, too.
+    """
     value = table[key]
     if value is None and optional:
         return None
-    if kind is float and type(value) is int:
-        return float(value)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{key} cannot be printed")
+    if isinstance(value, (int, float)) and not abs(value) < 10**20:  # "not" because of NaN
+        raise ValueError(f"{key} is out of range")
     if type(value) is not kind:
         raise ValueError(f"{key} is not of type {kind.__name__}")
     return value
@@ -1554,11 +1559,14 @@ class ChipRecord:
         """Return a chip that has not been seen yet; raises KeyError, ValueError."""
         if not BDF.fullmatch(bdf):
             raise ValueError(f"{bdf!r} is not a PCI address")
+        numa_node = typed(saved, "numa_node", int, optional=True)
+        if numa_node is not None and not 0 <= numa_node < ALL_ONES:
+            raise ValueError("numa_node is out of range")
         function = PciFunction(
             bdf,
             arch=typed(saved, "arch", str, optional=True),
             subsystem=typed(saved, "subsystem", int),
-            numa_node=typed(saved, "numa_node", int, optional=True),
+            numa_node=numa_node,
             on_bus=False,
         )
         identity = Identity(*(typed(saved, key, str, optional=True) for key in Identity._fields))
@@ -1889,19 +1897,20 @@ class AllocationRecord:
     @classmethod
     def from_state(cls, saved: Json, now: float) -> AllocationRecord:
         """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
-        lists = {}
-        for key in ("ids", "chips", "device_files"):
-            lists[key] = typed(saved, key, list)
-            if not all(isinstance(each, str) for each in lists[key]):
-                raise ValueError(f"{key} has items that are no text")
+        chips = frozenset(typed(saved, "chips", list))
+        if not all(map(BDF.fullmatch, chips)):
+            raise ValueError("chips are not PCI addresses")
+        device_files = tuple(typed(saved, "device_files", list))
+        if not all(isinstance(path, str) for path in device_files):
+            raise ValueError("device_files are not paths")
 
         allocation = Allocation(
             typed(saved, "resource", str),
-            frozenset(lists["ids"]),
-            frozenset(lists["chips"]),
+            frozenset(map(_name, typed(saved, "ids", list))),
+            chips,
             typed(saved, "pod", str),
             typed(saved, "container", str),
-            tuple(lists["device_files"]),
+            device_files,
         )
         return cls(
             allocation,
@@ -3810,7 +3819,7 @@ class StateFile:
             raise ValueError("another version")
 
         files = typed(document, "files", list)
-        if not all(isinstance(path, str) and path.startswith("/") for path in files):
+        if not all(path.startswith("/") and path.isprintable() for path in files):
             raise ValueError("files are not paths")
 
         health = self._settings.health
