@@ -2007,8 +2007,12 @@ class AllocationTracker:
             exists = self._cgroups.exists(pod)
             record.had_cgroup |= exists
             self._end_start(record, now)
-            if self._has_evidence(record) or (self.unreadable and record.counts(now)):
+            if self._has_evidence(record):
                 record.evident_at = now
+        if self.unreadable:
+            for record in chain(self._records.values(), self._pending.values()):
+                if record.counts(now):
+                    record.evident_at = now
 
         # An entry without evidence stays recorded: it had a cgroup, which the next look must know.
         for key in [*self._records]:
