@@ -2053,15 +2053,20 @@ class AllocationTracker:
 
     def is_running(self, allocation: Allocation) -> bool:
         """Return whether, at the last look, the pod ran or a container of it was starting."""
-        record = self._record_of(allocation)
-        if record and record.start_allowed_at is not None:
-            return True
-        return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod)
+        pod = allocation.pod
+        if not pod:
+            record = self._record_of(allocation)
+            return record is not None and record.start_allowed_at is not None
+
+        # A start of any of its containers counts: they are one pod, with all of its devices.
+        records = [each for each in self._records.values() if each.allocation.pod == pod]
+        is_starting = any(each.start_allowed_at is not None for each in records)
+        return is_starting or self._cgroups.has_processes(pod)
 
     def allow_start(self, allocation: Allocation, now: float) -> None:
         """Record that a container of this allocation may start now."""
         record = self._record_of(allocation)
-        if record and not self.is_running(allocation):
+        if record and not self._cgroups.has_processes(allocation.pod):
             record.start_allowed_at = now
 
     @property
