@@ -4384,6 +4384,11 @@ class Node:
         finally:
             self.waiting_starts -= 1
 
+    def allow_start(self, allocation: Allocation) -> None:
+        """Note that a container may start; the loop looks often until it has a process."""
+        self.allocations.allow_start(allocation, monotonic())
+        self._wake()
+
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
         self.inventory.scan(self.settings)
@@ -4586,7 +4591,7 @@ class Allocator:
 
         if own := _newest_allocation(self._decide(), name, ids):
             self._clean_hugepages(own)
-            self._node.allocations.allow_start(own, monotonic())
+            self._node.allow_start(own)
 
     def _clean_hugepages(self, own: Allocation) -> None:
         """Remove hugepage files of former pods before the first container of a pod starts.
