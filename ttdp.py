@@ -1670,6 +1670,8 @@ class Inventory:
 #                                                 admission; up to 1.31 the last one's stays)
 #     no                exists          yes       yes: the pod was deleted by force, or the kubelet
 #                                                 has lost its checkpoint
+#     no                exists          not yet   yes: as before, while a container is being created
+#                                                 (see START_TIMEOUT)
 #     no                any other       -         no
 #
 # If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
@@ -2050,7 +2052,7 @@ class AllocationTracker:
         pod = record.allocation.pod
         if record.allocation.key in self._entries:
             return self._cgroups.exists(pod) or not record.had_cgroup
-        return self._cgroups.has_processes(pod)
+        return self._cgroups.has_processes(pod) or record.start_allowed_at is not None
 
     def _end_start(self, record: AllocationRecord, now: float) -> None:
         """Note that a container has started, or will not start."""
