@@ -230,17 +230,74 @@ async def test_a_checkpoint_that_goes_back_for_a_moment_lets_no_container_start(
     await kubelet.running("second", "main")
 
 
-async def test_an_ordinary_hand_over_waits_for_nothing(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
+async def test_a_container_waits_for_one_that_is_being_created(
+    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture, layout: Any
 ) -> None:
-    """Also while the former pod's cgroup is empty and not removed yet."""
+    """Without a pause process, the pod that was deleted by force has no process until later."""
     node.add("p150a")
-    await start(interval=FAST)
-    kubelet.keep_cgroups()
-    for number in range(8):
-        await run_pod(kubelet, f"pod-{number}")
-        kubelet.delete(f"pod-{number}")
-    assert "container start waits" not in caplog.text and not kubelet.find("not-started")
+    running = RunningDaemon(node, settings_of(node, directory, interval=FAST))
+    options = {"layout": layout, "has_pause": False}
+    async with kubelet_of(node, directory, **options) as kubelet, running as daemon:
+        await kubelet.registered(P150)
+        kubelet.hold_creation()
+        await kubelet.admit("first", "main", {P150: 1})
+        await kubelet.wait_for(lambda: kubelet.find("creating"))
+        kubelet.force_delete("first")
+        await kubelet.admit("second", "main", {P150: 1})
+        await until(lambda: "container start waits for " in caplog.text)
+        await more_polls(daemon)
+        kubelet.hold_creation(False)
+        await kubelet.running("first", "main")
+        await more_polls(daemon)
+        assert len(kubelet.find("running")) == 1
+        kubelet.end("first")
+        await kubelet.running("second", "main")
+        assert not kubelet.find("not-started") and kubelet.violations == []
+
+
+async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
+    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The container was allowed to start; its process never came, and its cgroup stays."""
+    monkeypatch.setattr("ttdp.START_TIMEOUT", 0.5)
+    node.add("p150a")
+    running = RunningDaemon(node, settings_of(node, directory, interval=FAST))
+    async with kubelet_of(node, directory, has_pause=False) as kubelet, running:
+        await kubelet.registered(P150)
+        kubelet.hold_creation()
+        await kubelet.admit("first", "main", {P150: 1})
+        await kubelet.wait_for(lambda: kubelet.find("creating"))
+        kubelet.force_delete("first")
+        await kubelet.admit("second", "main", {P150: 1})
+        await until(lambda: "container start waits for " in caplog.text)
+        await kubelet.wait_for(lambda: len(kubelet.find("creating")) == 2)
+        assert not kubelet.find("not-started")
+
+
+@pytest.mark.parametrize("has_pause", [True, False])
+@pytest.mark.parametrize("keeps_cgroup", [True, False])
+async def test_an_ordinary_hand_over_waits_for_nothing(
+    node: SimulatedNode, directory: Path, start: StartDaemon, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, has_pause: bool, keeps_cgroup: bool,
+) -> None:  # fmt: skip
+    """Also for pods that live half a second, and while the former pod's empty cgroup exists.
+
+    Polls are an hour apart: the daemon looks more often while a pod is starting.
+    """
+    assert ttdp.START_CHECK_INTERVAL <= 0.25 and ttdp.ROUND == 5
+    monkeypatch.setattr("ttdp.ROUND", 3600)
+    node.add("p150a")
+    daemon = await start(interval=3600)
+    async with kubelet_of(node, directory, has_pause=has_pause) as kubelet:
+        kubelet.keep_cgroups(keeps_cgroup)
+        for number in range(8):
+            await run_pod(kubelet, f"pod-{number}")
+            await until(lambda: not daemon.daemon.node.watches_pods)
+            kubelet.delete(f"pod-{number}")
+        assert "container start waits" not in caplog.text and not kubelet.find("not-started")
+        assert kubelet.violations == []
 
 
 async def test_processes_outside_the_former_pod_do_not_count(

@@ -141,8 +141,13 @@ class RunningDaemon:
     def sessions(self) -> dict[str, ttdp.KubeletSession]:
         return self.daemon.sessions.by_name
 
+    @property
+    def decision(self) -> ttdp.Decision:
+        """What is to be advertised and reported at this moment."""
+        return self.daemon.node.decide(time.monotonic())
+
     def chip(self, bdf: str) -> ttdp.Chip:
-        return self.daemon.node.decide(time.monotonic()).chips[bdf]
+        return self.decision.chips[bdf]
 
 
 def main(arguments: Sequence[str]) -> int:
