@@ -137,10 +137,9 @@ class World:
     async def restart_daemon(self) -> None:
         """Restart it with another configuration, perhaps with the kubelet, by a power cut."""
         how = self.random.choice(["alone", "with the kubelet", "power cut"])
-        names = [*self.daemon.sessions]
         await self.daemon.__aexit__()
-        is_listed = self.kubelet.manager.plugins.is_listed
-        await until(lambda: not any(map(is_listed, names)))  # a start takes longer in reality
+        # A start takes longer in reality.
+        await until(lambda: not self.kubelet.manager.plugins.open_streams)
         self.configuration = draw_configuration(self.random)
         if how == "power cut":
             await self.kubelet.power_cut()
