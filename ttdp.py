@@ -2111,13 +2111,17 @@ class AllocationTracker:
         return self._pending.get((allocation.resource, allocation.ids))
 
     def apply_names(self, listed: PodNames) -> None:
-        """Record the pods' names that the kubelet has listed."""
+        """Record the pods' names that the kubelet has listed.
+
+        A known name stays: the kubelet's answer can be newer than its checkpoint, and have another
+        pod by now for the devices of one that was deleted by force.
+        """
         names = dict(self.names)
         for allocation in self._entries.values():
             for identifier in allocation.ids:
                 name = listed.get((allocation.resource, identifier, allocation.container))
                 if name:
-                    names[allocation.pod] = name
+                    names.setdefault(allocation.pod, name)
         self.names = names
 
     def to_state(self, now: float) -> list[Json]:
