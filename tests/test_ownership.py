@@ -186,6 +186,31 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
     assert not ever_offered(kubelet, P150A)
 
 
+async def test_a_pod_keeps_its_name_when_another_pod_gets_its_device(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The kubelet's List already has the next pod, its checkpoint does not yet."""
+    for _ in range(2):
+        node.add("p150a")
+    daemon = await start(interval=FAST)
+    names = lambda: daemon.daemon.node.allocations.names  # noqa: E731
+    await run_pod(kubelet, "first")
+    await until(lambda: kubelet.uid("first") in names())
+    kubelet.refuse_with(grpc.StatusCode.UNAVAILABLE, times=999, method="List")
+    await run_pod(kubelet, "other")
+    await more_polls(daemon)
+    path, kubelet.file.path = kubelet.file.path, kubelet.file.path.with_name("elsewhere")
+    kubelet.force_delete("first")
+    await kubelet.admit("next", "main", {P150: 1})
+    kubelet.faults.clear()
+    await until(lambda: kubelet.uid("other") in names())
+    assert names()[kubelet.uid("first")] == "default/first"
+    kubelet.file.path = path
+    kubelet.manager.write_checkpoint_now()
+    await until(lambda: names().get(kubelet.uid("next")) == "default/next")
+    kubelet.end("first")
+
+
 # -- the check before each start of a container ----------------------------------------------------
 
 
