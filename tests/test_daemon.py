@@ -45,7 +45,10 @@ async def test_each_board_is_a_resource_with_a_device_per_device_file(
 async def test_a_container_gets_device_file_addresses_and_hugepages(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """The device file by its link on the host, under the host's number in the container."""
+    """The device file by its link on the host, under the host's number in the container.
+
+    The hugepages are in directories of the device's own.
+    """
     (chip,) = node.add("n300")
     node.set_hugepages(8)
     await start()
@@ -55,8 +58,8 @@ async def test_a_container_gets_device_file_addresses_and_hugepages(
     devices = [(d.host_path, d.container_path, d.permissions) for d in got.devices]
     assert devices == [(str(chip.by_pci), "/dev/tenstorrent/0", "rw")]
     assert [(m.host_path, m.container_path, m.read_only) for m in got.mounts] == [
-        (f"{node.root}/dev/hugepages-1G", "/dev/hugepages-1G", False),
-        (f"{node.root}/dev/hugepages", "/dev/hugepages", False),
+        (f"{node.root}{path}/tt-device-plugin/{chip.bdf}", path, False)
+        for path in ("/dev/hugepages-1G", "/dev/hugepages")
     ]
 
 
@@ -234,12 +237,13 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
 
 
 async def test_a_refusal_names_the_device(
-    node: SimulatedNode, start: StartDaemon, directory: Path
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
     """Another resource's device is not found; one without its device file fails at that moment."""
     good, gone = node.add("n150") + node.add("n150")
     (other,) = node.add("p150a")
-    await ready(await start(interval=3600))
+    await start(interval=3600)
+    await kubelet.registered(N150)
     node.on_uevent = None
     gone.device_node.unlink()
     (name,) = (each for each in plugin_sockets(directory) if "n150" in each)
