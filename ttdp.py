@@ -5839,8 +5839,8 @@ async def look_once(settings: Settings) -> View:
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     view, problem = get_view(settings)
     if problem:
-        text = f"the service {problem.text} {problem.command}".rstrip()
-        print_safely(f"{text} (showing a one-time look at the node)", sys.stderr)
+        text = f"showing a one-time look at the node: the service {problem.text} {problem.command}"
+        print_safely(text.rstrip(), sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
@@ -5948,6 +5948,7 @@ class Finding(NamedTuple):
     subject: str
     text: str
     command: str = ""  # the remedy
+    condition: str = ""  # of the remedy
 
 
 Findings = Iterator[Finding]
@@ -5978,9 +5979,9 @@ class Checks:
 
         shown = [each for each in findings if each.level != "ok" or not is_quiet]
         margin = max((len(each.subject) for each in shown), default=0) + 8
-        for level, subject, text, command in shown:
+        for level, subject, text, command, condition in shown:
             start = f"{level:4}  {subject}".ljust(margin)
-            introduction = f"{text}; run:" if command else text
+            introduction = Reason(text, condition, command).introduction
             for line in wrapped(
                 start + introduction, terminal_width(CHECK_WIDTH), command, " " * margin
             ):
@@ -6006,7 +6007,11 @@ class Checks:
         elif view["rejected"] and not self._problem:
             yield Finding("FAIL", "service", view["rejected"])
         else:
-            yield Finding("ok", "service", f"{view['version']}: {view['status']}")
+            # Not its status: that has the commands of other lines, and a long line is wrapped.
+            text = f"{view['version']} is running"
+            if any(each["phase"] == Phase.REGISTERED.value for each in view["resources"]):
+                text += f", {REGISTERED}"
+            yield Finding("ok", "service", text)
 
     def _driver(self) -> Findings:
         version = self._view["driver"]
@@ -6053,9 +6058,8 @@ class Checks:
 
         if len(addresses) > 1:
             subject, text = f"{len(addresses)} chips", f"{reason.problem}: {', '.join(addresses)}"
-        if reason.condition:
-            text += f"; {reason.condition.rstrip(',')}"
-        yield Finding("FAIL" if is_device else "warn", subject, text, reason.command)
+        level = "FAIL" if is_device else "warn"
+        yield Finding(level, subject, text, reason.command, reason.condition)
 
     def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
