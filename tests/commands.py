@@ -66,8 +66,8 @@ class Answer:
 
     @property
     def findings(self) -> list[tuple[str, str, str]]:
-        """The lines of `check`: level, subject and text."""
-        lines = self.out.splitlines()
+        """The lines of `check`, unwrapped: level, subject and text."""
+        lines = re.sub(r"\n +", " ", self.out).splitlines()
         found = [re.fullmatch(r"(ok|warn|FAIL) +(\S+) +(\S.*)", line) for line in lines]
         assert all(found), self.out + self.err
         return [(line[1], line[2], line[3]) for line in found if line]
@@ -76,7 +76,7 @@ class Answer:
     def complaints(self) -> list[tuple[str, str, str]]:
         """Those of them that are not ok, except that no daemon runs."""
         findings = [finding for finding in self.findings if finding[0] != "ok"]
-        return [finding for finding in findings if "not running" not in finding[2]]
+        return [finding for finding in findings if not finding[2].startswith("not running")]
 
 
 @dataclass
