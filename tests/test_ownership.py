@@ -193,7 +193,11 @@ async def test_a_pod_keeps_its_name_when_another_pod_gets_its_device(
     for _ in range(2):
         node.add("p150a")
     daemon = await start(interval=FAST)
-    names = lambda: daemon.daemon.node.allocations.names  # noqa: E731
+
+    def names() -> dict[str, str]:
+        found: dict[str, str] = daemon.daemon.node.allocations.names
+        return found
+
     await run_pod(kubelet, "first")
     await until(lambda: kubelet.uid("first") in names())
     kubelet.refuse_with(grpc.StatusCode.UNAVAILABLE, times=999, method="List")
