@@ -1683,6 +1683,8 @@ class Inventory:
 #                                                 admission; up to 1.31 the last one's stays)
 #     no                exists          yes       yes: the pod was deleted by force, or the kubelet
 #                                                 has lost its checkpoint
+#     no                exists          not yet   yes: as before, while a container is being created
+#                                                 (see START_TIMEOUT)
 #     no                any other       -         no
 #
 # If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
@@ -2064,7 +2066,7 @@ class AllocationTracker:
         pod = record.allocation.pod
         if record.allocation.key in self._entries:
             return self._cgroups.exists(pod) or not record.had_cgroup
-        return self._cgroups.has_processes(pod)
+        return self._cgroups.has_processes(pod) or record.start_allowed_at is not None
 
     def _end_start(self, record: AllocationRecord, now: float) -> None:
         """Note that a container has started, or will not start."""
@@ -2128,13 +2130,17 @@ class AllocationTracker:
         return self._pending.get((allocation.resource, allocation.ids))
 
     def apply_names(self, listed: PodNames) -> None:
-        """Record the pods' names that the kubelet has listed."""
+        """Record the pods' names that the kubelet has listed.
+
+        A known name stays: the kubelet's answer can be newer than its checkpoint, and have another
+        pod by now for the devices of one that was deleted by force.
+        """
         names = dict(self.names)
         for allocation in self._entries.values():
             for identifier in allocation.ids:
                 name = listed.get((allocation.resource, identifier, allocation.container))
                 if name:
-                    names[allocation.pod] = name
+                    names.setdefault(allocation.pod, name)
         self.names = names
 
     def to_state(self, now: float) -> list[Json]:
@@ -3744,6 +3750,10 @@ class TelemetryReaders:
         ages = {bdf: now - since for bdf, since in self.pending.items()}
         return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
+    def has_unblocked(self, now: float) -> bool:
+        """Return whether a read is under way that does not count as blocked."""
+        return any(now - since < READ_TIMEOUT for since in self.pending.values())
+
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
         return len(self.pending) == len(self.slow(now))
@@ -4403,6 +4413,11 @@ class Node:
         finally:
             self.waiting_starts -= 1
 
+    def allow_start(self, allocation: Allocation) -> None:
+        """Note that a container may start; the loop looks often until it has a process."""
+        self.allocations.allow_start(allocation, monotonic())
+        self._wake()
+
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
         self.inventory.scan(self.settings)
@@ -4605,7 +4620,7 @@ class Allocator:
 
         if own := _newest_allocation(self._decide(), name, ids):
             self._clean_hugepages(own)
-            self._node.allocations.allow_start(own, monotonic())
+            self._node.allow_start(own)
 
     def _clean_hugepages(self, own: Allocation) -> None:
         """Remove hugepage files of former pods before the first container of a pod starts.
@@ -5296,8 +5311,9 @@ class Reporter:
             await self._settle()
 
     async def _settle(self) -> None:
+        """Wait until each read has ended or counts as blocked; on a busy machine some are slow."""
         deadline = monotonic() + READ_TIMEOUT
-        while not self._node.readers.is_settled(monotonic()) and monotonic() < deadline:
+        while self._node.readers.has_unblocked(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
@@ -5842,8 +5858,8 @@ async def look_once(settings: Settings) -> View:
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     view, problem = get_view(settings)
     if problem:
-        text = f"the service {problem.text} {problem.command}".rstrip()
-        print_safely(f"{text} (showing a one-time look at the node)", sys.stderr)
+        text = f"showing a one-time look at the node: the service {problem.text} {problem.command}"
+        print_safely(text.rstrip(), sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
@@ -5951,6 +5967,7 @@ class Finding(NamedTuple):
     subject: str
     text: str
     command: str = ""  # the remedy
+    condition: str = ""  # of the remedy
 
 
 Findings = Iterator[Finding]
@@ -5981,9 +5998,9 @@ class Checks:
 
         shown = [each for each in findings if each.level != "ok" or not is_quiet]
         margin = max((len(each.subject) for each in shown), default=0) + 8
-        for level, subject, text, command in shown:
+        for level, subject, text, command, condition in shown:
             start = f"{level:4}  {subject}".ljust(margin)
-            introduction = f"{text}; run:" if command else text
+            introduction = Reason(text, condition, command).introduction
             for line in wrapped(
                 start + introduction, terminal_width(CHECK_WIDTH), command, " " * margin
             ):
@@ -6009,7 +6026,11 @@ class Checks:
         elif view["rejected"] and not self._problem:
             yield Finding("FAIL", "service", view["rejected"])
         else:
-            yield Finding("ok", "service", f"{view['version']}: {view['status']}")
+            # Not its status: that has the commands of other lines, and a long line is wrapped.
+            text = f"{view['version']} is running"
+            if any(each["phase"] == Phase.REGISTERED.value for each in view["resources"]):
+                text += f", {REGISTERED}"
+            yield Finding("ok", "service", text)
 
     def _driver(self) -> Findings:
         version = self._view["driver"]
@@ -6056,9 +6077,8 @@ class Checks:
 
         if len(addresses) > 1:
             subject, text = f"{len(addresses)} chips", f"{reason.problem}: {', '.join(addresses)}"
-        if reason.condition:
-            text += f"; {reason.condition.rstrip(',')}"
-        yield Finding("FAIL" if is_device else "warn", subject, text, reason.command)
+        level = "FAIL" if is_device else "warn"
+        yield Finding(level, subject, text, reason.command, reason.condition)
 
     def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
