@@ -71,7 +71,7 @@ else:
 __version__ = "0.2.0"
 
 Json = dict[str, Any]
-Addresses = frozenset[str]  # PCI addresses of chips, "0000:03:00.0"
+ChipAddresses = frozenset[str]  # PCI addresses, "0000:03:00.0"
 DeviceIds = frozenset[str]  # what the kubelet allocates; for an unshared chip its PCI address
 Task = asyncio.Task[None]
 
@@ -104,7 +104,8 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the servic
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 
 # A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
-# are called "tt-<resource>.<pid>-<number>.sock"; of the resource's name they have 20 characters.
+# are called "tt-<resource>.<pid>-<number>.sock". Of the resource's name they have 20 characters;
+# the largest process ID is 4194304 (proc(5)), and numbers begin again after 99999.
 SOCKET_PATH_MAX = 107
 ENDPOINT_NAME_MAX = 20
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".4194304-99999.sock")
@@ -115,18 +116,25 @@ FALSE = ("false", "no", "off", "0")
 # Keys that other plugins have for dividing a device.
 PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
 
-# Keys of former releases: the value that the program follows anyway, and what became of the others.
-FORMER_KEYS = {
-    "device_id_strategy": (
-        "bdf",
-        "the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the node and "
-        "remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
-    ),
-}
-
 
 class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
+
+
+class FormerKey(NamedTuple):
+    """A key of a former release."""
+
+    same_as_now: str  # the value that the program follows anyway
+    explanation: str  # for all other values
+
+
+FORMER_KEYS = {
+    "device_id_strategy": FormerKey(
+        same_as_now="bdf",
+        explanation="the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the "
+        "node and remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
+    ),
+}
 
 
 class Rule(NamedTuple):
@@ -139,6 +147,7 @@ class Rule(NamedTuple):
 
 
 def _require(holds: object) -> None:
+    """Raise ValueError, which _checked() turns into a message with the rule's valid values."""
     if not holds:
         raise ValueError
 
@@ -151,7 +160,7 @@ def _choice(*choices: str) -> Rule:
     return Rule(f"{', '.join(choices[:-1])} or {choices[-1]}", parse, choices)
 
 
-def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
+def _number(valid: str, least: float, most: float, kinds: tuple[type, ...] = (int,)) -> Rule:
     def parse(value: Any) -> Any:
         # type() and not isinstance(), for which a boolean is an integer.
         _require(type(value) in kinds and least <= value <= most)
@@ -241,7 +250,7 @@ CONTAINER_PATH = _absolute_path(
     f"an absolute path other than {', '.join(RESERVED_PATHS)}", RESERVED_PATHS
 )
 SWITCH = Rule("true or false", _boolean)
-SWITCH_TEXT = _choice(*TRUE, *FALSE)
+SWITCH_TEXT = _choice(*TRUE, *FALSE)  # of a switch in a flag or variable
 DIRECTORY = _host_path("the path of a directory")
 OPTIONAL_PATH = _host_path("a path, or empty", may_be_empty=True)
 RESOURCE_NAME = _text(
@@ -251,7 +260,7 @@ RESOURCE_NAME = _text(
 
 
 def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
-    """Return the field of a setting: a key of the configuration file."""
+    """Return the field of a setting: a key of the file. With MISSING as default it is required."""
     metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
     return field(default=default, metadata=metadata)
 
@@ -261,9 +270,9 @@ def _table(kind: type) -> Any:
     return field(default_factory=kind, metadata={"table": kind})
 
 
-def _tables(kind: type) -> Any:
+def _array_of_tables(kind: type) -> Any:
     """Return the field of an array of tables in the configuration file."""
-    return field(default=(), metadata={"tables": kind})
+    return field(default=(), metadata={"array_of": kind})
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +293,7 @@ class HealthSettings:
 
     interval: float = _key(
         5.0,  # a firmware's heartbeat changes every 0.1 s
-        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, int, float),
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, kinds=(int, float)),
         "seconds between two polls of each chip",
     )
     temperature_limit: Any = _key(
@@ -295,12 +304,12 @@ class HealthSettings:
     )
     heartbeat_misses: int = _key(
         2,
-        _number("a whole number, at least 1", 1, 1_000_000, int),
+        _number("a whole number, at least 1", 1, 1_000_000),
         "consecutive polls without a heartbeat after which a chip counts as stalled",
     )
     trip_holdoff: float = _key(
         300.0,
-        _number("a number of seconds, at least 0", 0, 1e9, int, float),
+        _number("a number of seconds, at least 0", 0, 1e9, kinds=(int, float)),
         "seconds for which a chip stays unhealthy after a thermal trip",
     )
 
@@ -311,7 +320,7 @@ class SharedResource:
 
     name: str = _key(MISSING, RESOURCE_NAME, "name of the resource to share")
     replicas: int = _key(
-        MISSING, _number("a whole number from 2 to 100", 2, 100, int), "containers per device"
+        MISSING, _number("a whole number from 2 to 100", 2, 100), "containers per device"
     )
     rename: str | None = _key(None, RESOURCE_NAME, "name of the shared resource")
     devices: str | int | tuple[str, ...] = _key(
@@ -340,7 +349,7 @@ class Sharing:
         "host directory that containers on shared devices get as /dev/shm, for their locks; "
         "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
     )
-    resources: tuple[SharedResource, ...] = _tables(SharedResource)
+    resources: tuple[SharedResource, ...] = _array_of_tables(SharedResource)
 
     def shared_name(self, entry: SharedResource) -> str:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
@@ -423,7 +432,7 @@ class Settings:
     )
     health: HealthSettings = _table(HealthSettings)
     sharing: Sharing = _table(Sharing)
-    mounts: Mounts = _tables(Mount)
+    mounts: Mounts = _array_of_tables(Mount)
 
     # Not in the file: the directories that systemd sets, and keys to be warned of.
     state_dir: str | None = None  # None: the state is not saved
@@ -472,6 +481,7 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
     sources = {key: f"{file.shown}: {key}" for key in values}
 
     for option in OPTIONS:
+        # A flag outweighs the variable, and both outweigh the file.
         for source, text in (
             (option.flag, flags.get(option.key)),
             (option.variable, environ.get(option.variable)),
@@ -567,13 +577,13 @@ def _read_config_file(file: ConfigFile) -> Json:
 def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
     """Remove keys of former releases; return warnings about them; raises ConfigError."""
     warnings = []
-    for key, (same_as_now, explanation) in FORMER_KEYS.items():
+    for key, former in FORMER_KEYS.items():
         if key not in document:
             continue
 
         value = document.pop(key)
-        if value != same_as_now:
-            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {explanation}")
+        if value != former.same_as_now:
+            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {former.explanation}")
         warnings.append(f"{source}{key} has no effect any more; remove the key")
     return tuple(warnings)
 
@@ -609,7 +619,7 @@ def _table_values(kind: Any, table: object, file: str, heading: str = "") -> Jso
         else:
             if not isinstance(value, list):
                 raise _invalid(f"{file}{path}", value, f"tables: [[{path}]]")
-            inner = metadata["tables"]
+            inner = metadata["array_of"]
             rows = [_table_values(inner, row, file, f"[[{path}]]") for row in value]
             values[key] = tuple(inner(**row) for row in rows)
     return values
@@ -664,19 +674,19 @@ def _sharing_conflict(
         return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices != "all" and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
-    is_a_board = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
-    if shared != entry.name and re.fullmatch(is_a_board, shared):
+    board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
+    if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
 
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"two entries have the name {shared}; choose a different rename for one of them"
-        if other.name == entry.name:
-            duplicates = sorted(entry.named_devices & other.named_devices)
-            if "all" in (entry.devices, other.devices):
-                return "every device is selected twice"
-            if duplicates:
-                return f"{abbreviate(duplicates)} is selected twice"
+        if other.name != entry.name:
+            continue
+        if "all" in (entry.devices, other.devices):
+            return "every device is selected twice"
+        if duplicates := sorted(entry.named_devices & other.named_devices):
+            return f"{abbreviate(duplicates)} is selected twice"
     return None
 
 
@@ -729,7 +739,7 @@ OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileIdentity = tuple[int, int, int]  # device, inode, time of the last change: inodes are reused
+FileIdentity = tuple[int, int, int]  # device, inode, mtime: inodes are reused
 Result = TypeVar("Result")
 
 
@@ -741,7 +751,11 @@ class FileFault(NamedTuple):
 
 
 class PciFunction(NamedTuple):
-    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them."""
+    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them.
+
+    Number and path of the device file are set together. A bound driver can lack the file for a
+    moment, while it appears or is removed.
+    """
 
     bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
     arch: str | None = None  # None: only the address is known
@@ -759,14 +773,18 @@ class PciFunction(NamedTuple):
         """Return the sysfs directory that has the tt_* attributes."""
         return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
 
-    def is_same_card(self, other: PciFunction) -> bool:
+    def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
+
+    def has_same_file(self, other: PciFunction) -> bool:
+        """Return whether only the NUMA node differs, which an administrator can correct."""
+        return self._replace(numa_node=other.numa_node) == other
 
     def without_device_file(self, driver: str | None = None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# The functions on the PCI bus by address; None for other vendors', which are looked at once only.
+# What is on the PCI bus, by address: None for other vendors' functions.
 Bus = dict[str, PciFunction | None]
 
 
@@ -812,7 +830,7 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     at: float  # seconds of the monotonic clock
-    is_poll: bool = True  # counts missing heartbeats; readings for other reasons come too early
+    is_poll: bool = True  # else it can follow the last one sooner than the heartbeat's 0.1 s
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
@@ -823,10 +841,10 @@ def address_numbers(bdf: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
-def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
-    """Return look(path), None if nothing exists there; raises OSError for any other reason."""
+def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
+    """Return call(path), None if nothing exists there; raises OSError for any other reason."""
     try:
-        return look(path)
+        return call(path)
     except OSError as error:
         if error.errno in ABSENT:
             return None
@@ -875,8 +893,9 @@ def to_natural(text: str | None, *, less_than: int) -> int | None:
 
 
 def to_celsius(text: str | None) -> float | None:
+    """Return a temperature; None if there is none, as for a limit of 0."""
     millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None  # 0: the firmware has no such limit
+    return millidegrees / 1000 if millidegrees else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -903,7 +922,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def scan(settings: Settings, known: Bus) -> Bus:
-    """Return the functions that are on the PCI bus now. `known` is the last result."""
+    """Return what is on the PCI bus now. `known` is the last result: IDs are read only once."""
     found = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         function = known[bdf] if bdf in known else _identify(settings, bdf)
@@ -931,6 +950,8 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     """Return a function with its present NUMA node, driver and device file."""
     text = if_exists(read_attribute, f"{function.directory}/numa_node")
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
+
+    # The usual case: the device file that is known is the chip's still.
     if function.path and not function.file_fault and not file_fault_now(function):
         return function
 
@@ -940,8 +961,8 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
         ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
             path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
-            function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
-            return function._replace(file_fault=file_fault_now(function))
+            present = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
+            return present._replace(file_fault=file_fault_now(present))
 
     driver = if_exists(os.readlink, f"{function.directory}/driver")
     return function.without_device_file(basename(driver) if driver else None)
@@ -951,12 +972,12 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
     """Return why the device file cannot be used at this moment."""
     path = function.path
     number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
-    status = if_exists(os.stat, path)
     if number is None:
         return FileFault(f"{path} is being removed")
 
     # udev does not make device files: devtmpfs made it when the device appeared.
     create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
+    status = if_exists(os.stat, path)
     if status is None and os.path.lexists(path):
         return FileFault(f"{path} is a link to nothing", f"rm {path} && {create}")
     if status is None:
@@ -980,7 +1001,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     if text is None:
         return None
     pids = {int(pid) for pid in re.findall(r"\d+", text)}
-    if 0 in pids:  # the process is of another PID namespace
+    if 0 in pids:  # this is another PID namespace than that of the processes
         return None
 
     rows = []
@@ -1051,8 +1072,9 @@ _DEAD_TEXTS = {  # of a chip that does not respond
 
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    are_dead = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
-    if len(are_dead) > 1 and all(are_dead):
+    # One text alone proves nothing: a living chip can have the card type "unknown".
+    matches = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
+    if len(matches) > 1 and all(matches):
         return Telemetry(all_ones=True)
 
     identity = []
@@ -1062,7 +1084,8 @@ def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
 
     return Telemetry(
         identity=Identity(*identity),
-        heartbeat=to_integer(texts.get("tt_heartbeat")),  # all ones, too: it does not change
+        # Also if it is all ones: as that does not change, the chip counts as stalled.
+        heartbeat=to_integer(texts.get("tt_heartbeat")),
         temperature=to_celsius(texts.get("temp1_input")),
         throttles_at=to_celsius(texts.get("temp1_max")),
         trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
@@ -1090,18 +1113,21 @@ def _read_attributes(function: PciFunction) -> Telemetry:
         try:
             texts[name] = read_attribute(f"{directory}/{name}")
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                continue  # the firmware does not report it
             # During a reset every attribute answers ENODATA. After one into firmware that reports
             # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
-            is_lost_tag = error.errno == errno.ENODATA and name != "tt_heartbeat"
-            if not is_lost_tag and error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
+            if error.errno == errno.ENODATA and name != "tt_heartbeat":
+                continue
+            raise
 
     if texts:
         return parse_telemetry(texts)
+
+    # Without any attribute the device has just been removed, or its firmware is silent: it is
+    # late, or the chip was dead when the driver was bound. PCI's own registers show which.
     if not isdir(function.class_device):
         return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
-
-    # Late firmware, or a chip that was dead when the driver was bound: PCI's own registers tell.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1117,6 +1143,7 @@ def hwmon_directory(function: PciFunction) -> str | None:
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
+    place: str  # "hwmon", "class" device or "pci" function
     attribute: str
     metric: str  # without "tt_device_"
     help: str
@@ -1130,58 +1157,59 @@ _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
 # hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
 SENSORS = (
-    Sensor("power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
-    Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
-    Sensor("curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
-    Sensor("curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
-    Sensor("in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
-    Sensor("in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
-    Sensor("fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
-    Sensor("tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
-    Sensor("tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
-    Sensor("tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
-    Sensor("current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
-    Sensor("max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
-    Sensor("max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
-    Sensor("aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}),
-    Sensor("aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
-    Sensor("aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
+    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
+    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
+    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
+    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
+    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
+    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
+    Sensor(
+        "pci", "aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}
+    ),
+    Sensor("pci", "aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
+    Sensor("pci", "aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
     """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
-    hwmon = hwmon_directory(function)
+    directories = {
+        "hwmon": hwmon_directory(function) or "",
+        "class": function.class_device,
+        "pci": function.directory,
+    }
     values = {}
     for sensor in SENSORS:
-        name = sensor.attribute
-        directory = function.directory
-        if name.startswith("tt_"):
-            directory = function.class_device
-        elif name.startswith(("power1", "curr1", "in0", "fan1")):
-            directory = hwmon or ""
-
         with suppress(OSError):
-            value = _sensor_value(name, read_attribute(f"{directory}/{name}"))
+            text = read_attribute(f"{directories[sensor.place]}/{sensor.attribute}")
+            value = _sensor_value(sensor.attribute, text)
             if value is not None:
-                values[name] = value * sensor.factor
+                values[sensor.attribute] = value * sensor.factor
     return values
 
 
 def _sensor_value(attribute: str, text: str) -> float | None:
-    match = None
+    """Return a sensor's number; None if it has none, or that of a dead chip."""
     if attribute.endswith("_link_speed"):
         match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
-    elif attribute.startswith("aer_"):
+        return float(match[1]) if match else None
+    if attribute.startswith("aer_"):
         match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-    elif attribute.endswith("_link_width"):
-        return to_natural(text, less_than=63)  # 63: all ones of a 6-bit field
-    elif attribute == "in0_max":
+        return float(match[1]) if match else None
+
+    if attribute.endswith("_link_width"):
+        return to_natural(text, less_than=63)  # all ones of a 6-bit field
+    if attribute == "in0_max":
         return to_natural(text, less_than=DEAD_VOLTAGE)
-    else:
-        return to_natural(text, less_than=DEAD_VALUE)
-    return float(match[1]) if match else None
+    return to_natural(text, less_than=DEAD_VALUE)
 
 
 # ==== HEALTH: per chip, with a reason. Pure =======================================================
@@ -1634,7 +1662,7 @@ class Inventory:
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
             record = self.records.get(bdf)
-            if record is None or not record.chip.function.is_same_card(function):
+            if record is None or not record.chip.function.is_same_model(function):
                 record = self.records[bdf] = ChipRecord(Chip(function))
 
             former = record.chip.function
@@ -1714,7 +1742,7 @@ class Allocation(NamedTuple):
 
     resource: str
     ids: DeviceIds
-    chips: Addresses
+    chips: ChipAddresses
     pod: str = ""  # UID; empty while no checkpoint contains the response
     container: str = ""
     device_files: tuple[str, ...] = ()  # of another plugin's response, which names no addresses
@@ -1792,7 +1820,7 @@ def _name(value: object) -> str:
 
 
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same responses
-def _parse_response(encoded: str) -> tuple[Addresses, tuple[str, ...]]:
+def _parse_response(encoded: str) -> tuple[ChipAddresses, tuple[str, ...]]:
     """Return the chips of a response, else its device files; raises ValueError."""
     content = base64.b64decode(encoded)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
@@ -2161,7 +2189,7 @@ class Device(NamedTuple):
     is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
 
     @property
-    def addresses(self) -> Addresses:
+    def addresses(self) -> ChipAddresses:
         return frozenset(chip.bdf for chip in self.chips)
 
     @property
@@ -2424,7 +2452,7 @@ def _held_devices(
     return held
 
 
-def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Addresses]:
+def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, ChipAddresses]:
     """Return the chips of each ID of an allocation.
 
     An ID that is known now, or is a PCI address, stands for its own chips. The others stand for
@@ -3103,7 +3131,7 @@ class Decision:
         return list(settings_in_vain(self.listed, self.seen.settings))
 
     @cached_property
-    def excluded(self) -> Addresses:
+    def excluded(self) -> ChipAddresses:
         """Return the chips of devices that the configuration takes out of service."""
         if not self.seen.settings.exclude:
             return frozenset()
