@@ -1234,8 +1234,8 @@ class Fault(Enum):
     SILENT = "silent"
 
 
-# Faults of a chip whose present sensors cannot be known.
-UNREADABLE = (
+# Faults of a chip whose sensors cannot be known at the moment.
+UNKNOWN_SENSORS = (
     Fault.GONE,
     Fault.BLOCKED,
     Fault.NO_RESPONSE,
@@ -1263,6 +1263,7 @@ REBIND = Remedy(
 )
 LOAD_DRIVER = Remedy("modprobe tenstorrent")
 RESCAN = Remedy("echo 1 > /sys/bus/pci/rescan")
+# Those of GONE and NODE depend on what is found (see explain()); HOT and TRIPPED have no command.
 REMEDIES = {
     Fault.RESETTING: REBIND,
     Fault.NO_RESPONSE: RESET,
@@ -1337,8 +1338,8 @@ def judge(
         problem = "chip does not respond (registers read as ones)"
         return Verdict(Fault.NO_RESPONSE, problem), vitals
 
-    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, if
-    # the device was gone. A chip that never had telemetry may have old firmware.
+    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, as
+    # ChipRecord.vanish() has set it. A chip that never had telemetry may have old firmware.
     if telemetry.is_empty and had_telemetry:
         since = reading.at if vitals.empty_since is None else vitals.empty_since
         if reading.at - since >= FIRMWARE_TIMEOUT:
@@ -1370,8 +1371,9 @@ def judge(
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     telemetry = reading.telemetry
 
-    # Any change of the heartbeat shows life: after a reset it begins anew, lower. Only polls are
-    # far enough apart to count a heartbeat that has not changed.
+    # Any change of the heartbeat shows life: after a reset it begins again, lower. Only polls are
+    # far enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and
+    # 8 at the next poll is a chip that is alive.
     heartbeat, misses = vitals.heartbeat, vitals.misses
     if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
         misses = 0
@@ -1390,7 +1392,7 @@ def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vital
         is_throttling=_reaches(degrees, telemetry.throttles_at, vitals.is_throttling),
         trips=trips,
         tripped_at=reading.at if has_tripped else vitals.tripped_at,
-        empty_since=None,
+        empty_since=None,  # there is telemetry
     )
 
 
@@ -1416,14 +1418,19 @@ class GalaxyPlace(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """A Tenstorrent PCI function, known until the daemon ends."""
+    """A Tenstorrent PCI function, known until the daemon ends.
+
+    It is *present* while it has a device file, and *listed*, so a device of a resource, from the
+    time that it had a valid one. Its verdict counts only while the device file can be used.
+    Measured values are not here: they change all the time, and no decision depends on them.
+    """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
     verdict: Verdict = Verdict()
-    is_throttling: bool = False
+    is_throttling: bool = False  # for the log
     had_device_file: bool = False  # at any time since boot
-    is_listed: bool = False  # it is a device of a resource; see ChipRecord.start_listing()
+    is_listed: bool = False  # see ChipRecord.start_listing()
     reason: Reason | None = None  # why it is unhealthy; see explain()
 
     @property
@@ -1447,7 +1454,7 @@ class Chip(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        return self.fault not in UNREADABLE
+        return self.fault not in UNKNOWN_SENSORS
 
     @property
     def card_type(self) -> str | None:
@@ -1483,7 +1490,7 @@ class Chip(NamedTuple):
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return what the chips of its board have in common."""
+        """Return what the chips of its board have in common, within a Galaxy's tray."""
         return (self.tray, self.identity.serial or self.bdf)
 
     @property
@@ -1495,7 +1502,7 @@ class Chip(NamedTuple):
 
     @property
     def board_id(self) -> str | None:
-        """Return the device ID of its board: a tray's buses ("0000:c0"), else its serial."""
+        """Return the ID of its board as a device: a tray's buses ("0000:c0"), or a serial."""
         place = self.galaxy_place
         return f"{place.domain:04x}:{place.tray:02x}" if place else self.identity.serial
 
@@ -1503,7 +1510,7 @@ class Chip(NamedTuple):
 Chips = Iterable[Chip]
 
 
-def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
+def saved_value(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
     """Return a value of the saved state; raises KeyError, ValueError.
 
     Texts that cannot be printed and numbers beyond each attribute's are damage, too.
@@ -1533,7 +1540,7 @@ class ChipRecord:
     processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file."""
+        """Record a new device file. The slot can have another card by now."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
         self.telemetry = None
 
@@ -1544,8 +1551,7 @@ class ChipRecord:
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
-        if function != self.chip.function:
-            self.chip = self.chip._replace(function=function)
+        self.chip = self.chip._replace(function=function)
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
@@ -1557,26 +1563,26 @@ class ChipRecord:
             had_telemetry=self.had_telemetry,
         )
 
+        # The first identity after the device file has appeared replaces the known one as a whole.
+        # Later, values that the firmware does not report at the moment stay.
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # Values that the firmware does not report at this moment stay, but not beyond a new
-            # device file: the slot can have another card then.
-            former = identity if self.telemetry else Identity()
+            is_first = self.telemetry is None
+            former = Identity() if is_first else identity
             pairs = zip(telemetry.identity, former, strict=True)
             identity = Identity(*(new or old for new, old in pairs))
 
-        if not telemetry.is_empty and not telemetry.error and not telemetry.all_ones:
+        has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
+        if has_values:
             self.telemetry = telemetry
             self.had_telemetry = True
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
 
-        changed = self.chip._replace(
+        self.chip = self.chip._replace(
             identity=identity, verdict=verdict, is_throttling=self.vitals.is_throttling
         )
-        if changed != self.chip:
-            self.chip = changed
         self.start_listing()
 
     def start_listing(self) -> None:
@@ -1611,29 +1617,31 @@ class ChipRecord:
         """Return a chip that has not been seen yet; raises KeyError, ValueError."""
         if not BDF.fullmatch(bdf):
             raise ValueError(f"{bdf!r} is not a PCI address")
-        numa_node = typed(saved, "numa_node", int, optional=True)
+        numa_node = saved_value(saved, "numa_node", int, optional=True)
         if numa_node is not None and not 0 <= numa_node < ALL_ONES:
             raise ValueError("numa_node is out of range")
         function = PciFunction(
             bdf,
-            arch=typed(saved, "arch", str, optional=True),
-            subsystem=typed(saved, "subsystem", int),
+            arch=saved_value(saved, "arch", str, optional=True),
+            subsystem=saved_value(saved, "subsystem", int),
             numa_node=numa_node,
             on_bus=False,
         )
-        identity = Identity(*(typed(saved, key, str, optional=True) for key in Identity._fields))
+        identity = Identity(
+            *(saved_value(saved, key, str, optional=True) for key in Identity._fields)
+        )
 
         # If the first reading has the heartbeat of a chip that had stalled, it is stalled still.
-        stalled_at = typed(saved, "stalled_at", int, optional=True)
+        stalled_at = saved_value(saved, "stalled_at", int, optional=True)
         vitals = Vitals(
             heartbeat=stalled_at,
             misses=0 if stalled_at is None else settings.heartbeat_misses,
-            trips=typed(saved, "trips", int, optional=True),
-            tripped_at=typed(saved, "tripped_at", float, optional=True),
-            empty_since=typed(saved, "empty_since", float, optional=True),
+            trips=saved_value(saved, "trips", int, optional=True),
+            tripped_at=saved_value(saved, "tripped_at", float, optional=True),
+            empty_since=saved_value(saved, "empty_since", float, optional=True),
         )
         chip = Chip(function, identity, had_device_file=True)
-        return cls(chip, vitals, typed(saved, "had_telemetry", bool))
+        return cls(chip, vitals, saved_value(saved, "had_telemetry", bool))
 
 
 class Inventory:
@@ -1665,18 +1673,19 @@ class Inventory:
             if record is None or not record.chip.function.is_same_model(function):
                 record = self.records[bdf] = ChipRecord(Chip(function))
 
-            former = record.chip.function
-            is_same_file = function._replace(numa_node=former.numa_node) == former
             if function.ordinal is None:
                 record.vanish(function)
-            elif not is_same_file or not record.chip.had_device_file:
+            elif not record.chip.had_device_file or not function.has_same_file(
+                record.chip.function
+            ):
                 record.appear(function)
-            elif function != former:  # an administrator has corrected the NUMA node
+            else:
                 record.chip = record.chip._replace(function=function)
 
+        # Records stay until the daemon ends.
         for bdf in self.records.keys() - functions.keys():
-            former = self.records[bdf].chip.function
-            self.records[bdf].vanish(former.without_device_file()._replace(on_bus=False))
+            last = self.records[bdf].chip.function
+            self.records[bdf].vanish(last.without_device_file()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record what was read of chips."""
@@ -1703,8 +1712,8 @@ class Inventory:
 #     the checkpoint    cgroup          in it     evidence
 #     --------------    ------------    -------   ------------------------------------------------
 #     not yet           -               -         the response itself, at the moment it is given
-#     yes               not seen yet    -         yes: a pod that is being admitted, or that has not
-#                                                 been started since the node was booted
+#     yes               not seen        -         yes: a pod that is being admitted, or that has not
+#                       since boot                been started since then
 #     yes               exists          any       yes: an empty one, too, while volumes are mounted
 #                                                 or the sandbox is replaced
 #     yes               seen, gone      -         no: the pod has ended (an entry goes at the next
@@ -1717,6 +1726,9 @@ class Inventory:
 #
 # If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
 # that count go on counting.
+#
+# Counting keeps chips from other pods' lists. Whether a pod *runs* is another question, which
+# delays the starts of other pods' containers: see AllocationTracker.is_running().
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
@@ -1738,7 +1750,10 @@ AllocationKey = tuple[str, str, str]  # pod, container, resource
 
 
 class Allocation(NamedTuple):
-    """A container's devices of one resource, from one response to Allocate."""
+    """A container's devices of one resource, from one response to Allocate.
+
+    Either the chips are known or, of another plugin's response, the device files.
+    """
 
     resource: str
     ids: DeviceIds
@@ -1761,7 +1776,7 @@ class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     entries: Sequence[Allocation] = ()
-    rivals: frozenset[str] = frozenset()  # resources with healthy IDs that another plugin gave
+    rivals: frozenset[str] = frozenset()  # resources with IDs that cannot be the daemon's
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
@@ -1832,7 +1847,7 @@ def _parse_response(encoded: str) -> tuple[ChipAddresses, tuple[str, ...]]:
         raise ValueError(str(error)) from None
     chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
     device_files = tuple(device.host_path for device in response.devices)
-    return chips, () if chips else device_files
+    return chips, (() if chips else device_files)
 
 
 @lru_cache(maxsize=16384)  # 128 chips of 100 replicas
@@ -1883,7 +1898,7 @@ class Cgroups:
         return bool(self._directories.get(pod.replace("-", "_")))
 
     def has_processes(self, pod: str) -> bool:
-        """Return whether a process was in a pod's cgroup since the last look."""
+        """Return whether a process is in a pod's cgroup, read at most once for each look."""
         if pod not in self._populated:
             # After a change of the cgroup driver a pod has two directories.
             directories = self._directories.get(pod.replace("-", "_"), ())
@@ -1933,8 +1948,7 @@ class AllocationRecord:
     evident_at: float | None = None  # when there was evidence for the last time
     had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
     has_started: bool = False  # the start of a container was allowed since the node was booted
-    # When the start of a container was allowed; None once a process was seen, or the cgroup has
-    # gone. Without a pause process (CRI-O) a pod has no process until then.
+    # When the start of a container was allowed; None once a process was seen (see is_running()).
     start_allowed_at: float | None = None
 
     def counts(self, now: float) -> bool:
@@ -1959,27 +1973,27 @@ class AllocationRecord:
     @classmethod
     def from_state(cls, saved: Json, now: float) -> AllocationRecord:
         """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
-        chips = frozenset(typed(saved, "chips", list))
+        chips = frozenset(saved_value(saved, "chips", list))
         if not all(map(BDF.fullmatch, chips)):
             raise ValueError("chips are not PCI addresses")
-        device_files = tuple(typed(saved, "device_files", list))
+        device_files = tuple(saved_value(saved, "device_files", list))
         if not all(isinstance(path, str) for path in device_files):
             raise ValueError("device_files are not paths")
 
         allocation = Allocation(
-            typed(saved, "resource", str),
-            frozenset(map(_name, typed(saved, "ids", list))),
+            saved_value(saved, "resource", str),
+            frozenset(map(_name, saved_value(saved, "ids", list))),
             chips,
-            typed(saved, "pod", str),
-            typed(saved, "container", str),
+            saved_value(saved, "pod", str),
+            saved_value(saved, "container", str),
             device_files,
         )
         return cls(
             allocation,
-            evident_at=now if typed(saved, "counts", bool) else None,
-            had_cgroup=typed(saved, "had_cgroup", bool),
-            has_started=typed(saved, "has_started", bool),
-            start_allowed_at=typed(saved, "start_allowed_at", float, optional=True),
+            evident_at=now if saved_value(saved, "counts", bool) else None,
+            had_cgroup=saved_value(saved, "had_cgroup", bool),
+            has_started=saved_value(saved, "has_started", bool),
+            start_allowed_at=saved_value(saved, "start_allowed_at", float, optional=True),
         )
 
 
@@ -2053,11 +2067,13 @@ class AllocationTracker:
             if record and record.allocation == allocation:
                 continue
 
-            # Of a response that another daemon has given it is not known whether the container has
-            # started: then it is taken to have.
-            pending = self._pending.pop((allocation.resource, allocation.ids), None)
-            record = pending or AllocationRecord(allocation, has_started=True)
-            record.allocation = allocation
+            record = self._pending.pop((allocation.resource, allocation.ids), None)
+            if record:
+                record.allocation = allocation
+            else:
+                # Another daemon has given this response. It is not known whether the container
+                # has started; if in doubt, it has, and its hugepage files stay.
+                record = AllocationRecord(allocation, has_started=True)
             self._records.pop(key, None)  # so that the new record is the last
             self._records[key] = record
             self._must_look = True
@@ -2079,7 +2095,8 @@ class AllocationTracker:
                 if record.counts(now):
                     record.evident_at = now
 
-        # An entry without evidence stays recorded: it had a cgroup, which the next look must know.
+        # The record of an entry stays, also without evidence. Otherwise the next look would take
+        # a pod that has ended for one that has not been started.
         for key in [*self._records]:
             if key not in self._entries and not self._records[key].counts(now):
                 del self._records[key]
@@ -2120,7 +2137,12 @@ class AllocationTracker:
         return chain(self._records.values(), self._pending.values())
 
     def is_running(self, allocation: Allocation) -> bool:
-        """Return whether, at the last look, the pod ran or a container of it was starting."""
+        """Return whether, at the last look, the pod ran or a container of it was starting.
+
+        With containerd a pod has its pause process from the beginning. CRI-O runs none, so a pod
+        has no process from the moment at which the start of its first container was allowed until
+        that container was created.
+        """
         pod = allocation.pod
         if not pod:
             record = self._record_of(allocation)
@@ -2141,7 +2163,7 @@ class AllocationTracker:
         )
 
     def allow_start(self, allocation: Allocation, now: float) -> None:
-        """Record that a container of this allocation may start now."""
+        """Record that a container of this allocation may start now: see is_running()."""
         if record := self._record_of(allocation):
             record.has_started = True
             if not self._cgroups.has_processes(allocation.pod):
@@ -2177,13 +2199,19 @@ class AllocationTracker:
 
 # ==== RESOURCES: which devices exist, and their names. Pure =======================================
 
+Status = grpc.StatusCode
+
+
+class RequestError(Exception):
+    """A request of the kubelet's that is rejected: gRPC status code and reason."""
+
 
 class Device(NamedTuple):
     """A chip or a board; if it is shared, it has several IDs."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # number of chips that it should have
+    expected_chips: int = 1  # how many it should have
     holder: str | None = None  # the pod for which it is withheld
     withheld: str | None = None  # the reason, if it is
     is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
@@ -2196,14 +2224,18 @@ class Device(NamedTuple):
     def incomplete(self) -> str | None:
         """Return why it cannot be used yet: a chip of its board has never been seen."""
         known = len(self.chips)
-        return None if known == self.whole else f"only {known} of {self.whole} chips found"
+        return (
+            None
+            if known == self.expected_chips
+            else f"only {known} of {self.expected_chips} chips found"
+        )
 
     @property
     def reason(self) -> str | None:
         """Return why the kubelet sees it as unhealthy."""
         for chip in self.chips:
             if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if self.whole > 1 else str(chip.reason)
+                return f"{chip.bdf}: {chip.reason}" if self.expected_chips > 1 else str(chip.reason)
         return self.incomplete or self.withheld
 
     @property
@@ -2228,7 +2260,10 @@ class Resource:
 
     @cached_property
     def ids_by_device(self) -> list[list[str]]:
-        """Return the IDs of each device: more than one, if it is shared."""
+        """Return the IDs of each device: more than one, if it is shared.
+
+        A held ID can have a device's name, but other chips; it is a device of its own.
+        """
         found = defaultdict(list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
@@ -2317,12 +2352,13 @@ def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]
 
     devices = defaultdict(list)
     for (name, identifier), members in groups.items():
-        whole = members[0].chips_per_board if by_board else 1
-        if len(members) > whole:
-            # The board has been moved to another slot, and has left absent chips behind.
+        expected = members[0].chips_per_board if by_board else 1
+        if len(members) > expected:
+            # The board was moved to another slot: its former addresses are absent. If it is absent
+            # there, too, any of its addresses will do.
             present = [chip for chip in members if chip.is_present]
-            members = present or members[-whole:]
-        devices[name].append(Device(identifier, tuple(members), whole))
+            members = present or members[-expected:]
+        devices[name].append(Device(identifier, tuple(members), expected))
     return dict(sorted(devices.items()))
 
 
@@ -2401,6 +2437,7 @@ def advertise(
     listed (topology_hints.go), and without it the pod's containers cannot start again. Every other
     ID is withheld while a pod holds one of its chips under another name.
     """
+    # The usual case: each ID that a pod holds is one of the configuration, with the same chips.
     if all(_is_as_configured(allocation, configured) for allocation in allocations):
         return configured
 
@@ -2414,7 +2451,7 @@ def advertise(
     for name, resource in configured.items():
         devices = _free_devices(resource, holders, label) | held.get(name, {})
         advertised[name] = replace(resource, devices=devices)
-    for name in held.keys() - configured.keys():
+    for name in sorted(held.keys() - configured.keys()):
         advertised[name] = Resource(name, held[name])
     return advertised
 
@@ -2456,7 +2493,8 @@ def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, ChipAdd
     """Return the chips of each ID of an allocation.
 
     An ID that is known now, or is a PCI address, stands for its own chips. The others stand for
-    all chips that are left: of the chips {a, b, c} with the IDs {a, X}, X has {b, c}.
+    all chips that are left, or for all if none is left: of the chips {a, b, c} with the IDs
+    {a, X}, X has {b, c}.
     """
     found = {}
     for identifier in allocation.ids:
@@ -2497,19 +2535,20 @@ def _free_devices(
 # and between choices of equal cost the lower PCI addresses win.
 #
 # It is found by dynamic programming, as for a knapsack, in a tree of groups: devices are in boards,
-# boards in trays, trays in parts of the machine with common NUMA nodes. A group knows the best
-# choice of 0, 1, 2, … of its IDs from those of its members, and adds what it costs to use it.
+# boards in trays, trays in parts of the machine that have no NUMA node in common. A group finds its
+# best choice of n IDs by trying each way to divide n among its members, and adds what it costs to
+# use the group at all.
 #
-# Some costs depend on which places are used together: the links between the chips of a Galaxy's
-# tray, the number of NUMA nodes, trays beside each other. So a choice has marks, one bit for each
-# such place, and the best choice for each set of marks is kept until that cost is added. The
-# leading criteria do not depend on marks. Their lowest costs are known first, so that only
-# choices that have them are looked at.
+# The cost by the criteria down to the number of trays depends only on how many IDs each member
+# contributes. So these numbers are known first, and only ways to divide n that reach the lowest
+# are looked at. The other criteria depend on which places are used together. For example, the links
+# between the chips of a tray are known only when all of its chips are chosen. Until then a choice
+# has a mark (a bit) for each such place, and the best choice for each set of marks is kept.
 
 CRITERIA = (
-    "optional",  # IDs that are not must-include: those that are come first
+    "optional",  # IDs that are chosen though they are not must-include
     "occupied",  # IDs on which a pod runs that the kubelet does not know
-    "repeats",  # replicas of a device that is chosen already
+    "repeats",  # 0 for the first replica of a device, 1 for the second, …
     "users",  # other containers on shared devices
     "boards",
     "trays",
@@ -2519,12 +2558,12 @@ CRITERIA = (
     "whole_numa_nodes",
     "tray_groups",  # groups of a Galaxy's trays that are linked to each other
     "scattered_trays",  # trays in which the chosen chips are not connected
-    "missing_links",  # links of a tray that are not between two chosen chips
+    "other_links",  # links of a tray that are not between two chosen chips
     "whole_halves",  # halves of trays all of whose listed devices are available
 )
 DIGIT = 32  # bits of a criterion in a cost
 SHIFTS = {name: DIGIT * number for number, name in enumerate(reversed(CRITERIA))}
-LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
+LEADING = SHIFTS["trays"]  # a cost, shifted by this, is that of "optional" to "trays"
 
 # The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
 # 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one. Trays are
@@ -2532,18 +2571,6 @@ LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
 TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
 TRAY_HALVES = ({1, 2, 5, 6}, {3, 4, 7, 8})
 RING_LINKS = [{0x00, 0x40}, {0x40, 0x80}, {0x80, 0xC0}, {0xC0, 0x00}]
-
-Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
-POSITION_BITS = 0xFFFF
-Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
-Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
-NOTHING: Choices = {0: (0, ())}
-
-Status = grpc.StatusCode
-
-
-class RequestError(Exception):
-    """A request that is rejected: gRPC status code and reason."""
 
 
 def cost(**numbers: int) -> int:
@@ -2614,7 +2641,8 @@ def preferred_allocation(
             partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
             partly_used.add(candidate.place)
 
-    _, chosen = min(_Machine(candidates, partly_used).tree(size).choices(size).values())
+    # At the root of the tree all marks have been judged: one choice is left.
+    ((_, chosen),) = _Machine(candidates, partly_used).tree(size).choices(size).values()
     return [ids[number] for number in chosen]
 
 
@@ -2635,8 +2663,15 @@ def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, si
         raise RequestError(invalid, f"cannot choose {size} of {devices}")
 
 
+Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
+POSITION_BITS = 0xFFFF
+Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
+Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
+NOTHING: Choices = {0: (0, ())}
+
+
 class _Device:
-    """A device: the choices of its first 0, 1, 2, … IDs."""
+    """A device, with the same attributes as a group: the choices of its first 0, 1, 2, … IDs."""
 
     def __init__(self, ids: Iterable[tuple[int, int]], marks: Marks) -> None:
         self._choices = [NOTHING]
@@ -2654,32 +2689,38 @@ class _Device:
 
 
 class _Group:
-    """Devices or groups: the best choices of 0, 1, 2, … of their IDs."""
+    """Devices, or groups of them: the best choices of 0, 1, 2, … of their IDs.
+
+    `use_cost` is the cost of using the group at all. When its choices are complete, `judge` returns
+    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`:
+    of a tray, the positions of chips by the tray itself.
+    """
 
     def __init__(
         self,
         members: Sequence[_Device | _Group],
         max_size: int,
         *,
-        cost: int = 0,  # of using the group at all
-        judge: Callable[[Marks], int] | None = None,  # returns the cost of these marks
-        judged_marks: Marks = 0,  # which are dropped then
+        use_cost: int = 0,
+        judge: Callable[[Marks], int] | None = None,
+        judged_marks: Marks = 0,
         own_mark: Marks = 0,
     ) -> None:
         self._members = members
-        self._cost = cost
+        self._use_cost = use_cost
         self._judge = judge
         self._judged_marks = judged_marks
         self._own_mark = own_mark
-        self._choices = {0: NOTHING}  # by size
+        self._choices = {0: NOTHING}  # by size; no IDs cost nothing
         self._choices_among: dict[tuple[int, int], Choices] = {}
 
-        # The lowest cost by the leading criteria of each number of IDs among the first members.
-        self._lowest = [[0]]
+        # The lowest leading cost of each number of IDs: among the first 0, 1, 2, … members, and of
+        # the group.
+        self._lowest_among = [[0]]
         for member in members:
-            self._lowest.append(_combined(self._lowest[-1], member.lowest, max_size))
-        own = cost >> LEADING
-        self.lowest: list[int] = [0, *(each + own for each in self._lowest[-1][1:])]
+            self._lowest_among.append(_combined(self._lowest_among[-1], member.lowest, max_size))
+        own = use_cost >> LEADING
+        self.lowest: list[int] = [0, *(each + own for each in self._lowest_among[-1][1:])]
 
     def choices(self, size: int) -> Choices:
         """Return the best choices of this many IDs, by their marks."""
@@ -2688,32 +2729,39 @@ class _Group:
 
         best: Choices = {}
         for marks, (members_cost, ids) in self._among(len(self._members), size).items():
-            total = members_cost + self._cost
+            total = members_cost + self._use_cost
             if self._judge:
                 total += self._judge(marks & self._judged_marks)
             rest = marks & ~self._judged_marks | self._own_mark
             if rest not in best or (total, ids) < best[rest]:
                 best[rest] = (total, ids)
+
         self._choices[size] = best
         return best
 
     def _among(self, number: int, size: int) -> Choices:
-        """Return the best choices of IDs of the first members."""
+        """Return the best choices of IDs of the first members, by their marks.
+
+        Only divisions between the last of these members and the others are looked at that reach
+        the lowest leading cost.
+        """
         if number == 0:
             return NOTHING
         if (number, size) in self._choices_among:
             return self._choices_among[number, size]
 
         member = self._members[number - 1]
-        others_lowest = self._lowest[number - 1]
-        lowest = self._lowest[number][size]
+        lowest = self._lowest_among[number][size]
+        lowest_of_others = self._lowest_among[number - 1]
         best: Choices = {}
-        for own in range(min(size + 1, len(member.lowest))):
-            others = size - own
-            if others >= len(others_lowest):
+        for own_size in range(min(size + 1, len(member.lowest))):
+            others_size = size - own_size
+            if others_size >= len(lowest_of_others):
                 continue
-            if member.lowest[own] + others_lowest[others] == lowest:
-                _join(self._among(number - 1, others), member.choices(own), best)
+            if member.lowest[own_size] + lowest_of_others[others_size] == lowest:
+                others = self._among(number - 1, others_size)
+                _join(others, member.choices(own_size), best)
+
         self._choices_among[number, size] = best
         return best
 
@@ -2725,12 +2773,14 @@ class _Machine:
         self._candidates = candidates
         self._partly_used = partly_used
 
+        # See Marks: the bits above the positions.
         nodes = sorted({node for each in candidates for node in each.numa_nodes})
         places = [each.place for each in candidates if each.place]
         trays = sorted({place._replace(position=0) for place in places})
         self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
         first = 16 + len(nodes)
         self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
+        self._known_halves: dict[tuple[object, ...], list[Marks]] = {}
 
     def tree(self, size: int) -> _Group:
         """Return the group of all candidates, for choices of up to `size` IDs."""
@@ -2747,16 +2797,16 @@ class _Machine:
         boards = _grouped(candidates, lambda each: each.board)
         members = [self._board(board, size) for board in boards]
         is_whole = candidates[0].tray not in self._partly_used
-        group_cost = cost(trays=1, whole_trays=is_whole)
+        use_cost = cost(trays=1, whole_trays=is_whole)
 
         place = candidates[0].place
         if place is None:
-            return _Group(members, size, cost=group_cost)
+            return _Group(members, size, use_cost=use_cost)
         return _Group(
             members,
             size,
-            cost=group_cost,
-            judge=self._shape_cost(place),
+            use_cost=use_cost,
+            judge=partial(self._shape_cost, place),
             judged_marks=POSITION_BITS,
             own_mark=self._tray_marks[place._replace(position=0)],
         )
@@ -2764,7 +2814,7 @@ class _Machine:
     def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
         is_whole = candidates[0].board not in self._partly_used
         members = [_Device(each.ids, self._marks(each)) for each in candidates]
-        return _Group(members, size, cost=cost(boards=1, whole_boards=is_whole))
+        return _Group(members, size, use_cost=cost(boards=1, whole_boards=is_whole))
 
     def _marks(self, candidate: Candidate) -> Marks:
         marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
@@ -2772,23 +2822,21 @@ class _Machine:
             marks |= 1 << candidate.place.position
         return marks
 
-    def _shape_cost(self, tray: GalaxyPlace) -> Callable[[Marks], int]:
-        """Return the function for the cost of the chosen chips' places in a tray."""
-        whole_halves = []
-        for half in TRAY_HALVES:
-            places = {tray._replace(position=position) for position in half}
-            if places.isdisjoint(self._partly_used):
-                whole_halves.append(_bits(half))
-        half_cost = cost(whole_halves=1)
+    def _shape_cost(self, tray: GalaxyPlace, positions: Marks) -> int:
+        """Return the cost of the chosen chips' places in a tray."""
+        whole_halves = [half for half in self._whole_halves(tray) if half & positions]
+        return _link_cost(positions) + len(whole_halves) * cost(whole_halves=1)
 
-        def judge(positions: Marks) -> int:
-            total = _link_cost(positions)
-            for half in whole_halves:
-                if half & positions:
-                    total += half_cost
-            return total
-
-        return judge
+    def _whole_halves(self, tray: GalaxyPlace) -> list[Marks]:
+        """Return the halves of a tray of which no chip is taken."""
+        if tray[:3] not in self._known_halves:
+            halves = []
+            for half in TRAY_HALVES:
+                places = {tray._replace(position=position) for position in half}
+                if places.isdisjoint(self._partly_used):
+                    halves.append(_bits(half))
+            self._known_halves[tray[:3]] = halves
+        return self._known_halves[tray[:3]]
 
     def _numa_cost(self, marks: Marks) -> int:
         nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
@@ -2835,7 +2883,7 @@ def _link_cost(positions: Marks) -> int:
     chips = [position for position in range(16) if positions >> position & 1]
     links = [link for link in TRAY_LINKS if _bits(link) & ~positions == 0]
     is_scattered = _count_groups(chips, links) > 1
-    return cost(scattered_trays=is_scattered, missing_links=len(TRAY_LINKS) - len(links))
+    return cost(scattered_trays=is_scattered, other_links=len(TRAY_LINKS) - len(links))
 
 
 def _bits(positions: Iterable[int]) -> Marks:
@@ -3958,19 +4006,19 @@ class StateFile:
     def _parse(self, content: bytes, now: float) -> SavedState:
         """Return the state in a file; raises ValueError and other errors."""
         document = json.loads(content)
-        if typed(document, "version", int) != self.VERSION:
+        if saved_value(document, "version", int) != self.VERSION:
             raise ValueError("another version")
 
-        files = typed(document, "files", list)
+        files = saved_value(document, "files", list)
         if not all(path.startswith("/") and path.isprintable() for path in files):
             raise ValueError("files are not paths")
 
         health = self._settings.health
         chips = {}
-        for bdf, saved in typed(document, "chips", dict).items():
+        for bdf, saved in saved_value(document, "chips", dict).items():
             chips[bdf] = ChipRecord.from_state(bdf, saved, health)
         allocations = []
-        for saved in typed(document, "allocations", list):
+        for saved in saved_value(document, "allocations", list):
             allocations.append(AllocationRecord.from_state(saved, now))
 
         if document["boot"] != self._boot:
