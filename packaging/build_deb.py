@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 import build_pyz
+import preinst
 from build_pyz import BUILD, TOP
+from version import PROGRAM
 
 # Files of packaging/deb that are installed, with their paths in the source package. The other files
 # of packaging/deb are its debian/.
@@ -74,6 +76,7 @@ def lay_out_source(source: Path, version: str) -> None:
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
+    (source / "debian/preinst").write_text(preinst.preinst((TOP / PROGRAM).read_text()))
     set_version(source / "debian/changelog", version)
     # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.
     epoch = build_pyz.source_date_epoch()

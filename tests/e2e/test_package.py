@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -407,7 +408,7 @@ def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
 def test_an_invalid_configuration(host: Host, told: Told) -> None:
     """Status 78 and one line, which `systemctl status` shows; systemd does not try again.
 
-    apt can still install the package, with a warning; a start with a valid file succeeds.
+    apt installs no version that would not start either; a start with a valid file succeeds.
     """
     host.write(CONFIG, BAD)
     since = time.monotonic()
@@ -418,16 +419,12 @@ def test_an_invalid_configuration(host: Host, told: Told) -> None:
     [line] = [text for _, priority, text in host.journal(since - 0.5) if priority == 3]
     assert line.startswith(f"{CONFIG}: log_level")
     assert line in host.systemctl("status", UNIT, check=False)
-    output = host.install("--reinstall", host.packages.current)
-    [warning] = [each for each in output.splitlines() if "rejects this configuration" in each]
-    assert CONFIG in warning and "'loud'" in warning
-    state = host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT).strip()
-    assert state == "ii" and host.property("ExecMainStatus") == "78"
+    assert line in refused(host, "--reinstall", host.packages.current)
     host.write(CONFIG, CONFIGURATION)
     since = time.monotonic()
     host.systemctl("start", UNIT)
     host.event(since, "registered", resource=RESOURCE)
-    told(f"journal and systemctl status: {line!r}; apt: {warning!r}")
+    told(f"journal, systemctl status and apt: {line!r}")
 
 
 # -- the extracted program -------------------------------------------------------------------------
@@ -592,6 +589,85 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
     assert not host.events(since, "violation")
     assert locks(host) == before and host.path(CONFIG).read_text() == CONFIGURATION
     told(f"the kubelet was without the plugin for {ms(back - ended)}")
+
+
+def refused(host: Host, *arguments: str) -> str:
+    """Run apt-get install, which must fail and leave the installed version as it is."""
+    show = ("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}${Version}", UNIT)
+    before = host(*show)
+    done = host.run("apt-get", "install", "--yes", *arguments)
+    output = done.stdout + done.stderr
+    assert done.returncode == 100 and "is not installed, because it would not start" in output
+    assert host(*show) == before and before.startswith("ii "), output
+    assert host("dpkg", "--audit") == ""
+    return output
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An upgrade with a configuration that the new version rejects."""
+
+    installed: str  # a field of Packages, as is the next one
+    wanted: str
+    addition: str  # to the configuration
+    keeps_process: bool
+
+
+REFUSALS = {
+    # The postinst of 0.1.0 restarts its service after an upgrade that was refused.
+    "from 0.1.0": Refusal("first", "current", 'device_id_strategy = "asic"\n', False),
+    # The service runs with the former configuration; a restart would end it.
+    "invalid since its start": Refusal("current", "following", BAD, True),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS.values(), ids=REFUSALS)
+def test_an_upgrade_that_would_not_start_is_refused(host: Host, case: Refusal, told: Told) -> None:
+    """apt fails with the reason, and the service and its devices stay; a valid file is enough."""
+    host.systemctl("stop", "kubelet", check=False)
+    host("dpkg", "--purge", UNIT)
+    host.install(getattr(host.packages, case.installed))
+    host.have_cards()
+    if not case.keeps_process:
+        host.write(CONFIG, case.addition + CONFIGURATION)
+    host.shell(f"systemctl daemon-reload; systemctl restart {UNIT}; systemctl start kubelet")
+    host.status_becomes("registered with kubelet")
+    since, pid = time.monotonic(), host.property("MainPID")
+    if case.keeps_process:
+        host.write(CONFIG, case.addition + CONFIGURATION)
+
+    output = refused(host, getattr(host.packages, case.wanted))
+    [line] = [each for each in output.splitlines() if each.strip().startswith(f"{CONFIG}: ")]
+    assert case.addition.partition(" ")[0] in line
+    assert host.property("ActiveState") == "active"
+    assert (host.property("MainPID") == pid) == case.keeps_process
+    host.status_becomes("registered with kubelet")
+    if case.keeps_process:
+        assert not host.events(since, "ended")
+    else:
+        host.event(since, "list", resource=RESOURCE, healthy=4)
+
+    since = time.monotonic()
+    host.write(CONFIG, CONFIGURATION)
+    output = host.install(getattr(host.packages, case.wanted))
+    host.event(since, "list", resource=RESOURCE, healthy=4)
+    host.status_becomes("registered with kubelet")
+    told(f"apt: {line.strip()!r}")
+
+
+@pytest.mark.usefixtures("running")
+def test_a_configuration_that_a_drop_in_names_is_checked(host: Host) -> None:
+    """preinst reads the environment of the running service."""
+    host.write("/etc/other.toml", CONFIGURATION)
+    host.use_drop_in("[Service]\nEnvironment=TTDP_CONFIG_FILE=/etc/other.toml\n")
+    try:
+        assert host.restarts()
+        host.write("/etc/other.toml", BAD)
+        assert "/etc/other.toml: log_level" in refused(host, "--reinstall", host.packages.following)
+    finally:
+        host.shell("rm /etc/other.toml")
+        host.use_drop_in("")
+        host.systemctl("restart", UNIT)
 
 
 @pytest.mark.usefixtures("running")
