@@ -72,12 +72,13 @@ def lay_out_source(source: Path, version: str) -> None:
         shutil.copy(TOP / "packaging/deb" / name, source / place)
     for script in ("bin/tt-device-plugin", "back-off"):
         (source / script).chmod(0o755)
-    shutil.copy(TOP / "README.md", source)
+    for name in ("README.md", "CHANGELOG.md"):
+        shutil.copy(TOP / name, source)
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
     (source / "debian/preinst").write_text(preinst.preinst((TOP / PROGRAM).read_text()))
-    set_version(source / "debian/changelog", version)
+    set_version(source / "debian", version)
     # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.
     epoch = build_pyz.source_date_epoch()
     for path in source.rglob("*"):
@@ -121,13 +122,19 @@ def run_lintian(package: Path) -> None:
     subprocess.run(["lintian", "--allow-root", *checks, str(package)], check=True)
 
 
-def set_version(changelog: Path, version: str) -> None:
-    """Replace the version of the changelog's first entry by the version that is built."""
-    text, number = re.subn(
-        r"\A(tt-device-plugin) \([^)]+\)", rf"\1 ({version})", changelog.read_text()
-    )
-    assert number == 1
-    changelog.write_text(text)
+def set_version(debian: Path, version: str) -> None:
+    """Replace the version of the changelog's first entry by the version that is built.
+
+    If the first entry of NEWS has the same version, it gets the same heading: apt-listchanges shows
+    the entries that are later than the installed version. NEWS must not contain UNRELEASED.
+    """
+    opened = re.match(r"tt-device-plugin \(([^)]+)\)", (debian / "changelog").read_text())
+    assert opened
+    for name in ("changelog", "NEWS"):
+        path = debian / name
+        of_first = rf"\Att-device-plugin \({re.escape(opened[1])}\) [\w-]+;"
+        heading = f"tt-device-plugin ({version}) unstable;"
+        path.write_text(re.sub(of_first, heading, path.read_text()))
 
 
 if __name__ == "__main__":

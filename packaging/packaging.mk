@@ -4,7 +4,7 @@
 MACHINE := $(shell dpkg --print-architecture 2>/dev/null)
 ARCHES ?= $(MACHINE)
 PACKAGE_VERSION := $(shell $(PYTHON) packaging/version.py)
-PACKAGED := ttdp.py shiv.toml README.md $(wildcard generated/*.py packaging/*.py)
+PACKAGED := ttdp.py shiv.toml README.md CHANGELOG.md $(wildcard generated/*.py packaging/*.py)
 PACKAGED += $(wildcard packaging/systemd/* packaging/deb/*)
 DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 

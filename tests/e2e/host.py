@@ -84,7 +84,7 @@ def _build_next(deb: Path, output: Path, source: Path) -> None:
     for name in ("generated", "packaging", "build/wheels"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("ttdp.py", "shiv.toml", "README.md"):
+    for name in ("ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "packaging/build_deb.py", "--output", str(output)]
     command += ["--no-lintian", "--version", NEXT]

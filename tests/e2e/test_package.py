@@ -122,15 +122,21 @@ def test_the_program_is_extracted_by_the_installation(host: Host, told: Told) ->
 
 @pytest.mark.usefixtures("installed")
 def test_the_documents_are_those_of_the_sources(host: Host) -> None:
-    """Configuration, drop-in, alert rules and others can be used in place; README is there."""
+    """Examples can be used in place; README, and all changes with what an upgrade needs, too."""
     names = {Path(line).name for line in (DEB / "examples").read_text().splitlines()}
     examples = host.path(f"{DOCUMENTS}/examples")
     assert {path.name for path in examples.iterdir()} == names
     for name in names:
         [source] = (ROOT / "packaging").rglob(name)
         assert (examples / name).read_bytes() == source.read_bytes(), name
-    readme = gzip.decompress(host.path(f"{DOCUMENTS}/README.md.gz").read_bytes())
-    assert readme == (ROOT / "README.md").read_bytes()
+    for name in ("README.md", "CHANGELOG.md"):
+        text = gzip.decompress(host.path(f"{DOCUMENTS}/{name}.gz").read_bytes())
+        assert text == (ROOT / name).read_bytes(), name
+    changelog = gzip.decompress(host.path(f"{DOCUMENTS}/changelog.gz").read_bytes()).decode()
+    assert f"{DOCUMENTS}/CHANGELOG.md.gz" in changelog
+    news = gzip.decompress(host.path(f"{DOCUMENTS}/NEWS.Debian.gz").read_bytes()).decode()
+    assert "device_id_strategy" in news
+    assert max(map(len, news.splitlines()[1:-1])) <= 80
 
 
 @pytest.mark.usefixtures("installed")
