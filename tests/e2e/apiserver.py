@@ -13,7 +13,7 @@ import itertools
 import json
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -162,6 +162,42 @@ def merged(item: Any, change: Any) -> Any:
     return result
 
 
+def _event_of(content: bytes) -> JSON:
+    """Return the name and the texts of an Event in protobuf, which newer clients send."""
+    unknown = dict(_fields(content.removeprefix(b"k8s\0")))  # runtime.Unknown; 2: raw
+    event = dict(_fields(unknown[2]))  # core/v1 Event
+    texts = {"reason": 3, "message": 4, "type": 9}
+    name = dict(_fields(event[1]))[1].decode()  # ObjectMeta
+    return {
+        "metadata": {"name": name},
+        **{key: event[number].decode() for key, number in texts.items()},
+    }
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield number and content of a message's fields that have a length."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(message):
+        key = varint()
+        size = varint() if key & 7 in (0, 2) else 8 if key & 7 == 1 else 4
+        if key & 7 == 2:
+            yield key >> 3, message[place : place + size]
+        if key & 7:
+            place += size
+
+
 def _parse(path: str) -> tuple[str, str, str, str]:
     """Return a path's group and version, namespace, plural kind and name ("": a collection)."""
     parts = path.strip("/").split("/")
@@ -202,7 +238,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> JSON:
         length = int(self.headers.get("Content-Length") or 0)
-        return dict(json.loads(self.rfile.read(length) or b"{}"))
+        content = self.rfile.read(length)
+        if self.headers.get("Content-Type") == "application/vnd.kubernetes.protobuf":
+            return _event_of(content)
+        return dict(json.loads(content or b"{}"))
 
     @property
     def _object(self) -> str:
