@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb with dpkg-buildpackage.
 
-Then it runs lintian. Nothing is compiled, so any machine can build for any architecture. The
-version is that of version.py.
+Beside it is the package's SBOM, in CycloneDX's JSON. Then it runs lintian. Nothing is compiled, so
+any machine can build for any architecture. The version is that of version.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import build_pyz
 import preinst
+import sbom
 from build_pyz import BUILD, TOP
 from version import PROGRAM
 
@@ -30,6 +31,7 @@ BESIDE = {
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
+SBOM = "tt-device-plugin.cdx.json"
 FOR_DEBHELPER = {
     "tt-device-plugin.service": "tt-device-plugin.service",
     "tt-device-plugin-metrics.socket": "tt-device-plugin-metrics.socket",
@@ -49,7 +51,7 @@ def main() -> int:
     version = options.version or build_pyz.package_version()
     os.environ["SOURCE_DATE_EPOCH"] = str(build_pyz.source_date_epoch())
     top = BUILD / "deb" / options.arch
-    lay_out_source(top / "source", version)
+    lay_out_source(top / "source", options.arch, version)
     build_zipapp(top / "source", options.arch, version)
     build_package(top, options.arch)
     package = top / f"tt-device-plugin_{version}_{options.arch}.deb"
@@ -58,11 +60,12 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     result = options.output / package.name
     shutil.copy(package, result)
+    shutil.copy(top / "source" / SBOM, result.with_suffix(".cdx.json"))
     print(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
-def lay_out_source(source: Path, version: str) -> None:
+def lay_out_source(source: Path, arch: str, version: str) -> None:
     """Make the directory of the source package, without the zipapp."""
     shutil.rmtree(source.parent, ignore_errors=True)
     ignore = shutil.ignore_patterns(*BESIDE)
@@ -77,6 +80,8 @@ def lay_out_source(source: Path, version: str) -> None:
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
+    text = sbom.text(arch, version, build_pyz.source_date_epoch())
+    (source / SBOM).write_text(text)
     (source / "debian/preinst").write_text(preinst.preinst((TOP / PROGRAM).read_text()))
     set_version(source / "debian", version)
     # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.

@@ -43,7 +43,7 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 def main() -> int:
     """Run the command."""
     options = command_line().parse_args()
-    settings = tomllib.loads(SETTINGS.read_text())
+    settings = read_settings()
     if options.lock:
         return lock(settings)
     if options.bootstrap:
@@ -81,6 +81,11 @@ def command_line() -> argparse.ArgumentParser:
         "--bootstrap", type=Path, help="only write the program's bootstrap into this directory"
     )
     return parser
+
+
+def read_settings() -> dict[str, Any]:
+    """Return the contents of shiv.toml."""
+    return tomllib.loads(SETTINGS.read_text())
 
 
 def this_abi(settings: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ SIGN_KEY ?=
 REPOSITORY := dist/repository
 RELEASE_CHECKS ?= .ci/run
 
-.PHONY: FORCE deb-tools lock abis reproducible repository release
+.PHONY: FORCE pyz deb deb-tools sbom lock abis reproducible repository release
 .PHONY: e2e-systemd e2e-pythons e2e-kubelet e2e-slow e2e-cgroup2 e2e-arm64
 
 pyz: dist/tt-device-plugin.pyz  ## dist/tt-device-plugin.pyz, the zipapp for this machine
@@ -40,6 +40,11 @@ deb: $(ARCHES:%=$(DEB)%.deb)  ## dist/*.deb, for this machine or ARCHES='amd64 a
 
 $(DEB)%.deb: $(PACKAGED) | deb-tools $(VENV)/pyvenv.cfg
 	@$(PY) packaging/build_deb.py --arch $*
+
+sbom: $(ARCHES:%=$(DEB)%.deb) $(VENV)/ready  ## check the SBOMs of the packages against CycloneDX's schema
+	@$(PYTHON) -m venv --without-pip build/sbom
+	@$(VENV)/bin/pip --quiet --python build/sbom/bin/python install --group sbom
+	@build/sbom/bin/python packaging/check_sbom.py $(ARCHES:%=$(DEB)%.cdx.json)
 
 # Checked before the environment is set up.
 deb-tools:

@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -137,6 +138,20 @@ def test_the_documents_are_those_of_the_sources(host: Host) -> None:
     news = gzip.decompress(host.path(f"{DOCUMENTS}/NEWS.Debian.gz").read_bytes()).decode()
     assert "device_id_strategy" in news
     assert max(map(len, news.splitlines()[1:-1])) <= 80
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_sbom_lists_what_is_in_the_zipapp(host: Host) -> None:
+    """Its version is the package's; its components are the packed ones, with their versions."""
+    document = json.loads(host.path(f"{DOCUMENTS}/{UNIT}.cdx.json").read_text())
+    version = host("dpkg-query", "--show", "--showformat=${Version}", UNIT)
+    assert document["metadata"]["component"]["version"] == version
+    with zipfile.ZipFile(host.path(PYZ)) as packed:
+        found = re.findall(
+            r"site-packages/([\w.]+-[\w.]+)\.dist-info/", "\n".join(packed.namelist())
+        )
+    listed = {f"{each['name']}-{each['version']}" for each in document["components"]}
+    assert listed == {*found}
 
 
 @pytest.mark.usefixtures("installed")
