@@ -61,7 +61,7 @@ def main() -> int:
     result = options.output / package.name
     shutil.copy(package, result)
     shutil.copy(top / "source" / SBOM, result.with_suffix(".cdx.json"))
-    print(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
+    print(f"{build_pyz.shown(result)}: {result.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
@@ -95,7 +95,8 @@ def build_zipapp(source: Path, arch: str, version: str) -> None:
     script = str(TOP / "packaging/build_pyz.py")
     output = str(source / "tt-device-plugin.pyz")
     arguments = ["--arch", arch, "--version", version, "--output", output]
-    subprocess.run([sys.executable, script, *arguments], check=True)
+    if status := subprocess.run([sys.executable, script, *arguments]).returncode:
+        sys.exit(status)  # build_pyz.py has printed the reason
 
 
 def build_package(top: Path, arch: str) -> None:
@@ -120,7 +121,7 @@ def build_package(top: Path, arch: str) -> None:
 def run_lintian(package: Path) -> None:
     """Run lintian, and fail if it finds anything. Print a line if it is not installed."""
     if not shutil.which("lintian"):
-        print("NOT CHECKED by lintian: apt install lintian")
+        print("lintian is not installed: skipped these checks, which are for maintainers")
         return
     print("lintian", flush=True)
     checks = ["--fail-on", "error,warning,info", "--display-info", "--tag-display-limit=0"]

@@ -28,6 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offline import explanation
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -61,8 +63,7 @@ def main() -> int:
     print("packing", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pack(settings, tree, options.output)
-    size = options.output.stat().st_size
-    print(f"{options.output}: {size / 1e6:.1f} MB, sha256 {_sha256(options.output.read_bytes())}")
+    print(f"{shown(options.output)}: {options.output.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
@@ -126,7 +127,16 @@ def fetch(
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         pip += ["--no-deps", "--no-build-isolation", "--dest", str(directory)]
         environment = {**os.environ, "PYTHONPATH": str(BUILD / "tools")}
-        subprocess.run([*pip, "--requirement", str(asked), *more], check=True, env=environment)
+        done = subprocess.run(
+            [*pip, "--requirement", str(asked), *more],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(explanation(next(iter(requirements)), done.stdout))
+        print(done.stdout, end="")
         asked.rename(stamp)
         stamp.write_text(text)
     return sorted(path for path in directory.iterdir() if path != stamp)
@@ -316,6 +326,11 @@ def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dic
         "packed.py": "".join(f"{name} = {value!r}\n" for name, value in constants.items()),
         **{name: (TOP / "packaging" / name).read_text() for name in BOOTSTRAP},
     }
+
+
+def shown(path: Path) -> str:
+    """Return a path as it is printed: below the sources, or absolute."""
+    return str(path.relative_to(TOP)) if path.is_relative_to(TOP) else str(path)
 
 
 def package_version() -> str:

@@ -292,12 +292,14 @@ def test_indexes_of_the_previous_release_are_kept(publisher: Publisher, tmp_path
 def test_make_repository(publisher: Publisher, tmp_path: Path) -> None:
     """It has both architectures; without a key it uses a temporary one, and prints a warning."""
     output = tmp_path / "made"
-    done = publisher.run("make", "--silent", "repository", f"REPOSITORY={output}", "SIGN_KEY=")
+    variables = (f"REPOSITORY={output}", f"REPOSITORY_URL={URL}", "SIGN_KEY=")
+    done = publisher.run("make", "--silent", "repository", *variables)
     assert done.returncode == 0, done.stdout + done.stderr
     for architecture in ("amd64", "arm64"):
         assert [*output.glob(f"pool/**/*_{architecture}.deb")]
         packages = (output / f"dists/stable/main/binary-{architecture}/Packages").read_text()
         assert re.findall(r"(?m)^Architecture: (.*)$", packages) == [architecture]
-    assert "*** SIGNED WITH A TEMPORARY KEY" in done.stderr and "A PLACEHOLDER" in done.stderr
+    assert "*** SIGNED WITH A TEMPORARY KEY" in done.stderr
+    assert f"URIs: {URL}\n" in (output / f"{UNIT}.sources").read_text()
     assert "Valid-Until" not in (output / RELEASE).read_text()
     assert "Architectures:" not in (output / f"{UNIT}.sources").read_text()
