@@ -69,7 +69,7 @@ def main() -> int:
         "--output", type=Path, default=Path("dist/repository"), help="default: %(default)s"
     )
     options = parser.parse_args()
-    if not re.match(r"https?://[^/]", options.url):
+    if not re.match(r"https?://[^/]|file:/", options.url):
         sys.exit(f"--url: {options.url} is not an address such as https://apt.example.org")
     if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
         sys.exit(f"repository.py needs: apt install --no-install-recommends {' '.join(missing)}")

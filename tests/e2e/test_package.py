@@ -43,6 +43,11 @@ WRITTEN = (
 BAD = 'log_level = "loud"\n'
 # Seconds within which even a busy machine does things without delay. `make bench` measures them.
 AT_ONCE = 5.0
+CHECK_BEFORE = """\
+dpkg-deb -x {deb} /tmp/new
+program=/tmp/new/usr/lib/tt-device-plugin/tt-device-plugin.pyz
+SHIV_ROOT=/tmp/new/cache python3 -I -S $program check --config-only
+"""
 GET = """
 import urllib.request
 try:
@@ -754,3 +759,31 @@ def test_purge(host: Host) -> None:
     assert host.shell(f"dpkg-query --list {UNIT} 2>/dev/null || true") == ""
     host.be_installed()
     host.purge()
+
+
+# -- before the installation -----------------------------------------------------------------------
+
+
+def test_an_existing_configuration_is_kept(host: Host) -> None:
+    """A file that a provisioning system wrote before the first installation is used as it is."""
+    text = '# written before\nlog_level = "debug"\n'
+    host("dpkg", "--purge", UNIT)
+    host.write(CONFIG, text)
+    host.install(host.packages.current)
+    assert host.path(CONFIG).read_text() == text and host.property("ActiveState") == "active"
+    host.purge()
+
+
+def test_a_configuration_is_checked_without_an_installation(host: Host, told: Told) -> None:
+    """The commands of the README, with the package that is not installed."""
+    host("dpkg", "--purge", UNIT)
+    before = host.files()
+    for text, status in ((BAD, 1), (CONFIGURATION, 0)):
+        host.write(CONFIG, text)
+        script = CHECK_BEFORE.format(deb=host.packages.current)
+        done = host.run("sh", "-ec", script)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert ("log_level: 'loud'" in done.stdout) == bool(status)
+    host.shell("rm -r /tmp/new /etc/tt-device-plugin")
+    assert host.files() == before
+    told(CHECK_BEFORE.format(deb="tt-device-plugin_*.deb"))

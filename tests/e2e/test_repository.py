@@ -25,7 +25,6 @@ from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie")
 URL = "http://127.0.0.1:8000"
-TREE = f"{PACKAGES},curl,unattended-upgrades"
 # The commands of the README, with the address of this server.
 INSTALLATION = (
     f"curl -fsSLo /etc/apt/keyrings/{UNIT}-archive-keyring.pgp {URL}/{UNIT}-archive-keyring.pgp",
@@ -66,13 +65,15 @@ class Publisher:
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True
         )
 
-    def publish(self, output: Path, *debs: str | Path, key: str = "publisher") -> str:
+    def publish(
+        self, output: Path, *debs: str | Path, key: str = "publisher", url: str = URL
+    ) -> str:
         """Make or extend a repository; return the error, if any."""
         paths = [
             self.packages.directory / Path(deb).name if isinstance(deb, str) else deb
             for deb in debs
         ]
-        script = (sys.executable, "packaging/repository.py", "--url", URL, "--sign-key", key)
+        script = (sys.executable, "packaging/repository.py", "--url", url, "--sign-key", key)
         done = self.run(*script, "--output", output, *paths)
         return done.stderr if done.returncode else ""
 
@@ -91,8 +92,10 @@ def publisher(deb: Path) -> Iterator[Publisher]:
 class Node(Container):
     """A system without Debian's repositories, beside a web server that serves `repository`."""
 
+    TREE = f"{PACKAGES},curl,unattended-upgrades"
+
     def __init__(self, suite: str, publisher: Publisher) -> None:
-        super().__init__(suite, {publisher.packages.directory: "/srv/packages"}, TREE)
+        super().__init__(suite, {publisher.packages.directory: "/srv/packages"}, self.TREE)
         self.repository = self.shared / "repository"
         assert not publisher.publish(self.repository, publisher.packages.current)
 
@@ -178,6 +181,23 @@ def test_back_to_an_earlier_version(node: Node, publisher: Publisher) -> None:
     node("apt-get", "install", "--yes", "--allow-downgrades", name)
     assert node.version() == publisher.version and node.is_active()
     assert (node.root / CONFIG[1:]).read_text() == 'log_level = "debug"\n'
+
+
+def test_unattended_upgrades_with_a_configuration_that_is_rejected(
+    node: Node, publisher: Publisher
+) -> None:
+    """The installed version keeps running; with a valid file, the next run upgrades it."""
+    valid = (node.root / CONFIG[1:]).read_text()
+    pid = node("systemctl", "show", "--value", "--property=MainPID", UNIT)
+    node.write(CONFIG, 'log_level = "loud"\n')
+    output = node("unattended-upgrade", "--verbose", check=False)
+    assert node.version() == publisher.version and node.is_active(), output
+    assert node("systemctl", "show", "--value", "--property=MainPID", UNIT) == pid
+    log = (node.root / "var/log/unattended-upgrades/unattended-upgrades-dpkg.log").read_text()
+    assert f"{CONFIG}: log_level: 'loud'" in log
+    node.write(CONFIG, valid)
+    node.upgrade()
+    assert node.version() == NEXT and node.is_active()
 
 
 @pytest.mark.parametrize("edited", [True, False])
