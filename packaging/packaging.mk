@@ -6,7 +6,7 @@ MACHINE := $(shell dpkg --print-architecture 2>/dev/null \
 ARCHES ?= $(MACHINE)
 PACKAGE_VERSION := $(shell $(PYTHON) packaging/version.py)
 PACKAGED := ttdp.py shiv.toml README.md CHANGELOG.md $(wildcard generated/*.py packaging/*.py)
-PACKAGED += $(wildcard packaging/systemd/* packaging/deb/*)
+PACKAGED += $(wildcard packaging/systemd/* packaging/deb/* packaging/deb/*/*)
 DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 
 # The address of the web server for the apt repository, and the key that signs it, as gpg knows it.

@@ -401,12 +401,16 @@ class Node(Site):
         manifest = pod(name, resources, **others)
         if user is not None:
             manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
-        self._pods.append(name)
+        self.adopt(manifest)
+        return name
+
+    def adopt(self, manifest: JSON) -> None:
+        """Create a pod by its manifest."""
+        self._pods.append(manifest["metadata"]["name"])
         if self.api:
             self.api.add_pod(manifest, NODE_NAME)
         else:
             self.kubelet.run_pod(manifest)
-        return name
 
     def started(self, resources: Mapping[str, int], **others: Any) -> str:
         """Create a pod, and wait until it runs."""
