@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def node(request: pytest.FixtureRequest, program: Program) -> Iterator[Node]:
-    """A node whose kubelet finds pages of 1 GiB; nothing but the kubelet counts them."""
+    """A node whose kubelet finds memory and pages of 1 GiB; only the kubelet counts them."""
     with Node(request.param, program) as node:
         node.kubelet.stop()
         pages = node.machine.scratch / "hugepages"
@@ -63,9 +64,14 @@ def node(request: pytest.FixtureRequest, program: Program) -> Iterator[Node]:
             (pages / name).mkdir(parents=True)
             for file in ("nr_hugepages", "free_hugepages"):
                 (pages / name / file).write_text(f"{count}\n")
-        command = ["mount", "--bind", str(pages), "/sys/kernel/mm/hugepages"]
-        done = node.machine.run(command)
-        assert done.returncode == 0, done.stderr
+        memory = node.machine.scratch / "meminfo"
+        text = Path("/proc/meminfo").read_text()
+        memory.write_text(re.sub(r"(?m)^MemTotal: .*$", "MemTotal: 536870912 kB", text))
+        mounts = {pages: "/sys/kernel/mm/hugepages", memory: "/proc/meminfo"}
+        for source, target in mounts.items():
+            done = node.machine.run(["mount", "--bind", str(source), target])
+            assert done.returncode == 0, done.stderr
+        node.machine.path("/run/ttdp/shm").mkdir(parents=True)  # the package's mount unit
         node.kubelet.start()
         yield node
 

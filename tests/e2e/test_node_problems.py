@@ -74,7 +74,7 @@ class ProblemHost(Container):
             self.write("/usr/local/bin/tt-device-plugin", QUIET)
             self("chmod", "755", "/usr/local/bin/tt-device-plugin")
         self.api.write("/api/v1/nodes/node", {"status": {"conditions": []}})
-        self.api.serve(self)  # type: ignore[arg-type]
+        self.api.serve(self.listen)
         for name, configuration in documents().items():
             if "invoke_interval" in configuration["pluginConfig"]:
                 configuration["pluginConfig"]["invoke_interval"] = "1s"
