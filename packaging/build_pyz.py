@@ -28,8 +28,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offline import explanation
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -135,6 +133,8 @@ def fetch(
             text=True,
         )
         if done.returncode:
+            from offline import explanation
+
             sys.exit(explanation(next(iter(requirements)), done.stdout))
         print(done.stdout, end="")
         asked.rename(stamp)
