@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Told
-from tests.e2e.container import optional, require_root
+from tests.e2e.container import optional
 from tests.e2e.host import CONFIG, CONFIGURATION, DIRECTORY, NEXT, RESOURCE, UNIT, Host, Packages
 from tests.e2e.steps import PROBE, assert_sandboxed
 from tests.world.processes import ROOT, wait_until
@@ -56,13 +55,6 @@ try:
 except OSError as error:
     print(error)
 """
-
-
-@pytest.fixture(scope="session")
-def packages(deb: Path) -> Iterator[Packages]:
-    require_root(dpkg_buildpackage="dpkg-dev debhelper")
-    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        yield Packages.of(deb, Path(work))
 
 
 @pytest.fixture(scope="module", params=SUITES)

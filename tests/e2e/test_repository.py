@@ -79,10 +79,10 @@ class Publisher:
 
 
 @pytest.fixture(scope="session")
-def publisher(deb: Path) -> Iterator[Publisher]:
+def publisher(packages: Packages) -> Iterator[Publisher]:
     require_root(apt_ftparchive="apt-utils", gpg="gpg")
     with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        publisher = Publisher(Path(work), Packages.of(deb, Path(work)))
+        publisher = Publisher(Path(work), packages)
         publisher.make_key("publisher")
         publisher.make_key("another person")
         yield publisher
