@@ -21,7 +21,7 @@ TEMPLATE = TOP / "packaging/deb/preinst"
 MARK = "#RULES#\n"
 # What preinst calls. ConfigError has the reason, on one line.
 ENTRY = ("load_settings", "ConfigError")
-# The modules that preinst can import: those of Python (tomllib since 3.11), and tomli instead of it.
+# The modules that preinst can import: those of Python (tomllib since 3.11), and tomli.
 MODULES = sys.stdlib_module_names | {"tomllib", "tomli"}
 # Annotations are not evaluated, so what only they name is not needed.
 ANNOTATIONS = __future__.annotations.compiler_flag
