@@ -231,7 +231,7 @@ class Site:
         self._begin_boot()
         self.containerd.start()
         if self.api:
-            self.api.serve(self.machine)
+            self.api.serve(self.machine.listen)
 
     def _begin_boot(self) -> None:
         self._boot = str(uuid.uuid4())
@@ -401,12 +401,16 @@ class Node(Site):
         manifest = pod(name, resources, **others)
         if user is not None:
             manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
-        self._pods.append(name)
+        self.adopt(manifest)
+        return name
+
+    def adopt(self, manifest: JSON) -> None:
+        """Create a pod by its manifest."""
+        self._pods.append(manifest["metadata"]["name"])
         if self.api:
             self.api.add_pod(manifest, NODE_NAME)
         else:
             self.kubelet.run_pod(manifest)
-        return name
 
     def started(self, resources: Mapping[str, int], **others: Any) -> str:
         """Create a pod, and wait until it runs."""
