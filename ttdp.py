@@ -532,13 +532,16 @@ def _checked(rule: Rule, value: object, source: str) -> Any:
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
+
+
+def _quoted(value: object) -> str:
+    """Return a value of a configuration file as an error shows it."""
     try:
         quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
         quoted = f"this {type(value).__name__}"
-    if len(quoted) > 80:
-        quoted = f"{quoted[:80]}…"
-    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
+    return quoted if len(quoted) <= 80 else f"{quoted[:80]}…"
 
 
 def _read_config_file(file: ConfigFile) -> Json:
@@ -570,7 +573,7 @@ def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
 
         value = document.pop(key)
         if value != same_as_now:
-            raise ConfigError(f"{source}{key}: {str(value)[:80]!r} is not valid; {explanation}")
+            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {explanation}")
         warnings.append(f"{source}{key} has no effect any more; remove the key")
     return tuple(warnings)
 
@@ -954,6 +957,8 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
 
     # udev does not make device files: devtmpfs made it when the device appeared.
     create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
+    if status is None and os.path.lexists(path):
+        return FileFault(f"{path} is a link to nothing", f"rm {path} && {create}")
     if status is None:
         directory = dirname(path)
         parent = "" if isdir(directory) else f"mkdir {directory} && "
@@ -1471,13 +1476,18 @@ Chips = Iterable[Chip]
 
 
 def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a value of the saved state; raises KeyError, ValueError."""
+    """Return a value of the saved state; raises KeyError, ValueError.
+
+    Texts that cannot be printed and numbers beyond each attribute's are damage, too.
+    """
     value = table[key]
     if value is None and optional:
         return None
 
-    if kind is float and type(value) is int:
-        return float(value)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{key} cannot be printed")
+    if isinstance(value, (int, float)) and not abs(value) < 10**20:  # "not" because of NaN
+        raise ValueError(f"{key} is out of range")
     if type(value) is not kind:
         raise ValueError(f"{key} is not of type {kind.__name__}")
     return value
@@ -1573,11 +1583,14 @@ class ChipRecord:
         """Return a chip that has not been seen yet; raises KeyError, ValueError."""
         if not BDF.fullmatch(bdf):
             raise ValueError(f"{bdf!r} is not a PCI address")
+        numa_node = typed(saved, "numa_node", int, optional=True)
+        if numa_node is not None and not 0 <= numa_node < ALL_ONES:
+            raise ValueError("numa_node is out of range")
         function = PciFunction(
             bdf,
             arch=typed(saved, "arch", str, optional=True),
             subsystem=typed(saved, "subsystem", int),
-            numa_node=typed(saved, "numa_node", int, optional=True),
+            numa_node=numa_node,
             on_bus=False,
         )
         identity = Identity(*(typed(saved, key, str, optional=True) for key in Identity._fields))
@@ -1918,19 +1931,20 @@ class AllocationRecord:
     @classmethod
     def from_state(cls, saved: Json, now: float) -> AllocationRecord:
         """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
-        lists = {}
-        for key in ("ids", "chips", "device_files"):
-            lists[key] = typed(saved, key, list)
-            if not all(isinstance(each, str) for each in lists[key]):
-                raise ValueError(f"{key} has items that are no text")
+        chips = frozenset(typed(saved, "chips", list))
+        if not all(map(BDF.fullmatch, chips)):
+            raise ValueError("chips are not PCI addresses")
+        device_files = tuple(typed(saved, "device_files", list))
+        if not all(isinstance(path, str) for path in device_files):
+            raise ValueError("device_files are not paths")
 
         allocation = Allocation(
             typed(saved, "resource", str),
-            frozenset(lists["ids"]),
-            frozenset(lists["chips"]),
+            frozenset(map(_name, typed(saved, "ids", list))),
+            chips,
             typed(saved, "pod", str),
             typed(saved, "container", str),
-            tuple(lists["device_files"]),
+            device_files,
         )
         return cls(
             allocation,
@@ -2079,10 +2093,15 @@ class AllocationTracker:
 
     def is_running(self, allocation: Allocation) -> bool:
         """Return whether, at the last look, the pod ran or a container of it was starting."""
-        record = self._record_of(allocation)
-        if record and record.start_allowed_at is not None:
-            return True
-        return bool(allocation.pod) and self._cgroups.has_processes(allocation.pod)
+        pod = allocation.pod
+        if not pod:
+            record = self._record_of(allocation)
+            return record is not None and record.start_allowed_at is not None
+
+        # A start of any of its containers counts: they are one pod, with all of its devices.
+        records = [each for each in self._records.values() if each.allocation.pod == pod]
+        is_starting = any(each.start_allowed_at is not None for each in records)
+        return is_starting or self._cgroups.has_processes(pod)
 
     def has_started(self, allocation: Allocation) -> bool:
         """Return whether a container of the pod was allowed to start with the same first chip."""
@@ -2097,7 +2116,7 @@ class AllocationTracker:
         """Record that a container of this allocation may start now."""
         if record := self._record_of(allocation):
             record.has_started = True
-            if not self.is_running(allocation):
+            if not self._cgroups.has_processes(allocation.pod):
                 record.start_allowed_at = now
 
     @property
@@ -3660,7 +3679,7 @@ class TelemetryReaders:
 
         try:
             threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             for job in jobs:
                 self._results.put(ReadResult(job, error=OSError(errno.EAGAIN, str(error))))
             self._wake()
@@ -3915,7 +3934,7 @@ class StateFile:
             raise ValueError("another version")
 
         files = typed(document, "files", list)
-        if not all(isinstance(path, str) and path.startswith("/") for path in files):
+        if not all(path.startswith("/") and path.isprintable() for path in files):
             raise ValueError("files are not paths")
 
         health = self._settings.health

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 import os
+import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 import ttdp
 from tests.chips import allocation, bdf, chip, decide
+from tests.commands import host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import outlets, until
-from ttdp import AllocationTracker, Fault, Mount, OutputFile, Settings, SharedResource, Sharing
+from tests.world.processes import PATIENCE, in_memory, outlets, until
+from ttdp import (
+    AllocationRecord,
+    AllocationTracker,
+    ChipRecord,
+    Fault,
+    HealthSettings,
+    Inventory,
+    Mount,
+    OutputFile,
+    Reading,
+    SavedState,
+    Settings,
+    SharedResource,
+    Sharing,
+    Telemetry,
+    Vitals,
+)
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -206,88 +231,340 @@ def test_a_link_planted_at_the_last_moment_is_not_followed(
     assert (tmp_path / "x.prom").read_text() == "text"
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    """Settings of a daemon whose state is saved."""
-    boot_id = tmp_path / "proc/sys/kernel/random/boot_id"
+# -- another user owns the directory ---------------------------------------------------------------
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_sparse_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(3 << 29)  # 1.5 GiB, without a block on disk
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as any_socket:
+        any_socket.bind(str(path))
+
+
+PLANTED = [make_fifo, make_sparse_file, make_link, make_socket]
+Plant = Callable[[Path], None]
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read since it began."""
+    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line]
+    return int(line.split()[1])
+
+
+def at_once(work: Callable[[], object]) -> None:
+    """Do this: it may neither block nor read a megabyte."""
+    before = bytes_read()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it blocks"
+    assert bytes_read() - before < 1 << 20
+
+
+@contextmanager
+def released(path: Path) -> Iterator[None]:
+    """At the end let go a thread that has blocked on this FIFO."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_nothing_that_another_user_plants_delays_the_daemon(
+    short_tmp: Path, caplog: pytest.LogCaptureFixture, plant: Plant
+) -> None:
+    """In place of the file, and of the new one a directory: it goes, as it would be stale."""
+    path = short_tmp / "file"
+    file = OutputFile(str(path))
+    with no_room(path), released(path):
+        for _ in range(2):
+            plant(path)
+            at_once(lambda: file.keep("text\n"))
+            assert not os.path.lexists(path)
+    assert caplog.messages == [f"{path} cannot be written: Is a directory"]
+    assert file.problem == "cannot be written: Is a directory"
+
+    at_once(lambda: file.keep("text\n"))
+    assert path.read_text() == "text\n" and file.problem is None
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_what_another_user_plants_is_replaced_or_removed(short_tmp: Path, plant: Plant) -> None:
+    """In place of the file, of the new one, or where no file is wanted."""
+    path, new = short_tmp / "file", short_tmp / ".file.new"
+    file = OutputFile(str(path))
+    file.keep("text\n")
+    with released(path), released(new):
+        path.unlink()
+        plant(path)
+        plant(new)
+        at_once(lambda: file.keep("text\n"))
+        assert path.read_text() == "text\n" and not path.is_symlink()
+        assert not os.path.lexists(new)
+
+        path.unlink()
+        plant(path)
+        at_once(lambda: file.keep(None))
+        assert not os.path.lexists(path)
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_check_reports_what_is_planted_in_place_of_the_cdi_file(
+    short_tmp: Path, plant: Plant
+) -> None:
+    """Nor does it block, or read all of it."""
+    reasons: dict[Plant, str] = {
+        make_fifo: "not a regular file",
+        make_sparse_file: "larger than 16777216 bytes",
+        make_link: "Too many levels of symbolic links",
+        make_socket: "No such device or address",
+    }
+    with host_with(short_tmp, "n150") as host:
+        host.cdi_file.parent.mkdir()
+        plant(host.cdi_file)
+        answer = host.run("check")
+    text = f"FAIL CDI {host.cdi_file} cannot be read: {reasons[plant]} ok kubelet"
+    assert text in " ".join(answer.out.split())
+
+
+# -- the state file --------------------------------------------------------------------------------
+
+NOW = 1000.0
+
+
+def settings_in(directory: Path) -> Settings:
+    """Settings of a daemon whose state is saved, on a machine without cards."""
+    boot_id = directory / "proc/sys/kernel/random/boot_id"
     boot_id.parent.mkdir(parents=True)
     boot_id.write_text("this boot\n")
+    root = str(directory)
     return Settings(
-        state_dir=str(tmp_path), proc_root=f"{tmp_path}/proc", device_plugin_dir=str(tmp_path)
+        state_dir=root, sysfs_root=f"{root}/sys", proc_root=f"{root}/proc", device_plugin_dir=root
     )
 
 
-def state_of(settings: Settings) -> tuple[Any, Any, Any]:
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return settings_in(tmp_path)
+
+
+def loaded(settings: Settings) -> SavedState:
     """What a daemon that starts now knows."""
-    state = ttdp.StateFile(settings)
-    return state.files, state.chips, state.allocations
+    return ttdp.StateFile(settings).load(NOW)
+
+
+HELD = AllocationRecord(
+    allocation("n150", bdf(1), buses=[1]), NOW, had_cgroup=True, start_allowed_at=990.5
+)
+PENDING = AllocationRecord(HELD.allocation._replace(pod="", container=""), NOW)
+RIVALS = AllocationRecord(
+    allocation("n300", "0", buses=[], pod="u2")._replace(device_files=("/dev/tenstorrent/0",))
+)
+LASTING = Vitals(heartbeat=7, misses=2, trips=3, tripped_at=904.5, empty_since=12.25)
+TRIPPED = ChipRecord(
+    chip(1, fault=Fault.TRIPPED, serial="A" * 16, numa_node=1), LASTING, had_telemetry=True
+)
+
+
+def save(settings: Settings) -> Path:
+    """Save these, and return the file."""
+    ttdp.StateFile(settings).save(
+        ["/x"],
+        {bdf(1): TRIPPED.to_state(), bdf(2): ChipRecord(chip(2, "p150a")).to_state()},
+        [each.to_state(NOW) for each in (HELD, RIVALS, PENDING)],
+    )
+    return Path(str(settings.state_dir)) / "state.json"
 
 
 def test_chips_and_allocations_survive_a_restart_of_the_daemon(settings: Settings) -> None:
     """With their lasting faults; a chip is absent until it is seen again."""
-    tripped = chip(1, fault=Fault.TRIPPED, serial="A" * 16)
-    record = ttdp.ChipRecord(tripped, ttdp.Vitals(7, 0, False, 3, 4.5, None), was_seen=True)
-    held = allocation("n150", bdf(1), buses=[1])
-    pending = held._replace(pod="", container="")
-    rows = [(each.resource, [bdf(1)], [bdf(1)], each.pod, each.container, at, None)
-            for each, at in ((held, None), (pending, 12.5))]  # fmt: skip
-    saved = {"files": ["/x"], "chips": {bdf(1): record.to_state()}, "allocations": rows}
-    ttdp.StateFile(settings).save(**saved)
-    files, chips, allocations = state_of(settings)
-    (loaded,) = ttdp.Inventory(chips).records.values()
-    assert files == ["/x"]
-    assert not loaded.chip.present and loaded.chip.identity == tripped.identity
-    assert loaded.to_state() == record.to_state() and loaded.vitals.tripped_at == 4.5
-    tracker = AllocationTracker(settings, allocations, 20.0)
-    assert {*tracker.in_force(20.0)} == {held, pending} and tracker.to_state() == rows
+    save(settings)
+    state = loaded(settings)
+    assert state.files == ["/x"]
+
+    record = state.chips[bdf(1)]
+    assert not record.chip.is_present and record.chip.had_device_file
+    assert record.chip.identity == TRIPPED.chip.identity
+    assert record.to_state() == TRIPPED.to_state()
+    assert (record.vitals.trips, record.vitals.tripped_at) == (3, 904.5)
+
+    tracker = AllocationTracker(settings, state.allocations)
+    assert {*tracker.counting(NOW)} == {HELD.allocation, PENDING.allocation}
+    assert tracker.to_state(NOW) == [each.to_state(NOW) for each in (HELD, RIVALS, PENDING)]
+    assert tracker.is_running(HELD.allocation) and tracker.has_starting_pods
+
+
+@pytest.mark.parametrize("is_poll", [True, False])
+@pytest.mark.parametrize(("heartbeat", "fault"), [(7, Fault.STALLED), (8, None), (0, None)])
+def test_a_chip_that_had_stalled_is_stalled_until_its_heartbeat_changes(
+    settings: Settings, heartbeat: int, fault: Fault | None, is_poll: bool
+) -> None:
+    """A restart of the daemon, or of the service after an update, makes no chip healthy."""
+    stalled = chip(1, fault=Fault.STALLED)
+    record = ChipRecord(stalled, Vitals(heartbeat=7, misses=9), had_telemetry=True)
+    ttdp.StateFile(settings).save([], {bdf(1): record.to_state()}, [])
+    inventory = Inventory(dict(loaded(settings).chips))
+    inventory.records[bdf(1)].appear(stalled.function)
+    reading = Reading(stalled.function, Telemetry(heartbeat=heartbeat), NOW, is_poll)
+    inventory.apply([reading], HealthSettings())
+    assert inventory.chips[bdf(1)].fault is fault
 
 
 def test_only_files_are_kept_from_another_boot(settings: Settings, tmp_path: Path) -> None:
     """Pods and faults are new ones; files can outlive a reboot."""
-    ttdp.StateFile(settings).save(files=["/x"], chips={"a": 1}, allocations=[1])
-    assert state_of(settings) == (["/x"], {"a": 1}, [1])
+    save(settings)
+    assert loaded(settings).chips and loaded(settings).allocations
     (tmp_path / "proc/sys/kernel/random/boot_id").write_text("next boot\n")
-    assert state_of(settings) == (["/x"], {}, [])
+    assert loaded(settings) == SavedState(["/x"])
+
+
+def test_without_a_state_file_or_directory_nothing_is_known(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is no reason for a line."""
+    assert loaded(settings) == loaded(Settings()) == SavedState()
+    assert caplog.messages == []
+
+
+ENCODED = b'{"version": 3, "boot": "this boot", "files": [], "chips": {}, "allocations": '
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(b"precious", b"precioux"), (b'"version": 2', b'"version": 3'), (b"}", b""), (b"\n", b" "),
-     (b"p", b"\xff"), (b"", b"garbage"), (None, b""), (None, b"[" * 100_000),
-     (None, b'{"version": 0, "files": [], "boot": ""}')],
-    ids=["a flipped byte", "edited by hand", "torn", "no checksum", "no text", "longer", "empty",
-         "nested", "an older version"],
+    [(b'"version": 3', b'"version": 2'), (b'"version": 3', b'"version": 3.0'),
+     (b'"version": 3, ', b""), (b"}", b""), (b'"boot": ', b'"boots": '), (b"", b"12345\n"),
+     (b'"/x"', b'"x"'), (b'"counts": true', b'"counts": 1'), (b'"0000:01', b'"1'),
+     (b'"0000', b'"\xff'),
+     (None, b""), (None, b"garbage"), (None, b"[" * 100_000), (None, b"[]"), (None, b"null"),
+     (None, ENCODED + b"[1]}"), (None, ENCODED + b"[]}}"), (None, bytes(17 << 20))],
 )  # fmt: skip
 def test_a_state_file_that_the_daemon_did_not_write_is_discarded_as_a_whole(
-    settings: Settings,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    old: bytes | None,
-    new: bytes,
+    settings: Settings, caplog: pytest.LogCaptureFixture, old: bytes | None, new: bytes
 ) -> None:
-    """With one line in the log; old: what is replaced; None: everything, with a checksum."""
-    ttdp.StateFile(settings).save(files=["precious"], chips={"a": 1}, allocations=[1])
-    path = tmp_path / "state.json"
-    content = f"{ttdp._checksum(new.decode('latin-1'))}\n".encode() + new
-    if old is not None:
-        content = path.read_bytes().replace(old, new, 1)
-    path.write_bytes(content)
-    assert state_of(settings) == ([], {}, [])
+    """Of another version, torn, edited by hand: one line. `old`: what is replaced; None: all."""
+    path = save(settings)
+    content = path.read_bytes()
+    assert old is None or old in content
+    path.write_bytes(new if old is None else content.replace(old, new, 1))
+    assert loaded(settings) == SavedState()
     (line,) = caplog.messages
     assert line.startswith(f"{path} is discarded: ")
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_only_a_regular_file_is_a_state_file(
+    short_tmp: Path, caplog: pytest.LogCaptureFixture, plant: Plant
+) -> None:
+    """The daemon starts, and replaces it."""
+    settings = settings_in(short_tmp)
+    path = short_tmp / "state.json"
+    with released(path):
+        plant(path)
+        at_once(lambda: loaded(settings))
+    (line,) = caplog.messages
+    assert line.startswith(f"{path} is discarded: ")
+    save(settings)
+    assert loaded(settings).files == ["/x"]
+
+
+def places_in(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each table or list of a document with each of its keys."""
+    keys = document if isinstance(document, dict) else range(len(document))
+    for key in keys:
+        yield document, key
+        if isinstance(document[key], (dict, list)):
+            yield from places_in(document[key])
+
+
+odd_values: st.SearchStrategy[object] = st.sampled_from(
+    [None, True, 0, -1, 1.5, 10**400, -(10**30), 2**63, float("nan"), float("inf"), "", "x",
+     "\x1b[2J", "\ud800", "/\ud800", "/\0", "a\nb", "0000:01:00.0", "zz:01:00.0", [], [[]], {},
+     {"a": 1}, ["x"], [None], ["\ud800"]]
+)  # fmt: skip
+
+
+@hypothesis_settings(deadline=None, max_examples=400)
+@given(st.integers(0, 200), odd_values)
+@example(1, 10**400)
+def test_odd_values_are_harmless_wherever_they_are(number: int, value: object) -> None:
+    """The file is discarded with one line, or what it contains can be used, written and printed."""
+    with in_memory() as directory:
+        settings = settings_in(directory)
+        path = save(settings)
+        document = json.loads(path.read_bytes())
+        places = list(places_in(document))
+        table, key = places[number % len(places)]
+        table[key] = copy.deepcopy(value)
+        path.write_text(json.dumps(document))
+
+        messages: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        ttdp.log.addHandler(handler)
+        try:
+            node = ttdp.Node(settings, lambda: None)
+        finally:
+            ttdp.log.removeHandler(handler)
+
+        is_discarded = not node.former_files and not node.inventory.records
+        assert len(messages) <= 1
+        if messages:
+            assert is_discarded and not node.allocations.to_state(0.0)
+        use(node)
+
+
+def use(node: ttdp.Node) -> None:
+    """Do what a daemon does with what it knows."""
+    now = NOW
+    for record in node.inventory.records.values():
+        function = record.chip.function._replace(ordinal=0, path="/dev/tenstorrent/0")
+        record.appear(function)
+        record.apply(Reading(function, Telemetry(heartbeat=1, trips=5), now), HealthSettings())
+    node.observe_allocations(now, look=True)
+    decision = node.decide(now)
+    for resource in decision.resources.values():
+        resource.device_list.SerializeToString()
+    texts = [line for _, line in ttdp.changes(None, decision)]
+    texts += [decision.labels, decision.cdi or "", ttdp.status_line(decision, {})]
+    texts += [ttdp.chip_metrics(decision, node.inventory.records)]
+    texts += ttdp.list_lines(json.loads(json.dumps(node.view(decision))), 110)
+    for text in texts:
+        assert all(line.isprintable() for line in text.splitlines())
+        text.encode()
+    files = ttdp.OutputFiles(node.former_files)
+    files.keep({}, unmanaged=[])
+    node.save_state(sorted(files.by_path), now)
+    node.inventory.scan(node.settings)
+    node.decide(now)
 
 
 def test_the_state_stays_if_a_new_one_cannot_be_written(settings: Settings, tmp_path: Path) -> None:
     """It is checked when it is read, so an old one is better than none; only root can read it."""
     path = tmp_path / "state.json"
     state = ttdp.StateFile(settings)
-    state.save(files=["/old"])
+    state.save(["/old"], {}, [])
     text = path.read_text()
     with no_room(path):
-        state.save(files=["/new"])
+        state.save(["/new"], {}, [])
         assert path.read_text() == text
-    state.save(files=["/new"])
+    state.save(["/new"], {}, [])
     assert "/new" in path.read_text() and mode_of(path) == 0o600
+
+
+# -- lock directories ------------------------------------------------------------------------------
 
 
 def shared(lock_dir: Path | str) -> Sharing:
@@ -305,6 +582,7 @@ async def test_containers_on_a_shared_device_share_their_locks_also_if_one_of_th
 ) -> None:
     """Under either strategy; root in a container can give them away and close them."""
     node.add("n150")
+    (short_tmp / "cdi").mkdir()
     locks = short_tmp / "locks/n150"
     own = (str(locks), "/dev/shm", False)
     more = {"mounts": (Mount("/m", "/m"),), "sharing": shared(locks.parent), "interval": 0.05}

@@ -157,7 +157,7 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
     """gRPC would log a traceback; tracebacks of internal errors are kept."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
-    handler.addFilter(ttdp._without_traceback_of_garbage)
+    handler.addFilter(ttdp._shorten_garbage)
     logging.getLogger("grpc").addHandler(handler)
     try:
         async with grpc.aio.insecure_channel(f"unix:{endpoint}") as channel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.chips import allocation, bdf, chip, decide
-from ttdp import Fault, HealthSettings, PciFunction, Reading, Telemetry, Verdict, Vitals
+from ttdp import (
+    Fault,
+    FileFault,
+    HealthSettings,
+    Inventory,
+    PciFunction,
+    ReadError,
+    Reading,
+    Telemetry,
+    Verdict,
+    Vitals,
+)
 
 TIMEOUT = ttdp.FIRMWARE_TIMEOUT
 FUNCTION = PciFunction("0000:05:00.0", "blackhole")
@@ -28,15 +39,18 @@ class Judged:
         self.verdict = Verdict()
         self.vitals = Vitals()
         self.now = 1000.0
-        self.was_seen = False
+        self.had_telemetry = False
 
-    def read(self, *, after: float = 1, periodic: bool = True, **telemetry: Any) -> Fault | None:
+    def read(self, *, after: float = 1, is_poll: bool = True, **telemetry: Any) -> Fault | None:
         """Return the fault after a reading: of a poll, unless an event caused it."""
         self.now += after
-        reading = Reading(FUNCTION, Telemetry(**telemetry), self.now, periodic)
-        state = (self.verdict, self.vitals)
-        found = ttdp.judge(*state, reading, self.rules, was_seen=self.was_seen)
-        self.verdict, self.vitals = found
+        self.verdict, self.vitals = ttdp.judge(
+            Reading(FUNCTION, Telemetry(**telemetry), self.now, is_poll),
+            verdict=self.verdict,
+            vitals=self.vitals,
+            settings=self.rules,
+            had_telemetry=self.had_telemetry,
+        )
         assert (self.verdict.problem is None) == (self.verdict.fault is None)
         return self.verdict.fault
 
@@ -76,23 +90,25 @@ def test_a_heartbeat_has_stalled_at_the_nth_poll_without_a_change(
     judged = Judged(heartbeat_misses=misses)
     found = ""
     for beat in beats.split():
-        heartbeat = ttdp.decimal(beat.strip("e-"))
-        fault = judged.read(heartbeat=heartbeat, temperature=40.0, periodic=beat[0] != "e")
+        heartbeat = ttdp.to_integer(beat.strip("e-"))
+        fault = judged.read(heartbeat=heartbeat, temperature=40.0, is_poll=beat[0] != "e")
         found += {None: ".", Fault.STALLED: "S"}[fault]
         assert not fault or f"stalled at {heartbeat}" in judged.problem
     assert found == faults
 
 
 @pytest.mark.parametrize("later", [8, 6, 0, 4294967294])
-@pytest.mark.parametrize("periodic", [True, False])
-def test_any_change_shows_life(later: int, periodic: bool) -> None:
+@pytest.mark.parametrize("is_poll", [True, False])
+def test_any_change_shows_life(later: int, is_poll: bool) -> None:
     """Up, down, wrapped: a reset restarts the count. An event can show it, too."""
     judged = Judged(heartbeat_misses=1)
     assert [judged.read(heartbeat=beat) for beat in (7, 7)] == [None, Fault.STALLED]
-    assert judged.read(heartbeat=later, periodic=periodic) is None
+    assert judged.read(heartbeat=later, is_poll=is_poll) is None
 
 
-@pytest.mark.parametrize("between", [{"error": ("tt_serial", errno.EIO)}, {"all_ones": True}])
+@pytest.mark.parametrize(
+    "between", [{"error": ReadError("tt_serial", errno.EIO)}, {"all_ones": True}]
+)
 def test_another_fault_does_not_end_a_stall(between: dict[str, Any]) -> None:
     """The same heartbeat before and after: the chip is not healthy for a moment."""
     judged = Judged(heartbeat_misses=2)
@@ -182,7 +198,7 @@ def test_without_holdoff_a_trip_is_not_a_fault() -> None:
 def test_the_errno_decides_the_kind_of_fault(number: int, fault: Fault) -> None:
     """A reset, a removal; any other error is reported with its attribute."""
     judged = Judged()
-    assert judged.read(error=("tt_serial", number)) is fault
+    assert judged.read(error=ReadError("tt_serial", number)) is fault
     words = ("tt_serial", os.strerror(number)) if fault is Fault.READ_ERROR else ()
     assert all(word in judged.problem for word in words)
 
@@ -197,7 +213,7 @@ def test_a_rebound_chip_has_ten_seconds_for_its_telemetry() -> None:
     """Its health does not change meanwhile: healthy, or whatever it was."""
     judged = Judged()
     judged.read(heartbeat=7)
-    judged.was_seen = True
+    judged.had_telemetry = True
     assert judged.read() is None
     assert judged.read(after=TIMEOUT - 0.1) is None
     assert judged.read(after=0.1) is Fault.SILENT
@@ -212,8 +228,8 @@ def test_a_rebound_chip_has_ten_seconds_for_its_telemetry() -> None:
 
 faulty = st.sampled_from(
     [
-        {"error": ("tt_heartbeat", errno.ENODATA)},
-        {"error": ("tt_heartbeat", errno.EIO)},
+        {"error": ReadError("tt_heartbeat", errno.ENODATA)},
+        {"error": ReadError("tt_heartbeat", errno.EIO)},
         {"all_ones": True},
         {"heartbeat": 5},
         {"temperature": 99.0, "throttles_at": 90.0},
@@ -230,9 +246,9 @@ def test_a_chip_recovers_by_itself_from_anything(
 ) -> None:
     """After any faults in any order, a chip without one for the holdoff is healthy."""
     judged = Judged(temperature_limit=90, heartbeat_misses=1, trip_holdoff=60)
-    judged.was_seen = True
-    for telemetry, periodic, after in course:
-        judged.read(periodic=periodic, after=after, **telemetry)
+    judged.had_telemetry = True
+    for telemetry, is_poll, after in course:
+        judged.read(is_poll=is_poll, after=after, **telemetry)
     well: dict[str, Any] = {"temperature": 40.0, "throttles_at": 90.0, "trips": 9}
     judged.read(heartbeat=100, **well)
     assert judged.read(after=60, heartbeat=101, **well) is None
@@ -245,58 +261,98 @@ def reason(found: ttdp.Chip, *others: ttdp.Chip, **more: Any) -> str:
     return str(decide([found, *others], **more).chips[found.bdf].reason)
 
 
+RESET = "tt-smi -r 0000:01:00.0"
+
+
 @pytest.mark.parametrize("fault", [Fault.STALLED, Fault.NO_RESPONSE, Fault.SILENT])
 def test_a_remedy_names_its_chip_and_all_that_it_affects(fault: Fault) -> None:
     """`tt-smi -r` without an address resets every card; of a p300, also the board's other chip."""
-    assert reason(chip(1, fault=fault)).endswith("; reset it: tt-smi -r 0000:01:00.0")
+    assert reason(chip(1, fault=fault)) == f"it is ill; run: {RESET}"
+    held = [allocation("p300", bdf(1), buses=[1])]
+    effect = "a reset interrupts default/train"
+    assert reason(chip(1, fault=fault), allocations=held) == f"it is ill; {effect}; run: {RESET}"
+
     pair = [chip(1, "p300c", fault=fault, serial="S"), chip(2, "p300c", serial="S")]
+    effect = "a reset resets 0000:02:00.0 on the same board"
+    assert reason(*pair) == f"it is ill; {effect}; run: {RESET}"
     held = [allocation("p300", bdf(2), buses=[2])]
-    text = "(also resets 0000:02:00.0 on that board; in use by default/train)"
-    assert reason(*pair, allocations=held).endswith(f"tt-smi -r 0000:01:00.0 {text}")
-    rebound = chip(1, "p300c", fault=Fault.RESETTING, serial="S")
-    assert reason(rebound, pair[1], allocations=held).endswith("> bind"), "that chip alone"
+    effect += " and interrupts default/train"
+    assert reason(*pair, allocations=held) == f"it is ill; {effect}; run: {RESET}"
 
 
-def test_who_is_affected_is_named_if_the_remedy_stops_programs() -> None:
-    """Binding the driver again does; removing a file or checking a fan does not."""
+def test_rebinding_concerns_a_chip_alone() -> None:
+    """It resets neither the board's other chip nor the pod on that one."""
+    pair = [chip(1, "p300c", fault=Fault.RESETTING, serial="S"), chip(2, "p300c", serial="S")]
+    held = [allocation("p300", bdf(2), buses=[2])]
+    assert reason(*pair, allocations=held) == (
+        "it is ill; if this persists, run: cd /sys/bus/pci/drivers/tenstorrent"
+        " && echo 0000:01:00.0 > unbind && echo 0000:01:00.0 > bind"
+    )
+
+
+def test_the_pod_is_named_if_the_remedy_stops_its_programs() -> None:
+    """A reset, or a rebinding. Each remedy comes last, for pasting."""
     held = [allocation("n150", bdf(1), buses=[1])]
-    named = {}
-    for fault in ttdp.REMEDIES:
+    for fault in Fault:
         found = chip(1, fault=fault)
         text = reason(found, allocations=held)
-        assert text.count("; ") == 1 and "in use" not in reason(found)
-        named[fault] = text.endswith(" (in use by default/train)")
-    assert {fault for fault, yes in named.items() if not yes} == {
-        Fault.NODE, Fault.HOT, Fault.TRIPPED
-    }  # fmt: skip
-    assert reason(chip(1, fault=Fault.GONE)) == "it is ill", "without a remedy"
+        remedy = ttdp.REMEDIES.get(fault)
+        assert "default/train" not in reason(found)
+        assert ("interrupts default/train" in text) is (remedy is not None), fault
+        if remedy is None:
+            assert text == "it is ill"
+        else:
+            assert text.endswith(f"run: {remedy.command.replace('{bdf}', found.bdf)}")
 
 
-ABSENT: Mapping[str, tuple[str | None, str | None, str]] = {
-    "not loaded": ("", None, "driver is not loaded; run: modprobe tenstorrent"),
-    "not bound": ("", "2.10", "run: echo 0000:01:00.0 > /sys/bus/pci/drivers/tenstorrent/bind"),
-    "another's": ("vfio-pci", "2.10", "driver vfio-pci is bound"),
-    "not on the bus": (None, "2.10", "PCI device is gone; healthy again when it returns"),
-}
+def test_a_reset_is_a_reboot_on_arm64() -> None:
+    """tt-smi cannot reset a card there; a reboot concerns every pod of the node."""
+    found = chip(1, fault=Fault.STALLED)
+    text = "it is ill; drain this node, then run: systemctl reboot"
+    assert reason(found, machine="aarch64") == text
+    rebind = reason(chip(1, fault=Fault.RESETTING), machine="aarch64")
+    assert rebind.endswith("> bind")
+
+
+BIND = "echo 0000:01:00.0 > /sys/bus/pci/drivers/tenstorrent/bind"
+ABSENT: Mapping[str, tuple[dict[str, Any], str | None, str]] = {
+    "not loaded": ({}, None, "driver is not loaded; run: modprobe tenstorrent"),
+    "not bound": ({}, "2.10", f"driver is not bound; run: {BIND}"),
+    "another's": (
+        {"driver": "vfio-pci"},
+        "2.10",
+        "driver vfio-pci is bound, not tenstorrent; run: "
+        f"echo 0000:01:00.0 > /sys/bus/pci/drivers/vfio-pci/unbind && {BIND}",
+    ),
+    "bound": (
+        {"driver": "tenstorrent"}, "2.10", "driver is bound; waiting for a device file"
+    ),
+    "not on the bus": (
+        {"on_bus": False},
+        "2.10",
+        "PCI device is gone (power-cycle the host if a rescan does not find it); "
+        "run: echo 1 > /sys/bus/pci/rescan",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ABSENT)
 def test_an_absent_chip_has_the_remedy_of_its_cause(case: str) -> None:
-    """No driver, not bound, or not on the bus."""
-    driver, version, text = ABSENT[case]
+    """No driver, not bound, another driver's, or not on the bus."""
+    state, version, text = ABSENT[case]
     found = chip(1)
-    found = found._replace(function=found.function.without_device(driver))
-    assert text in reason(found, driver=version)
+    function = found.function.without_device_file()._replace(**state)
+    assert reason(found._replace(function=function), driver=version) == text
 
 
-def test_an_invalid_device_file_outweighs_telemetry() -> None:
-    """No container could use the chip. The remedy leaves the driver loaded."""
+@pytest.mark.parametrize("command", ["rm /dev/tenstorrent/0 && mknod …", ""])
+def test_an_invalid_device_file_outweighs_telemetry(command: str) -> None:
+    """No container could use the chip. Its remedy is the file's, if it has one."""
     found = chip(1, fault=Fault.STALLED)
-    fault = "/dev/tenstorrent/0 is not a character device"
+    fault = FileFault("/dev/tenstorrent/0 is not a character device", command)
     found = found._replace(function=found.function._replace(file_fault=fault))
-    text = reason(found)
-    assert text.startswith(f"device file is invalid: {fault}; remove the file that is there, ")
-    assert "udevadm trigger" in text and "modprobe" not in text and "tt-smi" not in text
+    text = f"device file is invalid: {fault.problem}"
+    assert reason(found) == (f"{text}; run: {command}" if command else text)
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -316,32 +372,90 @@ def test_each_kind_of_fault_is_one_line() -> None:
     """New numbers in a reason are not logged."""
     hot, hotter = (ill(Fault.HOT, f"too hot: {celsius} °C") for celsius in (96, 97))
     dead = ill(Fault.NO_RESPONSE, "chip does not respond")
-    first = f"WARNING {bdf(1)} (n150): unhealthy: too hot: 96 °C; check its cooling"
+    first = f"WARNING {bdf(1)} (n150): unhealthy: too hot: 96 °C"
     assert lines([chip(1)], [hot]) == [first]
     assert lines([hot], [hotter]) == []
     assert len(lines([hotter], [dead])) == 1
     assert lines([dead], [chip(1)]) == [f"INFO {bdf(1)} (n150): healthy again"]
 
 
+class Followed:
+    """One chip as the daemon follows it: each step returns the log lines about throttling."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.rules = HealthSettings(**rules)
+        self.function = chip(1).function
+        self.record = ttdp.ChipRecord(chip(1))
+        self.inventory = Inventory({bdf(1): self.record})
+        self.now = 1000.0
+
+    @property
+    def fault(self) -> Fault | None:
+        return self.record.chip.fault
+
+    def _step(self, change: Callable[[], object]) -> list[str]:
+        before = self.record.chip
+        change()
+        label = f"INFO {bdf(1)} (n150): "
+        found = lines([before], [self.record.chip])
+        return [line.removeprefix(label) for line in found if "throttl" in line]
+
+    def read(self, **telemetry: Any) -> list[str]:
+        self.now += 1
+        reading = Reading(self.function, Telemetry(**telemetry), self.now)
+        return self._step(lambda: self.inventory.apply([reading], self.rules))
+
+    def vanish(self) -> list[str]:
+        gone = self.function.without_device_file()._replace(on_bus=False)
+        return self._step(lambda: self.record.vanish(gone))
+
+    def come_back(self) -> list[str]:
+        return self._step(lambda: self.record.appear(self.function))
+
+
+THROTTLES = "throttling: it has reached its temperature limit"
+NO_LONGER = "no longer throttling"
+
+
 def test_throttling_is_one_line_and_not_a_fault() -> None:
-    """Its end is another one."""
-    slow = chip(1)._replace(verdict=Verdict(throttles=True))
-    label = f"INFO {bdf(1)} (n150)"
-    reached = "has reached its own temperature limit and throttles"
-    assert lines([chip(1)], [slow]) == [f"{label}: {reached}"]
-    assert lines([slow], [chip(1)]) == [f"{label}: no longer throttles"]
-    hot = slow._replace(verdict=Verdict(Fault.HOT, "too hot", throttles=True))
-    for ill in (hot, chip(1, fault=Fault.READ_ERROR)):  # its end has a beginning, and vice versa
-        texts = [*lines([chip(1)], [slow]), *lines([slow], [ill]), *lines([ill], [chip(1)])]
-        assert [f"{label}: {reached}", f"{label}: no longer throttles"] == [
-            text for text in texts if "throttles" in text
-        ]
+    """Its end is another one, five degrees below."""
+    followed = Followed()
+    course = {89.9: [], 90.0: [THROTTLES], 92.0: [], 85.1: [], 85.0: [NO_LONGER], 89.8: []}
+    for celsius, texts in course.items():
+        assert followed.read(temperature=celsius, throttles_at=90.0) == texts, celsius
+        assert followed.fault is None
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda chip: chip.read(all_ones=True),
+        lambda chip: chip.read(error=ReadError("tt_heartbeat", errno.ENODATA)),
+        lambda chip: chip.read(error=ReadError("temp1_input", errno.EIO)),
+        lambda chip: chip.read(),
+        lambda chip: [*chip.vanish(), *chip.come_back(), *chip.read()],
+    ],
+    ids=["dead", "resetting", "unreadable", "silent", "vanished"],
+)
+def test_a_chip_that_shows_no_temperature_has_not_cooled_down(
+    end: Callable[[Followed], list[str]],
+) -> None:
+    """Neither a line nor the end of the hysteresis, of throttling and of heat alike."""
+    followed = Followed(temperature_limit=88)
+    assert followed.read(temperature=90.0, throttles_at=90.0) == [THROTTLES]
+    assert followed.fault is Fault.HOT
+    for _ in range(2):
+        assert end(followed) == []
+    assert followed.read(temperature=86.0, throttles_at=90.0) == []
+    assert followed.fault is Fault.HOT
+    assert followed.read(temperature=82.9, throttles_at=90.0) == [NO_LONGER]
+    assert followed.fault is None
 
 
 def test_a_chip_is_introduced_once_more_when_its_firmware_reports_its_identity() -> None:
     """Its device file first, then its serial."""
     known = chip(1, serial="A" * 16)
-    assert lines([], [chip(1)]) == [f"INFO {bdf(1)} (n150): /dev/tenstorrent/0"]
-    text = f"INFO {bdf(1)} (n150): /dev/tenstorrent/0, board {'A' * 16}"
+    assert lines([], [chip(1)]) == [f"INFO {bdf(1)} (n150): found /dev/tenstorrent/0"]
+    text = f"INFO {bdf(1)} (n150): found /dev/tenstorrent/0, board {'A' * 16}"
     assert lines([chip(1)], [known]) == [text]
     assert lines([known], [known]) == []

@@ -7,6 +7,9 @@ import errno
 import json
 import os
 import re
+import shutil
+import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,19 +23,21 @@ from hypothesis import strategies as st
 import ttdp
 from tests.chips import decide
 from tests.world.captures import capture, capture_names
-from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
+from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, _can_mknod, dead_value
 from tests.world.processes import in_memory
 from tests.world.simulation import kernel_errors, settings_of
-from tests.world.tree import open_below
 from ttdp import (
     SENSORS,
-    AttributeFiles,
+    ChipRecord,
     HealthSettings,
     Identity,
     Inventory,
     PciFunction,
+    ReadError,
     Reading,
     Telemetry,
+    read_sensors,
+    read_telemetry,
 )
 from ttdp import parse_telemetry as parse
 
@@ -51,21 +56,20 @@ def function_of(chip: Chip) -> PciFunction:
     return functions(chip.node)[chip.bdf]
 
 
-def read(function: PciFunction) -> Telemetry:
-    with contextlib.closing(AttributeFiles()) as files:
-        return ttdp.read_telemetry(function, files)
-
-
-def sensors(function: PciFunction) -> dict[str, float]:
-    return ttdp.read_sensors(function, AttributeFiles().hwmon(function))
+def restarted(inventory: Inventory) -> Inventory:
+    """Return what the next daemon knows of these chips."""
+    rules = HealthSettings()
+    saved = {bdf: record.to_state() for bdf, record in inventory.records.items()}
+    loaded = json.loads(json.dumps(saved)).items()
+    return Inventory({bdf: ChipRecord.from_state(bdf, row, rules) for bdf, row in loaded})
 
 
 def look(inventory: Inventory, node: SimulatedNode, at: float = 0.0) -> dict[str, ttdp.Chip]:
     """Poll once, with an answer of every chip."""
     for each in node.chips:
         each.beat()
-    inventory.observe(settings(node))
-    readings = [Reading(each, read(each), at) for each in inventory.present]
+    inventory.scan(settings(node))
+    readings = [Reading(each, read_telemetry(each), at) for each in inventory.present]
     inventory.apply(readings, HealthSettings())
     return inventory.chips
 
@@ -156,7 +160,7 @@ def test_telemetry_and_sensors_of_a_capture_are_read_as_they_were(
     name, node = captured
     for bdf, texts in shown(name).items():
         function = functions(node)[bdf]
-        telemetry = read(function)
+        telemetry = read_telemetry(function)
         for attribute, value_of in VALUES.items():
             value = value_of(telemetry)
             if value is not None and attribute.startswith("temp1"):
@@ -164,7 +168,7 @@ def test_telemetry_and_sensors_of_a_capture_are_read_as_they_were(
             found = f"{value:g}" if isinstance(value, float) else value
             assert (found if found is None else str(found)) == texts.get(attribute)
         assert (telemetry.all_ones, telemetry.error) == (False, None)
-        assert sensors(function).keys() == texts.keys() & {each.attribute for each in SENSORS}
+        assert read_sensors(function).keys() == texts.keys() & {each.attribute for each in SENSORS}
 
 
 # -- late firmware, dead chips, garbage ------------------------------------------------------------
@@ -190,8 +194,8 @@ def test_the_pci_subsystem_indicates_the_card(chip: Chip) -> None:
         assert found.card_type == card
         assert bool(found.tray) == str(card).startswith("galaxy")
         if code == 0x202:
-            assert (found.memory, found.device_chips) == (28672, 8)
-            (name,) = decide([found._replace(seen=True, listed=True)]).resources
+            assert (found.memory, found.chips_per_board) == (28672, 8)
+            (name,) = decide([found._replace(is_listed=True)]).resources
             assert name == "tenstorrent.com/galaxy-blackhole"
 
 
@@ -200,11 +204,11 @@ def test_a_chip_without_telemetry_is_dead_if_its_configuration_space_is(chip: Ch
     chip.silence()
     function = function_of(chip)
     chip.write("config", b"")
-    assert read(function) == Telemetry()
+    assert read_telemetry(function) == Telemetry()
     chip.remove("config")
-    assert read(function) == Telemetry()
+    assert read_telemetry(function) == Telemetry()
     chip.die(bus=True)
-    assert read(function) == Telemetry(all_ones=True)
+    assert read_telemetry(function) == Telemetry(all_ones=True)
 
 
 LIVING = [
@@ -218,7 +222,7 @@ def test_all_ones_are_no_telemetry(name: str) -> None:
     with simulated(name) as node:
         for chip in node.chips[:4]:
             chip.die()
-            assert read(function_of(chip)) == Telemetry(all_ones=True)
+            assert read_telemetry(function_of(chip)) == Telemetry(all_ones=True)
 
 
 @pytest.mark.parametrize("attribute", [*VALUES][:-1])
@@ -228,13 +232,13 @@ def test_a_value_that_is_missing_takes_no_other_with_it(
 ) -> None:
     """A single one is neither a dead chip nor a reset."""
     function = function_of(chip)
-    sound = read(function)
+    sound = read_telemetry(function)
     if instead == "ENODATA":
         chip.fail(attribute, "ENODATA")
     else:
         chip.write(attribute, dead_value(attribute, "").encode())
     with kernel_errors():
-        found = read(function)
+        found = read_telemetry(function)
     assert not (found.all_ones or found.error)
     for name, value in VALUES.items():
         assert value(found) == (None if name == attribute else value(sound))
@@ -302,15 +306,18 @@ def test_garbage_in_attributes_never_raises(
         for attribute, data in content.items():
             fuzzed.write(attribute, data + b"x" * more)
         found = functions(fuzzed.node)
-        chips = [ttdp.Chip(each, read(each).identity, listed=True) for each in found.values()]
+        chips = [
+            ttdp.Chip(each, read_telemetry(each).identity, is_listed=True)
+            for each in found.values()
+        ]
         for each in found.values():
-            sensors(each)
+            read_sensors(each)
     finally:
         for attribute in content:
             fuzzed.restore(attribute)
     assert "0000:02:00.0" in found and found.keys() <= {fuzzed.bdf, "0000:02:00.0"}
-    for devices in decide(chips).lists.values():
-        devices.SerializeToString()
+    for resource in decide(chips).resources.values():
+        resource.device_list.SerializeToString()
 
 
 # -- reads that fail -------------------------------------------------------------------------------
@@ -331,7 +338,8 @@ def test_a_read_that_fails_is_reported_with_its_attribute_and_errno(
     """Nothing else is read then."""
     chip.fail(attribute, error)
     with kernel_errors():
-        assert read(function_of(chip)) == Telemetry(error=(attribute, getattr(errno, error)))
+        found = read_telemetry(function_of(chip))
+    assert found == Telemetry(error=ReadError(attribute, getattr(errno, error)))
 
 
 def failing(number: int) -> Callable[..., Any]:
@@ -349,7 +357,7 @@ def test_the_daemons_own_errors_are_not_the_chips(
     function = function_of(chip)
     monkeypatch.setattr("os.open", failing(number))
     with pytest.raises(OSError, match=os.strerror(number)):
-        read(function)
+        read_telemetry(function)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
@@ -365,7 +373,7 @@ def test_a_scan_that_fails_changes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(f"os.{call}", failing(number))
         with pytest.raises(OSError, match=os.strerror(number)):
-            inventory.observe(settings(node))
+            inventory.scan(settings(node))
     assert inventory.chips == before == look(inventory, node)
 
 
@@ -373,7 +381,7 @@ def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip)
     """ENODEV, not a chip without telemetry."""
     function = function_of(chip)
     chip.vanish()
-    assert read(function) == Telemetry(error=("tenstorrent!0", errno.ENODEV))
+    assert read_telemetry(function) == Telemetry(error=ReadError("tenstorrent!0", errno.ENODEV))
 
 
 def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: SimulatedNode) -> None:
@@ -381,26 +389,9 @@ def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: Simulate
     first, second = node.add("n150") + node.add("n150")
     before = function_of(first)
     node.swap_ordinals(first.bdf, second.bdf)
-    assert read(before).identity == Identity()
+    assert read_telemetry(before).identity == Identity()
     asic_id = second.facts.telemetry["tt_asic_id"]
-    assert read(function_of(second)).identity.asic_id == asic_id
-
-
-@pytest.mark.parametrize("change", ["die", "reset", "silence", "freeze", "unbind", "vanish"])
-def test_open_attributes_show_the_present_state(chip: Chip, change: str) -> None:
-    """At the latest after an error, which closes them."""
-    function = function_of(chip)
-    files = AttributeFiles()
-    with kernel_errors():
-        ttdp.read_telemetry(function, files)
-        chip.beat()
-        ttdp.read_telemetry(function, files)
-        getattr(chip, change)()
-        first = ttdp.read_telemetry(function, files)
-        assert first.error or first == read(function)
-        assert ttdp.read_telemetry(function, files) == read(function)
-    files.close()
-    assert open_below(chip.node.root) == 0
+    assert read_telemetry(function_of(second)).identity.asic_id == asic_id
 
 
 # -- sensors ---------------------------------------------------------------------------------------
@@ -412,7 +403,7 @@ LINK |= {f"aer_dev_{kind}" for kind in ("correctable", "nonfatal", "fatal")}
 def test_a_dead_chip_has_only_the_values_of_its_link(chip: Chip) -> None:
     """All ones would be 4295 V and 4.3 PHz; the kernel itself counts lanes and errors."""
     chip.die(bus=True)
-    assert sensors(function_of(chip)).keys() == LINK
+    assert read_sensors(function_of(chip)).keys() == LINK
 
 
 @pytest.mark.parametrize(
@@ -438,7 +429,7 @@ def test_sensors_are_read_as_the_kernel_writes_them(
 ) -> None:
     """Speeds with their unit, errors by their sum; a text of another form has no value."""
     chip.write(attribute, f"{text}\n".encode())
-    assert sensors(function_of(chip)).get(attribute) == pytest.approx(value)
+    assert read_sensors(function_of(chip)).get(attribute) == pytest.approx(value)
 
 
 # -- device files ----------------------------------------------------------------------------------
@@ -448,7 +439,7 @@ INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "file": (lambda path: path.touch(0o666), "is not a character device"),
     "directory": (lambda path: path.mkdir(), "is not a character device"),
     "fifo": (os.mkfifo, "is not a character device"),
-    "dangling link": (lambda path: path.symlink_to("nowhere"), "does not exist"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
     "other number": (lambda path: path.symlink_to("/dev/zero"), "is device 1:5, but sysfs has"),
 }
 
@@ -465,12 +456,39 @@ def test_a_chip_whose_device_file_is_invalid_from_the_start_is_not_listed(
     make(path)
     inventory = Inventory({})
     chips = look(inventory, node)
-    assert [chips[each.bdf].listed for each in (wrong, right)] == [False, True]
-    assert f"{path} {text}" in str(chips[wrong.bdf].function.file_fault)
+    assert [chips[each.bdf].is_listed for each in (wrong, right)] == [False, True]
+    fault = chips[wrong.bdf].function.file_fault
+    assert fault and fault.problem.startswith(f"{path} {text}")
     if path.is_dir():
         path.rmdir()
     os.rename(hidden, path)
-    assert look(inventory, node)[wrong.bdf].listed
+    assert look(inventory, node)[wrong.bdf].is_listed
+
+
+@pytest.mark.parametrize("what", [name for name in INSTEAD if name != "directory"])
+def test_the_command_that_a_device_file_needs_mends_it(node: SimulatedNode, what: str) -> None:
+    """As an operator pastes it; the new file is one that every user can open."""
+    if not _can_mknod(node.root):
+        pytest.skip("needs root to make device files")
+    (chip,) = node.add("n150")
+    chip.device_node.unlink()
+    INSTEAD[what][0](chip.device_node)
+    fault = function_of(chip).file_fault
+    assert fault
+    subprocess.run(["sh", "-c", fault.command], check=True, timeout=60)
+    assert function_of(chip).file_fault is None
+    assert stat.S_IMODE(chip.device_node.lstat().st_mode) == 0o666
+
+
+def test_the_command_makes_the_directory_of_device_files_again(chip: Chip) -> None:
+    """It can be missing with the only file in it."""
+    if not _can_mknod(chip.node.root):
+        pytest.skip("needs root to make device files")
+    shutil.rmtree(chip.device_node.parent)
+    fault = function_of(chip).file_fault
+    assert fault
+    subprocess.run(["sh", "-c", fault.command], check=True, timeout=60)
+    assert function_of(chip).file_fault is None
 
 
 def test_a_device_file_may_be_a_link_to_one(chip: Chip) -> None:
@@ -480,7 +498,8 @@ def test_a_device_file_may_be_a_link_to_one(chip: Chip) -> None:
     assert function_of(chip).file_fault is None
     path.unlink()
     path.symlink_to(path.name)
-    assert function_of(chip).file_fault == f"{path} does not exist"
+    fault = function_of(chip).file_fault
+    assert fault and fault.problem == f"{path} is a link to nothing"
 
 
 @pytest.mark.parametrize("content", [b"", b"1:99\n", b"garbage\n", None])
@@ -525,6 +544,15 @@ def test_a_driver_without_a_version_is_loaded(node: SimulatedNode) -> None:
     assert ttdp.driver_version(settings(node)) == "unknown"
 
 
+@pytest.mark.parametrize("version", ["2.10\x1b[2J", "2.10\u202e", "2\n10", "2.1\udcff"])
+def test_a_version_with_control_characters_is_escaped(node: SimulatedNode, version: str) -> None:
+    """Any module can have any version; it is printed in logs and on terminals."""
+    file = node.root / "sys/module/tenstorrent/version"
+    file.write_bytes(version.encode("utf-8", "surrogateescape"))
+    found = ttdp.driver_version(settings(node))
+    assert found and found.isprintable() and found.startswith("2")
+
+
 def test_a_kernel_without_numa_is_not_a_fault(chip: Chip) -> None:
     """The node is unknown."""
     chip.remove("numa_node")
@@ -540,7 +568,7 @@ def test_a_chip_is_followed_by_its_address(node: SimulatedNode) -> None:
     inventory = Inventory({})
     before = look(inventory, node)[first.bdf]
     node.swap_ordinals(first.bdf, second.bdf)
-    inventory.observe(settings(node))
+    inventory.scan(settings(node))
     late = Telemetry(Identity(asic_id="E" * 16))
     inventory.apply([Reading(before.function, late, 0.0)], HealthSettings())
     after = inventory.chips[first.bdf]
@@ -548,7 +576,7 @@ def test_a_chip_is_followed_by_its_address(node: SimulatedNode) -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [Telemetry(), Telemetry(all_ones=True), Telemetry(error=("x", 5))]
+    "found", [Telemetry(), Telemetry(all_ones=True), Telemetry(error=ReadError("x", 5))]
 )
 def test_an_identity_is_kept_until_the_firmware_reports_another(
     chip: Chip, found: Telemetry
@@ -572,8 +600,7 @@ def test_a_card_that_returns_keeps_its_identity_until_it_reports_one(
     getattr(chip, step)()
     look(inventory, chip.node)
     if is_restarted:
-        state = {bdf: record.to_state() for bdf, record in inventory.records.items()}
-        inventory = Inventory(state)
+        inventory = restarted(inventory)
     (chip.come_back if step == "vanish" else chip.bind)()
     chip.silence()
     assert look(inventory, chip.node)[chip.bdf].identity == known
@@ -591,12 +618,32 @@ def test_a_thermal_trip_outlasts_a_restart_of_the_daemon(chip: Chip, is_running:
     if is_running:
         chip.trip()
         look(inventory, chip.node)
-    state = {bdf: record.to_state() for bdf, record in inventory.records.items()}
+    inventory = restarted(inventory)
     if not is_running:
         chip.trip()
-    inventory = Inventory(json.loads(json.dumps(state)))
     faults = [look(inventory, chip.node, at)[chip.bdf].fault for at in (10.0, 299.0, 310.0)]
     assert faults == [ttdp.Fault.TRIPPED, ttdp.Fault.TRIPPED, None]
+
+
+def test_a_numa_node_that_is_corrected_is_seen_at_the_next_scan(chip: Chip) -> None:
+    """An administrator can write the attribute; telemetry and identity stay, without a reading."""
+    chip.write("numa_node", b"-1\n")
+    inventory = Inventory({})
+    before = look(inventory, chip.node)[chip.bdf]
+    telemetry = inventory.records[chip.bdf].telemetry
+    assert before.function.numa_node is None and telemetry
+
+    for text, number in ((b"1\n", 1), (b"0\n", 0), (b"-1\n", None)):
+        chip.write("numa_node", text)
+        inventory.scan(settings(chip.node))
+        found = inventory.chips[chip.bdf]
+        assert found == before._replace(function=before.function._replace(numa_node=number))
+        assert inventory.records[chip.bdf].telemetry is telemetry
+        part = Telemetry(Identity(firmware="20.1.0.0"))
+        inventory.apply([Reading(found.function, part, 0.0)], HealthSettings())
+        assert inventory.chips[chip.bdf].identity.serial == before.identity.serial
+        before = inventory.chips[chip.bdf]
+        telemetry = inventory.records[chip.bdf].telemetry
 
 
 def test_another_kind_of_card_at_an_address_has_another_identity(chip: Chip) -> None:
@@ -604,10 +651,10 @@ def test_another_kind_of_card_at_an_address_has_another_identity(chip: Chip) -> 
     inventory = Inventory({})
     look(inventory, chip.node)
     chip.vanish()
-    inventory.observe(settings(chip.node))
+    inventory.scan(settings(chip.node))
     chip.come_back()
     chip.write("subsystem_device", b"0x0043\n")
-    inventory.observe(settings(chip.node))
+    inventory.scan(settings(chip.node))
     found = inventory.chips[chip.bdf]
     assert (found.card_type, found.identity) == ("p100a", Identity())
 
@@ -620,7 +667,7 @@ def test_chips_that_come_and_go_are_seen_as_they_are_or_not_at_all(node: Simulat
     def step() -> None:
         nonlocal steps
         steps += 1
-        inventory.observe(settings(node))
+        inventory.scan(settings(node))
         for each in inventory.present:
             subsystem = CARDS["n300" if each.bdf == "0000:01:00.0" else "p150a"]
             assert each.subsystem == subsystem
@@ -653,7 +700,7 @@ def test_no_device_is_ever_opened(
     paths: list[str] = []
     monkeypatch.setattr(sys.modules[__name__], "opened", paths)
     with Ticker(chip.node):
-        ttdp.check(settings(chip.node), None, config_only=False)
+        ttdp.Checks(settings(chip.node), None).run(config_only=False, is_quiet=False)
     assert "p150a, " in capsys.readouterr().out
     assert any(path.endswith("tt_heartbeat") for path in paths)
     nodes = (f"{chip.node.root}/dev/", "/dev/tenstorrent")

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 import ttdp
+from tests.conftest import WATCHDOG, StartDaemon
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import open_below
-from ttdp import AttributeFiles, PciFunction, Reading, Telemetry, TelemetryReaders
+from ttdp import Fault, PciFunction, Reading, Telemetry, TelemetryReaders
 
 
 def function(bus: int, ordinal: int = 0) -> PciFunction:
@@ -38,7 +39,7 @@ class Chips:
         self._busy: set[str] = set()
         self.readers = TelemetryReaders(lambda: None, self._read)
 
-    def _read(self, function: PciFunction, files: AttributeFiles) -> Telemetry:
+    def _read(self, function: PciFunction) -> Telemetry:
         if function.bdf in self._busy:
             self.read_twice_at_once.append(function.bdf)
         self._busy.add(function.bdf)
@@ -56,12 +57,12 @@ class Chips:
         while self._held:
             self._held.popitem()[1].set()
 
-    def submit(self, *functions: PciFunction, periodic: bool = False) -> None:
-        self.readers.submit(functions, periodic=periodic)
+    def submit(self, *functions: PciFunction, is_poll: bool = False) -> None:
+        self.readers.submit(functions, is_poll=is_poll)
 
     def answered(self) -> list[str]:
         """Collect, and return the chips that have answered so far."""
-        self.readings += self.readers.collect(time.monotonic())
+        self.readings += self.readers.collect()
         return [reading.function.bdf for reading in self.readings]
 
 
@@ -77,16 +78,21 @@ async def chips() -> AsyncIterator[Chips]:
 async def test_each_is_read_once_in_order_on_one_thread_that_ends(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as chips answer."""
+    """As long as chips answer; what is asked for twice is read once."""
     started = []
-    genuine = _thread.start_new_thread
-    monkeypatch.setattr("_thread.start_new_thread", lambda *how: started.append(genuine(*how)))
+    genuine = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        genuine(thread)
+
+    monkeypatch.setattr("threading.Thread.start", start)
     monkeypatch.setattr(ttdp, "SLOW_AFTER", PATIENCE)
     threads = _thread._count()
     chips.hold(ONE)
-    for each in (ONE, TWO, THREE):
-        chips.submit(each)
-        await until(lambda: chips.reads)
+    chips.submit(ONE, TWO, THREE)
+    await until(lambda: chips.reads)
+    chips.submit(THREE, TWO, ONE)
     chips.release()
     await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf, THREE.bdf])
     assert len(started) == 1 and chips.readers.is_settled(time.monotonic())
@@ -115,7 +121,7 @@ async def test_thirty_one_blocked_reads_keep_thirty_one_threads(
     chips.hold(*stuck)
     chips.submit(*stuck, function(32))
     for _ in range(5):
-        chips.submit(*stuck, periodic=True)
+        chips.submit(*stuck, is_poll=True)
     await until(lambda: chips.answered() == ["0000:20:00.0"])
     await until(lambda: _thread._count() <= threads + len(stuck))
     assert len(chips.reads) == 32
@@ -126,30 +132,68 @@ async def test_thirty_one_blocked_reads_keep_thirty_one_threads(
 async def test_a_poll_during_a_read_has_nothing_read_after_it(chips: Chips) -> None:
     """Two readings, a moment apart, would show a stalled heartbeat."""
     chips.hold(ONE)
-    chips.submit(ONE, periodic=True)
+    chips.submit(ONE, is_poll=True)
     await until(lambda: chips.reads)
-    chips.submit(ONE, periodic=True)
+    chips.submit(ONE, is_poll=True)
     chips.release()
     await until(lambda: chips.answered() and not chips.readers.pending)
     assert chips.reads == [ONE.bdf]
 
 
-async def test_without_threads_the_daemon_itself_has_an_error(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chips are read when there are threads again."""
+@pytest.fixture
+async def unhandled() -> AsyncIterator[list[str]]:
+    """No exception has left a callback of the loop."""
+    found: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(str(context)))
+    yield found
+    assert found == []
 
-    def exhausted(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+@pytest.mark.usefixtures("unhandled")
+async def test_without_threads_the_daemon_itself_has_an_error(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Also if it is the one behind a slow read. The chips are read when there are threads again."""
+
+    def exhausted(_: threading.Thread) -> None:
+        raise error
+
+    def fails() -> bool:
+        try:
+            chips.answered()
+        except OSError as own:
+            return own.errno == errno.EAGAIN and str(error) in str(own)
+        return False
 
     with monkeypatch.context() as patch:
-        patch.setattr("_thread.start_new_thread", exhausted)
+        patch.setattr("threading.Thread.start", exhausted)
         chips.submit(ONE)
-        await asyncio.sleep(0)  # a thread is started after the turn
-        with pytest.raises(OSError, match="can't start new thread"):
-            chips.answered()
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf])
+        await until(fails)
+
+    chips.hold(TWO)
+    chips.submit(TWO, THREE)
+    await until(lambda: chips.reads)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", exhausted)
+        await until(fails)
+    assert chips.readers.pending.keys() == {TWO.bdf}
+    chips.submit(ONE, TWO, THREE)
+    await until(lambda: chips.answered() == [ONE.bdf, THREE.bdf])
+
+
+async def test_a_blocked_read_costs_a_handful_of_turns(
+    node: SimulatedNode, start: StartDaemon, ticking: None
+) -> None:
+    """Not one every tenth of a second, until it counts as blocked after two seconds."""
+    blocked, other = node.add("n150") + node.add("n150")
+    daemon = await start(WATCHDOG, interval=3600)
+    await until(lambda: daemon.notified("READY=1"))
+    blocked.block("tt_heartbeat")
+    daemon.forget_notes()
+    other.vanish()
+    await until(lambda: daemon.chip(blocked.bdf).fault is Fault.BLOCKED)
+    assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
 
 
 async def test_an_internal_error_in_a_read_concerns_this_read_only(
@@ -158,7 +202,7 @@ async def test_an_internal_error_in_a_read_concerns_this_read_only(
     """It is logged; the chip can be read again, and others are."""
     attempts: list[PciFunction] = []
 
-    def read(function: PciFunction, _: AttributeFiles) -> Telemetry:
+    def read(function: PciFunction) -> Telemetry:
         attempts.append(function)
         if attempts == [ONE]:
             raise ZeroDivisionError
@@ -167,24 +211,24 @@ async def test_an_internal_error_in_a_read_concerns_this_read_only(
     readers = TelemetryReaders(lambda: None, read)
     readings: list[Reading] = []
     for _ in range(2):
-        readers.submit([ONE, TWO], periodic=True)
-        await until(lambda: readings.extend(readers.collect(0.0)) or not readers.pending)  # type: ignore[func-returns-value]
+        readers.submit([ONE, TWO], is_poll=True)
+        await until(lambda: readings.extend(readers.collect()) or not readers.pending)  # type: ignore[func-returns-value]
     assert [each.function for each in readings] == [TWO, ONE, TWO]
-    assert "internal error in reading 0000:01:00.0" in caplog.text
+    assert "internal error (reading 0000:01:00.0)" in caplog.text
 
 
 async def test_the_daemons_own_error_is_raised_once_the_others_are_collected() -> None:
     """Without descriptors, no chip is judged by this read."""
 
-    def read(function: PciFunction, _: AttributeFiles) -> Telemetry:
+    def read(function: PciFunction) -> Telemetry:
         raise OSError(errno.EMFILE, "Too many open files")
 
     readers = TelemetryReaders(lambda: None, read)
-    readers.submit([ONE], periodic=True)
+    readers.submit([ONE], is_poll=True)
 
     def fails() -> bool:
         try:
-            return bool(readers.collect(time.monotonic()))
+            return bool(readers.collect())
         except OSError as error:
             return error.errno == errno.EMFILE
 
@@ -202,12 +246,12 @@ class Poll:
 
     def begin(self, **options: Any) -> list[PciFunction]:
         found = [each for each in ttdp.scan(self._settings, {}).values() if each]
-        self.readers.submit(found, periodic=True, **options)
+        self.readers.submit(found, is_poll=True, **options)
         return found
 
     def slow(self) -> dict[str, float]:
         """Collect, and return the reads that take long."""
-        for reading in self.readers.collect(time.monotonic()):
+        for reading in self.readers.collect():
             self.readings[reading.function.bdf] = reading
         return self.readers.slow(time.monotonic())
 
@@ -222,36 +266,19 @@ class Poll:
         return found
 
 
-async def test_descriptors_are_kept_of_present_chips_only(node: SimulatedNode) -> None:
-    """Their number does not grow with polls."""
-    node.add("p150a")
-    node.add("n150")
-    poll = Poll(node)
-    with kernel_errors():
-        first, _ = await poll.poll()
-        each = open_below(node.root)
-        for _ in range(3):
-            await poll.poll()
-        assert open_below(node.root) == each > 0
-        poll.readers.close_files([first])
-        assert 0 < open_below(node.root) < each
-        poll.readers.close_files([])
-    assert open_below(node.root) == 0
-
-
-async def test_a_blocked_read_returns_its_descriptors_when_it_ends(node: SimulatedNode) -> None:
-    """Also if the chip has vanished by then."""
+async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
+    """Also one that fails, or that has blocked until its chip has vanished."""
     (chip,) = node.add("p150a")
     poll = Poll(node)
     with kernel_errors():
-        await poll.poll()
+        await poll.poll(details=True)
+        chip.fail("tt_serial", "EIO")
+        await poll.poll(details=True)
         chip.block("tt_heartbeat")
         poll.begin()
         await until(poll.slow)
-        poll.readers.close_files([])
         chip.vanish()
         await poll.end()
-        poll.readers.close_files([])
     assert open_below(node.root) == 0
 
 
@@ -267,5 +294,5 @@ async def test_sensors_are_read_on_demand_and_not_of_a_dead_chip(
     if is_dead:
         chip.die()
     (found,) = await poll.poll(details=True)
-    wanted = {} if is_dead else ttdp.read_sensors(found, AttributeFiles().hwmon(found))
+    wanted = {} if is_dead else ttdp.read_sensors(found)
     assert poll.readings[chip.bdf].sensors == wanted

@@ -15,8 +15,9 @@ import ttdp
 from tests.chips import SUBSYSTEMS, allocation, bdf, chip, count_calls, decide
 from ttdp import Allocation, Chip, Device, Fault, Resource, Settings, SharedResource, Sharing
 
-HOT = "it is ill; check its cooling"
-GONE = "PCI device is gone; healthy again when it returns"
+ILL = "it is ill"
+GONE = "PCI device is gone (power-cycle the host if a rescan does not find it)"
+GONE += "; run: echo 1 > /sys/bus/pci/rescan"
 
 
 def listed(*arguments: Any) -> dict[str, Resource]:
@@ -53,7 +54,8 @@ def test_cards_of_one_board_type_are_one_resource_in_the_order_of_addresses() ->
     chips = [chip(bus, card, ordinal=n) for n, (bus, card) in enumerate(cards.items())]
     assert ids(chips) == {"p150": [bdf(bus) for bus in (0x02, 0x0A, 0x10, 0x101, 0x1000001)]}
     swapped = [chip(bus, card, ordinal=9 - n) for n, (bus, card) in enumerate(cards.items())]
-    assert decide(chips).lists == decide(swapped).lists
+    (before,), (after,) = (decide(each).resources.values() for each in (chips, swapped))
+    assert before.device_list == after.device_list
 
 
 def test_the_list_has_health_and_numa_nodes() -> None:
@@ -61,7 +63,8 @@ def test_the_list_has_health_and_numa_nodes() -> None:
     nodes = [1, 0, None, 1, 0, 0, 1, 1]
     galaxy = [chip(0x41 + n, "galaxy-wormhole", numa_node=node) for n, node in enumerate(nodes)]
     chips = [chip(1), chip(2, fault=Fault.HOT), chip(3, numa_node=0), *galaxy]
-    found = [each for message in decide(chips, BOARD).lists.values() for each in message.devices]
+    resources = decide(chips, BOARD).resources.values()
+    found = [each for resource in resources for each in resource.device_list.devices]
     assert [(d.ID, d.health, [node.ID for node in d.topology.nodes]) for d in found] == [
         ("0000:40", "Healthy", [0, 1]),
         (bdf(1), "Healthy", []),
@@ -99,14 +102,14 @@ def test_a_board_is_one_device_under_one_id() -> None:
 @pytest.mark.parametrize(
     ("chips", "reason"),
     [
-        ([p300(1)], "1 of 2 chips"),
-        ([p300(1, None), p300(2)], "1 of 2 chips"),
-        ([p300(1), p300(2, fault=Fault.HOT)], f"{bdf(2)}: {HOT}"),
+        ([p300(1)], "only 1 of 2 chips found"),
+        ([p300(1, None), p300(2)], "only 1 of 2 chips found"),
+        ([p300(1), p300(2, fault=Fault.HOT)], f"{bdf(2)}: {ILL}"),
         ([p300(1), p300(2, present=False)], f"{bdf(2)}: {GONE}"),
-        ([p300(1, fault=Fault.HOT)], f"{bdf(1)}: {HOT}"),
+        ([p300(1, fault=Fault.HOT)], f"{bdf(1)}: {ILL}"),
         ([p300(1, present=False), p300(2, present=False), p300(5), p300(6)], None),
-        ([p300(1), p300(2), p300(5), p300(6)], "4 of 2 chips"),
-        (tray(0x8, range(3, 9)), "6 of 8 chips"),
+        ([p300(1), p300(2), p300(5), p300(6)], "only 4 of 2 chips found"),
+        (tray(0x8, range(3, 9)), "only 6 of 8 chips found"),
     ],
     ids=["never seen", "not known yet", "hot", "gone", "alone", "moved", "wrong serial", "a tray"],
 )
@@ -154,8 +157,8 @@ def test_the_summary_counts_devices_and_has_the_first_reason() -> None:
     hot = [each._replace(verdict=ttdp.Verdict(Fault.HOT, "it is ill")) for each in FOUR]
     for chips, settings, summary in (
         (FOUR, None, "4 × tenstorrent.com/n150, 4 healthy"),
-        ([*FOUR[:3], hot[3]], None, f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {HOT})"),
-        (hot[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {HOT}, …)"),
+        ([*FOUR[:3], hot[3]], None, f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {ILL})"),
+        (hot[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {ILL}, …)"),
         (FOUR[:1], TWICE, "1 × tenstorrent.com/n150, 2 replicas each, 1 healthy"),
     ):
         (found,) = listed(chips, settings).values()
@@ -194,12 +197,12 @@ def test_an_id_that_is_not_listed_has_no_chips() -> None:
 def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     """The message names what is missing; the device is shared once it exists."""
     half = SharedResource("n150", 2, "half", (bdf(9), "7", "0"))
-    assert decide(FOUR, shared(half)).unselected == [f"n150: no such device: '{bdf(9)}', '7'"]
+    assert decide(FOUR, shared(half)).unselected == [f"n150 has no device '{bdf(9)}', '7'"]
     later = decide([*FOUR, chip(9, ordinal=7)], shared(half))
     assert later.unselected == []
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
     none = decide(FOUR, shared(SharedResource("p150", 2)))
-    assert none.unselected == ["p150: no such resource; available: n150"]
+    assert none.unselected == ["there is no resource p150; available: n150"]
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
@@ -218,7 +221,7 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
     three = [f"{BDFS[0]}::0", f"{BDFS[0]}::1", f"{BDFS[1]}::0"]
     strict = listed(FOUR, TWICE)["n150"]
     ttdp.check_request(strict, [[one] for one in three])
-    reason = "3 of tenstorrent.com/n150 for one container: at most 1, as it is shared"
+    reason = "a container can request only 1 shared tenstorrent.com/n150, not 3"
     with pytest.raises(ttdp.RequestError, match=reason) as rejected:
         ttdp.check_request(strict, [three])
     assert rejected.value.args[0].name == "INVALID_ARGUMENT"
@@ -230,7 +233,7 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
 
 ARCH = Settings(resource_naming="arch")
 HELD = allocation("n150", bdf(1), buses=[1])
-HELD_REASON = f"held by default/train as tenstorrent.com/n150 {bdf(1)}, until that pod ends"
+HELD_REASON = f"held until default/train ends (as tenstorrent.com/n150 {bdf(1)})"
 REPLICAS = [f"{bdf(1)}::0", f"{bdf(1)}::1"]
 
 
@@ -263,7 +266,7 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
     ("chips", "reason"),
     [
         ([chip(1), chip(2)], None),
-        ([chip(1, fault=Fault.HOT), chip(2)], HOT),
+        ([chip(1, fault=Fault.HOT), chip(2)], ILL),
         ([chip(1, present=False), chip(2)], GONE),
         ([chip(2)], GONE),
     ],
@@ -285,6 +288,21 @@ def test_an_id_that_a_pod_holds_is_never_withheld() -> None:
 
 
 MOVED = [p300(1, present=False), p300(2, present=False), p300(5), p300(6)]
+
+
+def test_a_board_that_was_moved_and_is_then_absent_is_an_unhealthy_device() -> None:
+    """Its chips are known at both places; a preference among devices can be asked for."""
+    absent = [p300(bus, present=False) for bus in (1, 2, 5, 6)]
+    other = [p300(bus, "0000046131842099") for bus in (9, 10)]
+    resource = listed([*absent, *other], BOARD)["p300-board"]
+    assert {key: each.reason for key, each in resource.devices.items()} == {
+        PAIR: f"{bdf(5)}: {GONE}",
+        "0000046131842099": None,
+    }
+    for available in (["0000046131842099"], [PAIR, "0000046131842099"]):
+        found = ttdp.preferred_allocation(resource, available, [], len(available))
+        assert {*found} == {*available}
+    assert ttdp.preferred_allocation(resource, [PAIR], [PAIR], 1) == [PAIR]
 
 
 @pytest.mark.parametrize(
@@ -339,12 +357,12 @@ def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives
     ttdp.check_request(listed(FOUR, Settings(), [HELD])["n150"], [[bdf(1)]])
     renamed = allocation("wormhole", bdf(1), buses=[1])
     for settings, held, reason in (
-        (TWICE, HELD, f"this ID no longer refers to {bdf(1)}"),
-        (ARCH, HELD, f"this ID no longer refers to {bdf(1)}"),
-        (Settings(), renamed, "held by default/train"),
+        (TWICE, HELD, " is kept only for the pod that holds it"),
+        (ARCH, HELD, " is kept only for the pod that holds it"),
+        (Settings(), renamed, ": held until default/train ends"),
     ):
         resource = listed(FOUR, settings, [held])["n150"]
-        with pytest.raises(ttdp.RequestError, match=f"device {bdf(1)}: {reason}") as rejected:
+        with pytest.raises(ttdp.RequestError, match=f"device {bdf(1)}{reason}") as rejected:
             ttdp.check_request(resource, [[bdf(1)]])
         assert rejected.value.args[0].name == "FAILED_PRECONDITION"
 
