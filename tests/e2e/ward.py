@@ -72,9 +72,10 @@ class Pod(NamedTuple):
 class Ward(Node):
     """A node with an API server, of whose pods it is known what they have open."""
 
-    def __init__(self, version: str, program: Program, policy: str = "none") -> None:
+    def __init__(self, version: str, program: Program, policy: str = "none", **others: Any) -> None:
+        """`policy`: the Topology Manager's; `others`: of Node."""
         config = {"topologyManagerPolicy": policy}
-        super().__init__(version, program, static_pods=False, config=config)
+        super().__init__(version, program, static_pods=False, config=config, **others)
         self._openers: Openers | None = None
         self._static: list[str] = []
 
