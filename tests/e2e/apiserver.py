@@ -2,7 +2,8 @@
 
 Kubelets differ between the two: static pods are admitted in the first turn, those of an API server
 once the kubelet has found its own node there, which it looks for once a second. Objects are kept as
-they come, without defaults or validation; lists and watches give everything of a kind.
+they come, without defaults or validation; lists and watches give everything of a kind. Standard
+library only, for virtual machines.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import copy
 import datetime
 import itertools
 import json
+import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.e2e.machine import JSON, Machine
+from tests.e2e.steps import JSON
 
 PORT = 8080
 KINDS = {
@@ -39,10 +41,10 @@ class ApiServer:
         self._changed = threading.Condition()
         self._server: _Server | None = None
 
-    def serve(self, machine: Machine) -> None:
-        """Listen on the machine's loopback device, until it loses power or `close`."""
+    def serve(self, listen: Callable[[int], socket.socket]) -> None:
+        """Serve on what listens on a port of a machine, until it loses power or `close`."""
         self.close()
-        self._server = _Server(self, machine)
+        self._server = _Server(self, listen(PORT))
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
@@ -183,10 +185,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     closing = False
 
-    def __init__(self, api: ApiServer, machine: Machine) -> None:
+    def __init__(self, api: ApiServer, listener: socket.socket) -> None:
         super().__init__(("127.0.0.1", PORT), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.socket = machine.listen(PORT)
+        self.socket = listener
         self.api = api
 
     def handle_error(self, request: Any, client_address: Any) -> None:

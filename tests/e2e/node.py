@@ -231,7 +231,7 @@ class Site:
         self._begin_boot()
         self.containerd.start()
         if self.api:
-            self.api.serve(self.machine)
+            self.api.serve(self.machine.listen)
 
     def _begin_boot(self) -> None:
         self._boot = str(uuid.uuid4())

@@ -322,7 +322,7 @@ def test_a_kubelet_without_its_api_server(ward: Ward) -> None:
         time.sleep(INTERVAL)  # this is what is tried, nothing is waited for
     assert processes == {each.host_pid for each in ward.openers.now}
     ward.force_delete(goes)
-    ward.api.serve(ward.machine)
+    ward.api.serve(ward.machine.listen)
     ward.wait_offered(given, ward.held(stays))
     ward.crash(stays)
 
@@ -512,7 +512,7 @@ class Steps:
         if chosen := self._any_pod():
             self._pods.remove(chosen)
             self.ward.force_delete(chosen)
-        self.ward.api.serve(self.ward.machine)
+        self.ward.api.serve(self.ward.machine.listen)
 
     def kill_daemon(self) -> None:
         """Kill it, and start it with another configuration."""

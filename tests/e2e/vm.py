@@ -218,13 +218,14 @@ WantedBy=multi-user.target
 
 
 def put_modules(root: Path) -> None:
-    """Put what a script can import into a root tree: tests.world and tests.e2e.steps."""
+    """Put what scripts can import into a root tree: tests.world, some modules of tests.e2e."""
     project = root / "srv/project"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tests/world", project / "tests/world", ignore=ignored)
     (project / "tests/e2e").mkdir()
-    for name in ("tests/__init__.py", "tests/e2e/__init__.py", "tests/e2e/steps.py"):
-        shutil.copy(ROOT / name, project / name)
+    shutil.copy(ROOT / "tests/__init__.py", project / "tests")
+    for name in ("__init__.py", "steps.py", "apiserver.py", "guestnode.py"):
+        shutil.copy(ROOT / "tests/e2e" / name, project / "tests/e2e")
 
 
 def put_files(root: Path, files: Mapping[str, str], mode: int = 0o644) -> None:
