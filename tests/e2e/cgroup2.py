@@ -59,6 +59,10 @@ class Release:
     driver: str
     abilities: tuple[str, ...]  # of "cdi" and "users": user namespaces
 
+    @property
+    def name(self) -> str:
+        return f"{self.suite}-{self.driver}"
+
 
 TODAY = Release("forky", "systemd", ("cdi", "users"))
 RELEASES = (
