@@ -89,7 +89,7 @@ e2e-slow: dist/tt-device-plugin.pyz  ## a container that crashes six minutes aft
 e2e-pythons: $(DEB)$(MACHINE).deb  ## package and tests with Python 3.13 to 3.15
 	@$(PYTEST) -vv tests/e2e/test_pythons.py
 
-e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: devices of a pod
+e2e-cgroup2: $(DEB)$(MACHINE).deb  ## a node of today in a VM: cgroup v2, or CGROUP2=all: older ones
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
 
 e2e-arm64: $(DEB)arm64.deb  ## the package on arm64: virtual machines with Debian 12 and 13

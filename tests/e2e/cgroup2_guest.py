@@ -52,28 +52,26 @@ SOMETIMES = (
 )
 GRACE = 15  # seconds that the kubelet waits before it kills a pod
 # A container's part in taking turns on a chip, and what another one then sees.
-LOCK = "exec 9>/dev/shm/TT_UMD_LOCK.CHIP_IN_USE_0_PCIe; busybox flock 9; echo locked"
-TRY = """
-while :; do
-    [ ! -e /dev/shm/TT_UMD_LOCK.CHIP_IN_USE_0_PCIe ] || break
-    echo waiting; sleep 1
-done
-busybox flock -n /dev/shm/TT_UMD_LOCK.CHIP_IN_USE_0_PCIe true && echo free || echo taken
-"""
+LOCK = "/dev/shm/TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"
+TAKE = f"like_umd lock {LOCK} &"
+TRY = f"like_umd trylock {LOCK}"
 PAGES = Path("/dev/hugepages")
 WITH_PAGE = ONE | {"hugepages-2Mi": "4Mi", "memory": "64Mi"}
 # Files before the page is mapped, and of whom; then the page. It runs on without the page if that
 # cannot be had, and tells so.
 PAGE = """
 echo "files: $(ls -A /dev/hugepages | tr '\\n' ' ')"
-page /dev/hugepages/tenstorrent &
+like_umd page /dev/hugepages/tenstorrent &
 """
 
 
 def configure(config: str) -> None:
-    """Write the daemon's configuration, and let it take effect."""
+    """Write the daemon's configuration, and let it take effect.
+
+    Not by systemctl reload, which also checks the file, in another process.
+    """
     CONFIG.write_text(config)
-    shell(f"systemctl reload {UNIT}")
+    shell(f"systemctl kill --signal=HUP {UNIT}")
 
 
 def free_pages() -> int:
@@ -182,7 +180,7 @@ def lost_checkpoint(node: GuestNode, pods: list[Pod]) -> JSON:
 
 def locks(node: GuestNode, name: str, *, own_users: bool) -> JSON:
     """Let one container take a lock of a shared chip's, and another one look for it."""
-    one = node.started(f"{name}-lock", {HALF: "1"}, then=LOCK)
+    one = node.started(f"{name}-lock", {HALF: "1"}, then=TAKE)
     node.wait_output(one, "locked")
     other = node.started(f"{name}-try", {HALF: "1"}, then=TRY, own_users=own_users)
     output = node.wait_output(other, "opened")
@@ -305,8 +303,7 @@ def main() -> None:
 
     node = GuestNode(driver)
     with step("node") as seen:
-        CONFIG.write_text(SHARING)
-        shell(f"systemctl restart {UNIT}")
+        configure(SHARING)
         node.start()
         seen["status"] = status_with(f"{EXCLUSIVE} × {RESOURCE}", f"1 × {HALF}", "registered")
 

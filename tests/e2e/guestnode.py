@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import ssl
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ KUBECONFIG = {
 CONTAINERD = {
     1: f"""
 version = 2
+[debug]
+level = "warn"
 [plugins.'io.containerd.grpc.v1.cri']
 sandbox_image = '{IMAGE}'
 enable_cdi = true
@@ -67,6 +70,8 @@ SystemdCgroup = %s
 """,
     2: f"""
 version = 3
+[debug]
+level = "warn"
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
 sandbox = '{IMAGE}'
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
@@ -246,7 +251,12 @@ class GuestNode:
     def force_delete(self, pod: Pod) -> None:
         """Delete a pod's object; wait until the kubelet knows it no longer: its container runs."""
         self.api.delete_pod(pod.name)
-        wait_for(lambda: pod.name not in _kubelets_pods(), f"the kubelet to forget {pod.name}")
+
+        def is_forgotten() -> bool:
+            time.sleep(0.5)  # its encrypted answers cost the emulated processor much
+            return pod.name not in _kubelets_pods()
+
+        wait_for(is_forgotten, f"the kubelet to forget {pod.name}")
 
     def output(self, pod: Pod, container: str = "main") -> list[str]:
         """Return the lines that a pod's containers have written, also of former containers."""
@@ -283,9 +293,10 @@ class GuestNode:
 def cgroup_of(pod: Pod) -> Path | None:
     """Return a pod's cgroup, by either driver's name."""
     names = (f"pod{pod.uid}", f"-pod{pod.uid.replace('-', '_')}.slice")
-    for path, _, _ in os.walk(CGROUPS):
-        if path.endswith(names):
-            return Path(path)
+    for root in CGROUPS.glob("kubepods*"):
+        for path, _, _ in os.walk(root):
+            if path.endswith(names):
+                return Path(path)
     return None
 
 
@@ -293,9 +304,9 @@ class Process:
     """The first process of a running container."""
 
     def __init__(self, container: str) -> None:
-        [cgroup] = [path for path, _, _ in os.walk(CGROUPS) if container in os.path.basename(path)]
-        self.cgroup = cgroup.removeprefix(f"{CGROUPS}/")
-        self.pid = int(Path(cgroup, "cgroup.procs").read_text().split()[0])
+        [cgroup] = CGROUPS.glob(f"kubepods*/**/*{container}*/")
+        self.cgroup = str(cgroup.relative_to(CGROUPS))
+        self.pid = int((cgroup / "cgroup.procs").read_text().split()[0])
 
     @property
     def exists(self) -> bool:

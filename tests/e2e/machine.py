@@ -225,6 +225,11 @@ class Machine:
                 return self.scratch / outside / inside[len(directory) + 1 :]
         raise ValueError(f"{inside} is the host's own")
 
+    @property
+    def root(self) -> Path:
+        """Return the machine's root directory, with all that is mounted in it, while it is on."""
+        return Path(f"/proc/{self._init_pid}/root")
+
     def power_on(self) -> None:
         """Make the namespaces, with one process in them that does nothing but keep them."""
         assert self._init is None, "it is on already"
@@ -500,10 +505,10 @@ def _has_capability(number: int) -> bool:
 _SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
 
 
-def page_program() -> Path:
-    """Return page.c, compiled."""
-    source = HERE / "page.c"
-    program = CACHE / f"page-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+def like_umd() -> Path:
+    """Return like_umd.c, compiled."""
+    source = HERE / "like_umd.c"
+    program = CACHE / f"like_umd-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
     if not program.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         half = program.with_name(f"{program.name}.{os.getpid()}")
@@ -513,7 +518,7 @@ def page_program() -> Path:
 
 
 def busybox_layer() -> bytes:
-    """Return an image's layer: busybox, static, under the names that the tests use, and page.c."""
+    """Return an image's layer: busybox, static, under the names that tests use, and like_umd."""
     busybox = shutil.which("busybox")
     assert busybox is not None
     layer = io.BytesIO()
@@ -523,7 +528,7 @@ def busybox_layer() -> bytes:
             directory.type, directory.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(directory)
         tar.add(busybox, "bin/busybox")
-        tar.add(page_program(), "bin/page")
+        tar.add(like_umd(), "bin/like_umd")
         applets = "sh sleep ls cat env grep sort stat id dd mount true false test"
         for applet in applets.split(" "):
             link = tarfile.TarInfo(f"bin/{applet}")

@@ -1,7 +1,7 @@
 """Nodes with cgroup v2, as they are today: cgroups made by systemd, containerd 2, user namespaces.
 
-CGROUP2='trixie-systemd bookworm-cgroupfs …' runs them on former releases of Debian, with what their
-containerd can do.
+CGROUP2=all runs them on former releases of Debian, too, with what their containerd can do, and
+CGROUP2='trixie-systemd bookworm-cgroupfs' on these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.e2e.conftest import Told
 from tests.e2e.container import Missing
 
 CHOSEN = os.environ.get("CGROUP2", cgroup2.TODAY.name).split()
-RELEASES = [release for release in cgroup2.RELEASES if release.name in CHOSEN]
+RELEASES = [each for each in cgroup2.RELEASES if CHOSEN == ["all"] or each.name in CHOSEN]
 JSON = dict[str, Any]
 
 
