@@ -1,7 +1,6 @@
 """Runs on the node with cgroup v2: what pods with devices go through, one step after the other.
 
-See steps.py for what it prints, and guestnode.py for the node. Its arguments are the driver of the
-cgroups, cgroupfs or systemd, and what the runtime can do besides, of `cdi` and `users`.
+See steps.py for what it prints, and guestnode.py for the node. Its arguments are those of main().
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import platform
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from tests.e2e.guestnode import (
@@ -29,7 +29,6 @@ from tests.e2e.guestnode import (
 )
 from tests.e2e.steps import JSON, UNIT, shell, status_with, step, wait_for
 
-driver, *abilities = sys.argv[1:]
 CONFIG = Path("/etc/tt-device-plugin/config.toml")
 # Two of the chip with the highest address; the others are given to one pod at a time.
 SHARED_CHIP = "0000:00:15.0"
@@ -46,10 +45,6 @@ rename = "n150-half"
 EXCLUSIVE = 5
 ONE = {RESOURCE: "1"}
 ALL = {RESOURCE: str(EXCLUSIVE)}
-# Opens and closes its devices again and again, and does not end when it is told to.
-SOMETIMES = (
-    "trap '' TERM; while :; do exec 3<>/dev/tenstorrent/0; sleep 1; exec 3>&-; sleep 1; done"
-)
 GRACE = 15  # seconds that the kubelet waits before it kills a pod
 # A container's part in taking turns on a chip, and what another one then sees.
 LOCK = "/dev/shm/TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"
@@ -86,14 +81,13 @@ def hand_over(node: GuestNode, last: list[Pod]) -> JSON:
     wait_for(lambda: node.status(job).get("phase") == "Succeeded", lambda: node.why(job))
     second = node.started("after-the-job", ALL)
     node.delete(second)
-    last.append(node.started("after-the-deletion", ALL))
+    last.append(node.started("after-the-deletion", ALL, stubborn=True, grace=GRACE))
     return {"waits": waits(), "opened": node.next_output(last)}
 
 
 def forced(node: GuestNode, last: list[Pod]) -> JSON:
-    """Delete a pod by force that does not end, and let another one have its chips."""
-    node.delete(last.pop())
-    first = node.started("predecessor", ALL, script=SOMETIMES, grace=GRACE)
+    """Delete that pod by force, which does not end, and let another one have its chips."""
+    first = last.pop()
     predecessor = Process(node.wait_running(first)[0])
     found: JSON = {"cgroup": predecessor.cgroup, "given too early": False, "last seen": 0.0}
     node.force_delete(first)
@@ -115,7 +109,7 @@ def forced(node: GuestNode, last: list[Pod]) -> JSON:
 
 def crash_loop(node: GuestNode, last: list[Pod]) -> JSON:
     """Kill a container twice: it starts in place, and does not wait for its own pod."""
-    [pod] = last
+    pod = last.pop()
     before = waits()
     [container] = node.wait_running(pod)
     for _ in range(2):
@@ -123,25 +117,35 @@ def crash_loop(node: GuestNode, last: list[Pod]) -> JSON:
         container = node.wait_restarted(pod, container)
     node.next_output([pod])
     [state] = node.status(pod)["containerStatuses"]
-    node.delete(last.pop())
+    node.delete(pod)
     return {"restarts": state["restartCount"], "waits": waits() - before}
+
+
+def given(node: GuestNode, *pods: Pod) -> JSON:
+    """Wait until pods run, and look what their containers were given, and whether it opens."""
+    node.wait_running(*pods)
+    opened = node.next_output(pods)
+    own = {pod.name: is_own_file(node.output(pod)) for pod in pods}
+    return {"own files": own, "opened": opened, "output": node.output(pods[-1])[:8]}
 
 
 def both_killed(node: GuestNode, pods: list[Pod]) -> JSON:
     """Kill kubelet and daemon together. The pods' containers run on, and go on to open devices."""
     before = node.wait_running(*pods)
-    shell(f"systemctl kill --signal=KILL kubelet {UNIT}")
-    started = "systemctl show --value -p ActiveEnterTimestampMonotonic"
-    wait_for(lambda: shell(f"systemctl is-active kubelet {UNIT}") == "active\nactive", "both")
-    node.wait_registered()
-    # A pod that the kubelet has admitted again is reported again; one that it kills, too.
+    with node.restarted_kubelet():
+        former = CHECKPOINT.stat().st_mtime_ns
+        shell(f"systemctl kill --signal=KILL kubelet {UNIT}")
+        wait_for(lambda: shell(f"systemctl is-active kubelet {UNIT}") == "active\nactive", "both")
+        wait_for(lambda: CHECKPOINT.stat().st_mtime_ns > former, "the kubelet to write its list")
+
+    # The kubelet has judged all pods of before when a new one runs.
     probe = node.started("after-both", {})
-    node.delete(probe)
-    opened = node.next_output(pods)
+    node.api.delete_pod(probe.name, grace=1)
+    started = "systemctl show --value -p ActiveEnterTimestampMonotonic"
     ready, kubelet = (int(shell(f"{started} {unit}")) for unit in (UNIT, "kubelet"))
     return {
+        "opened": node.next_output(pods),
         "same": node.wait_running(*pods) == before,
-        "opened": opened,
         "daemon before kubelet": round((kubelet - ready) / 1e6, 2),
     }
 
@@ -153,7 +157,7 @@ def reload(node: GuestNode, pods: list[Pod]) -> JSON:
     for name, command in (
         ("daemon-reload", "systemctl daemon-reload"),
         ("daemon-reexec", "systemctl daemon-reexec"),
-        ("installed again", "dpkg --install /srv/package.deb"),
+        ("installed again", "dpkg --install --force-unsafe-io /srv/package.deb"),
     ):
         status = shell(f"{command} >/dev/null 2>&1; echo $?")
         found[name] = {"status": status, "opened": node.next_output(pods)}
@@ -164,17 +168,17 @@ def reload(node: GuestNode, pods: list[Pod]) -> JSON:
 def lost_checkpoint(node: GuestNode, pods: list[Pod]) -> JSON:
     """Start the kubelet without its checkpoint: no pod is killed, and their chips are avoided."""
     before = node.wait_running(*pods)
-    node.restart_kubelet(CHECKPOINT.unlink)
-    node.wait_registered()
+    with node.restarted_kubelet():
+        shell("systemctl kill --signal=KILL kubelet; systemctl stop kubelet")
+        CHECKPOINT.unlink()
+        shell("systemctl start kubelet")
     theirs = [chip_of(node.output(pod)) for pod in pods]
-    others = [node.started(f"free-{number}", ONE) for number in range(EXCLUSIVE - len(pods))]
-    given = [chip_of(node.wait_output(pod, "opened")) for pod in others]
-    found: JSON = {"theirs": theirs, "given": given, "same": node.wait_running(*pods) == before}
+    others = [node.create(f"free-{number}", ONE) for number in range(EXCLUSIVE - len(pods))]
+    found: JSON = {"theirs": theirs}
+    found["given"] = [chip_of(node.wait_output(pod, "opened")) for pod in others]
     found["opened"] = node.next_output(pods)
-    for pod in (*others, *pods):
-        node.api.delete_pod(pod.name, grace=1)
-    for pod in (*others, *pods):
-        wait_for(lambda pod=pod: cgroup_of(pod) is None, f"the end of {pod.name}")  # type: ignore[misc]
+    found["same"] = node.wait_running(*pods) == before
+    node.remove(*others, *pods)
     return found
 
 
@@ -185,17 +189,14 @@ def locks(node: GuestNode, name: str, *, own_users: bool) -> JSON:
     other = node.started(f"{name}-try", {HALF: "1"}, then=TRY, own_users=own_users)
     output = node.wait_output(other, "opened")
     chips = {chip_of(node.output(pod)) for pod in (one, other)}
-    node.api.delete_pod(one.name, grace=1)
-    node.api.delete_pod(other.name, grace=1)
+    node.remove(one, other)
     return {"chips": sorted(chips), "taken": "taken" in output, "output": output[:8]}
 
 
 def users(node: GuestNode, pod: Pod) -> JSON:
-    """Look into a pod with a user namespace of its own."""
-    output = node.wait_output(pod, "opened")
+    """Return which users a pod with a user namespace of its own has."""
     process = Process(node.wait_running(pod)[0])
-    uids = Path(f"/proc/{process.pid}/uid_map").read_text().split()
-    return {"uid map": uids, "output": output[:8], "own file": is_own_file(output)}
+    return {"uid map": Path(f"/proc/{process.pid}/uid_map").read_text().split()}
 
 
 def renumbered(node: GuestNode, pods: list[Pod]) -> JSON:
@@ -204,20 +205,20 @@ def renumbered(node: GuestNode, pods: list[Pod]) -> JSON:
     [one, other] = [chip_of(node.output(pod)) for pod in pods]
     swap(one, other)
     wait_for(lambda: cdi_numbers() == device_numbers(), "the CDI file to follow")
-    found: JSON = {"numbers": device_numbers()}
-    for pod, container in zip(pods, before, strict=True):
+    for container in before:
         Process(container).signal(signal.SIGKILL)
-        found[pod.name] = {}
+
+    found = []
     for pod, container in zip(pods, before, strict=True):
         restarted = wait_for(
-            lambda pod=pod, container=container: restarted_or_failed(node, pod, container),  # type: ignore[misc]
-            lambda pod=pod: node.why(pod),  # type: ignore[misc]
+            partial(restarted_or_failed, node, pod, container), partial(node.why, pod)
         )
-        found[pod.name]["restarted"] = restarted
+        seen: JSON = {"pod": pod.name, "restarted": restarted}
         if restarted == "running":
             lines = node.next_output([pod])[pod.name]
-            found[pod.name] |= {"lines": lines, "own file": is_own_file(node.output(pod))}
-    return found
+            seen |= {"lines": lines, "own file": is_own_file(node.output(pod))}
+        found.append(seen)
+    return {"numbers": device_numbers(), "pods": found}
 
 
 def restarted_or_failed(node: GuestNode, pod: Pod, former: str) -> str | None:
@@ -233,7 +234,7 @@ def restarted_or_failed(node: GuestNode, pod: Pod, former: str) -> str | None:
     return None
 
 
-def private_pages(node: GuestNode) -> JSON:
+def private_pages(node: GuestNode, *, has_users: bool) -> JSON:
     """Have two pods with a page each, then kill one, with and without a successor."""
     root = PAGES / "tt-device-plugin"
     found: JSON = {"directories": {str(root): _mode(root)}, "free": [free_pages()]}
@@ -241,7 +242,7 @@ def private_pages(node: GuestNode) -> JSON:
         found["directories"][directory.name] = _mode(directory)
 
     kinds: dict[str, JSON] = {"root": {}, "user": {"user": 1000}}
-    if "users" in abilities:
+    if has_users:
         kinds["own users"] = {"own_users": True}
     pods = {
         name: node.create(
@@ -272,15 +273,14 @@ def private_pages(node: GuestNode) -> JSON:
     # And one that is killed with its page mapped has a successor with the same chip.
     chip = chip_of(node.output(pods["user"]))
     free = EXCLUSIVE - (len(pods) - 1)
-    fillers = [node.started(f"filler-{number}", ONE) for number in range(free)]
+    fillers = [node.create(f"filler-{number}", ONE) for number in range(free)]
+    node.wait_running(*fillers)
     node.force_delete(pods["user"])
     successor = node.started("pages-successor", WITH_PAGE, then=PAGE, user=2000)
     found["successor"] = node.wait_output(successor, "page is mapped")[:10]
     found["same chip"] = chip_of(node.output(successor)) == chip
     rest = [pod for name, pod in pods.items() if name not in ("root", "user")]
-    for pod in (*fillers, *rest, successor):
-        node.api.delete_pod(pod.name, grace=1)
-    wait_for(lambda: cgroup_of(successor) is None, "the end of the successor")
+    node.remove(*fillers, *rest, successor)
     wait_for(lambda: free_pages() == found["free"][0], lambda: f"{free_pages()} free pages")
     return found
 
@@ -290,7 +290,9 @@ def _mode(path: Path) -> str:
     return f"{status.st_mode & 0o7777:o} {status.st_uid}:{status.st_gid}"
 
 
-def main() -> None:
+def main(driver: str, abilities: list[str]) -> None:
+    """Go through all; `driver`: of the cgroups; `abilities`: of "cdi" and "users"."""
+    has_users, has_cdi = ("users" in abilities, "cdi" in abilities)
     with step("boot") as seen:
         seen["kernel"] = platform.release()
         seen["cgroup"] = shell("stat --file-system --format=%T /sys/fs/cgroup")
@@ -298,8 +300,9 @@ def main() -> None:
         mounts = Path("/proc/mounts").read_text().splitlines()
         seen["version 1"] = [line for line in mounts if line.split()[2] == "cgroup"]
         seen["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
-        for program in ("systemctl", "containerd", "runc", "kubelet", "tt-device-plugin"):
+        for program in ("systemctl", "containerd", "runc", "kubelet"):
             seen[program] = shell(f"{program} --version").splitlines()[0]
+        seen[UNIT] = shell(f"dpkg-query --show {UNIT}")
 
     node = GuestNode(driver)
     with step("node") as seen:
@@ -312,56 +315,48 @@ def main() -> None:
         with step(act.__name__) as seen:
             seen |= act(node, last)
 
-    with step("pods") as seen:
-        init = node.create("init-and-main", ONE, init=True)
-        plain = node.create("plain", ONE)
-        pods = [init, plain]
-        if "users" in abilities:
-            pods.append(node.create("own-users", ONE, own_users=True))
-        node.wait_running(*pods)
-        seen["opened"] = node.next_output(pods)
-        seen["own files"] = [is_own_file(node.output(pod)) for pod in pods]
-    if "users" in abilities:
-        with step("users") as seen:
-            seen |= users(node, pods[-1])
-    with step("locks") as seen:
-        seen |= locks(node, "files", own_users="users" in abilities)
-    for do in (both_killed, reload, lost_checkpoint):
-        with step(do.__name__) as seen:
-            seen |= do(node, pods)
+    # With device files.
+    files = [node.create("init-and-main", ONE, init=True)]
+    files.append(node.create("other", ONE, own_users=has_users))
+    with step("files") as seen:
+        seen |= given(node, *files)
+        if has_users:
+            seen |= users(node, files[-1])
+    with step("files locks") as seen:
+        seen |= locks(node, "files", own_users=has_users)
+    with step("both_killed") as seen:
+        seen |= both_killed(node, files)
+
+    # By their CDI names, beside those.
+    by_name: list[Pod] = []
+    if has_cdi:
+        configure(f'device_list_strategy = "cdi"\n{SHARING}')
+        by_name = [node.create("cdi", ONE), node.create("cdi-other", ONE, own_users=has_users)]
+        with step("cdi") as seen:
+            seen |= given(node, *by_name)
+            if has_users:
+                seen |= users(node, by_name[-1])
+        with step("cdi locks") as seen:
+            seen |= locks(node, "cdi", own_users=has_users)
+
+    with step("reload") as seen:
+        seen |= reload(node, files + by_name)
+    with step("files renumbered") as seen:
+        seen |= renumbered(node, files)
+    if has_cdi:
+        with step("cdi renumbered") as seen:
+            seen |= renumbered(node, by_name)
+    if has_users:  # that one has no device file any longer
+        node.remove(files.pop())
+    with step("lost_checkpoint") as seen:
+        seen |= lost_checkpoint(node, files + by_name)
 
     with step("pages") as seen:
         seen["private"] = "--hugepages" in shell("tt-device-plugin run --help")
         if seen["private"]:
-            seen |= private_pages(node)
-
-    if "users" in abilities:
-        with step("renumbered") as seen:
-            pods = [node.create("files", ONE), node.create("files-own-users", ONE, own_users=True)]
-            node.wait_running(*pods)
-            node.next_output(pods)
-            seen |= renumbered(node, pods)
-            for pod in pods:
-                node.api.delete_pod(pod.name, grace=1)
-    if "cdi" in abilities:
-        with step("cdi") as seen:
-            configure(f'device_list_strategy = "cdi"\n{SHARING}')
-            pods = [node.create("cdi", ONE)]
-            if "users" in abilities:
-                pods.append(node.create("cdi-own-users", ONE, own_users=True))
-            node.wait_running(*pods)
-            seen["opened"] = node.next_output(pods)
-            seen["own files"] = [is_own_file(node.output(pod)) for pod in pods]
-        with step("cdi reload") as seen:
-            seen |= reload(node, pods)
-        with step("cdi locks") as seen:
-            seen |= locks(node, "cdi", own_users="users" in abilities)
-        if "users" in abilities:
-            with step("cdi users") as seen:
-                seen |= users(node, pods[-1])
-            with step("cdi renumbered") as seen:
-                seen |= renumbered(node, pods)
+            configure(SHARING)
+            seen |= private_pages(node, has_users=has_users)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], sys.argv[2:])

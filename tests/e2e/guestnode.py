@@ -5,6 +5,7 @@ Both make cgroups by systemd or by themselves. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,8 +126,7 @@ class GuestNode:
     def __init__(self, driver: str) -> None:
         """Configure containerd and kubelet; `driver` is the one by which they make cgroups."""
         self.api = ApiServer()
-        self.api.serve(lambda port: socket.create_server(("127.0.0.1", port)))
-        self.driver = driver
+        self.serve_api()
         shell(f"busybox ip address add {NODE_ADDRESS}/32 dev lo")
 
         kubelet = KUBELET | {"cgroupDriver": driver}
@@ -147,17 +147,35 @@ class GuestNode:
         shell("systemctl start kubelet")
         self.wait_registered()
 
+    def serve_api(self) -> None:
+        self.api.serve(lambda port: socket.create_server(("127.0.0.1", port)))
+
     def wait_registered(self) -> None:
-        def is_registered() -> bool:
-            return "registered with kubelet" in shell(f"systemctl show -p StatusText {UNIT}")
+        """Wait until the kubelet has a list of the daemon's."""
 
-        wait_for(is_registered, lambda: f"the registration: {shell(f'systemctl status {UNIT}')}")
+        def listed() -> object:
+            try:
+                data = json.loads(CHECKPOINT.read_text())["Data"]
+            except FileNotFoundError:
+                return None
+            return data["RegisteredDevices"].get(RESOURCE)
 
-    def restart_kubelet(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Kill the kubelet as a crash does, and start it again."""
-        shell("systemctl kill --signal=KILL kubelet; systemctl stop kubelet")
-        meanwhile()
-        shell("systemctl start kubelet")
+        wait_for(listed, lambda: f"a list: {shell(f'systemctl status {UNIT}')}")
+
+    @contextlib.contextmanager
+    def restarted_kubelet(self) -> Iterator[None]:
+        """Wait until a kubelet that was restarted in the context has the daemon's list.
+
+        Only then it is told its pods, of before, too. On a machine that is no emulation the list
+        is there long before them: it takes milliseconds, and a kubelet asks once a second for its
+        node before it asks for pods. Here both take as long.
+        """
+        self.api.close()
+        try:
+            yield
+            self.wait_registered()
+        finally:
+            self.serve_api()
 
     # Pods
 
@@ -247,6 +265,13 @@ class GuestNode:
         """Delete a pod in an orderly manner, and wait until its object has gone."""
         self.api.delete_pod(pod.name, grace=1)
         wait_for(lambda: self.api.pod(pod.name) is None, lambda: f"the end of {self.why(pod)}")
+
+    def remove(self, *pods: Pod) -> None:
+        """Delete pods in an orderly manner, and wait until their cgroups have gone."""
+        for pod in pods:
+            self.api.delete_pod(pod.name, grace=1)
+        names = [pod.name for pod in pods]
+        wait_for(lambda: not any(map(cgroup_of, pods)), f"the end of {names}")
 
     def force_delete(self, pod: Pod) -> None:
         """Delete a pod's object; wait until the kubelet knows it no longer: its container runs."""
