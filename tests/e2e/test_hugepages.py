@@ -39,6 +39,7 @@ class Pages(Ward):
 
     def wait_page(self, holder: Pod) -> list[str]:
         """Wait until a pod has a page; return all that it has written about files and pages."""
+        wait_until(partial(self.kubelet.running, holder.name), partial(self.why, holder), LONG)
 
         def written() -> list[str] | None:
             log = self.kubelet.logs(holder.name).splitlines()
