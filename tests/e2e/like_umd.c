@@ -2,8 +2,8 @@
  * it. What it finds goes to the output. Static, for images that have no C library.
  *
  * like_umd page FILE: opens a file in a hugetlbfs, or makes it for everybody, and maps its first page: "clean page" if
- *     it has no other process's mark, else "dirty page", then "page is mapped".
- * like_umd lock FILE: makes a file with a robust mutex, which it locks: "locked".
+ *     nobody has left a mark in it, else "dirty page", then "page is mapped".
+ * like_umd lock FILE: opens a file with a robust mutex, or makes it, and locks that: "locked".
  * like_umd trylock FILE: tries to lock that: "taken", or "free".
  */
 #define _GNU_SOURCE
@@ -56,24 +56,25 @@ int main(int count, char **arguments)
         keep("page is mapped");
     }
     if (!strcmp(command, "lock")) {
-        pthread_mutex_t *mutex = mapped(file, O_CREAT | O_EXCL);
+        int is_new = access(file, F_OK) < 0;
+        pthread_mutex_t *mutex = mapped(file, O_CREAT);
         pthread_mutexattr_t robust;
         pthread_mutexattr_init(&robust);
         pthread_mutexattr_setpshared(&robust, PTHREAD_PROCESS_SHARED);
         pthread_mutexattr_setrobust(&robust, PTHREAD_MUTEX_ROBUST);
-        if (pthread_mutex_init(mutex, &robust) || pthread_mutex_lock(mutex))
+        if (is_new && pthread_mutex_init(mutex, &robust))
+            return 1;
+        int error = pthread_mutex_lock(mutex);
+        if (error == EOWNERDEAD) // the last one was killed while it had the lock
+            error = pthread_mutex_consistent(mutex);
+        if (error)
             return 1;
         keep("locked");
     }
     if (!strcmp(command, "trylock")) {
-        switch (pthread_mutex_trylock(mapped(file, 0))) {
-        case EBUSY:
-            printf("taken\n");
-            return 0;
-        case 0:
-            printf("free\n");
-            return 0;
-        }
+        int error = pthread_mutex_trylock(mapped(file, 0));
+        printf("%s\n", error == EBUSY ? "taken" : error == 0 ? "free" : strerror(error));
+        return 0;
     }
     return 2;
 }
