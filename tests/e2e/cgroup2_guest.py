@@ -285,6 +285,29 @@ def private_pages(node: GuestNode, *, has_users: bool) -> JSON:
     return found
 
 
+def closed_pages(node: GuestNode) -> JSON:
+    """Let a container's root close its directory, with a page in it, and see who has it next."""
+    root = PAGES / "tt-device-plugin"
+    close = f"{PAGE}\nchown 4711 {PAGES}; chmod 700 {PAGES}; echo closed"
+    first = node.started("closes", WITH_PAGE, then=close)
+    chip = chip_of(node.wait_output(first, "closed"))
+    found: JSON = {"before": {each.name: _mode(each) for each in root.iterdir()}, "chip": chip}
+    node.remove(first)
+    wait_for(lambda: _mode(root / chip) == "777 0:0", lambda: f"a new one: {_mode(root / chip)}")
+    found["after"] = {each.name: _mode(each) for each in root.iterdir()}
+    found["check"] = shell("tt-device-plugin check --quiet").splitlines()
+
+    pods = [
+        node.create(f"after-closed-{number}", WITH_PAGE, then=PAGE) for number in range(EXCLUSIVE)
+    ]
+    found["chips"] = {}
+    for pod in pods:
+        output = node.wait_output(pod, "page is mapped")
+        found["chips"][chip_of(output)] = output[:10]
+    node.remove(*pods)
+    return found
+
+
 def _mode(path: Path) -> str:
     status = path.stat()
     return f"{status.st_mode & 0o7777:o} {status.st_uid}:{status.st_gid}"
@@ -356,6 +379,9 @@ def main(driver: str, abilities: list[str]) -> None:
         if seen["private"]:
             configure(SHARING)
             seen |= private_pages(node, has_users=has_users)
+    if seen["private"]:
+        with step("closed pages") as seen:
+            seen |= closed_pages(node)
 
 
 if __name__ == "__main__":
