@@ -32,7 +32,7 @@ TOOLS = {"mke2fs": "e2fsprogs", "busybox": "busybox-static", "gcc": "gcc libc6-d
 FUNCTIONS = ("10.0", "11.0", "12.0", "13.0", "14.0", "15.0")
 HUGEPAGES = 64
 DISK = 3 << 30  # bytes, of which the file has only those that are used
-HUNG = 3600.0  # seconds; a run takes about ten minutes
+HUNG = 2400.0  # seconds; a run takes about ten minutes
 MODULES = ("overlay",)  # of the kernel, for containerd
 # What tells where a guest hangs. All that programs write would take the emulated port too long.
 JOURNAL = "systemd.journald.forward_to_console=1 systemd.journald.max_level_console=warning"

@@ -309,7 +309,11 @@ def closed_pages(node: GuestNode) -> JSON:
 
 
 def _mode(path: Path) -> str:
-    status = path.stat()
+    """Return a directory's mode and owner; nothing while there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ""
     return f"{status.st_mode & 0o7777:o} {status.st_uid}:{status.st_gid}"
 
 
