@@ -115,10 +115,10 @@ def test_kubelet_and_daemon_are_killed_together(node: Node, told: Told) -> None:
 
 
 def test_a_kubelet_that_starts_without_its_checkpoint(node: Node) -> None:
-    """No pod is killed, and the next pods get the chips that no pod holds."""
+    """No pod is killed, and the next pod gets a chip that no pod holds."""
     found = node["lost_checkpoint"]
     assert found["same"] and all_opened(found["opened"])
-    assert len({*found["theirs"], *found["given"]}) == len([*found["theirs"], *found["given"]]) == 5
+    assert found["given"] not in found["theirs"], found
 
 
 # --- Access ---------------------------------------------------------------------------------------
