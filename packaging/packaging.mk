@@ -109,7 +109,7 @@ e2e-slow: dist/tt-device-plugin.pyz  ## as root: a container that crashes after 
 e2e-pythons: $(DEB)$(MACHINE).deb  ## as root: the package with newer Pythons, in containers
 	@$(PYTEST) -vv tests/e2e/test_pythons.py
 
-e2e-cgroup2: $(DEB)$(MACHINE).deb  ## cgroup v2, in a virtual machine: devices of a pod
+e2e-cgroup2: $(DEB)$(MACHINE).deb  ## a node of today in a VM: cgroup v2, or CGROUP2=all: older ones
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
 
 e2e-arm64: $(DEB)arm64.deb  ## as root: the package on arm64, in virtual machines
