@@ -3074,9 +3074,8 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
-    # By chips: an ID that a pod holds beside a configured one adds no device.
-    unique = {device.addresses: device for device in resource.unique_devices}
-    devices = [each for each in unique.values() if any(chip.is_present for chip in each.chips)]
+    unique = resource.unique_devices
+    devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
     product = common_value(chip.board_type for chip in chips)
@@ -3139,7 +3138,7 @@ class Decision:
     What a call of the kubelet needs is computed at once, the rest when it is asked for.
     """
 
-    seen: Observation
+    observation: Observation
     chips: Mapping[str, Chip]  # with reasons, also those that only a pod's allocation names
     listed: Sequence[Chip]  # those of them that are devices
     allocations: Sequence[Allocation]  # that count, the newest last
@@ -3153,7 +3152,7 @@ class Decision:
         for allocation in self.allocations:
             if not allocation.pod:
                 continue
-            name = self.seen.names.get(allocation.pod, allocation.pod)
+            name = self.observation.names.get(allocation.pod, allocation.pod)
             namespace, _, pod = name.rpartition("/")
 
             for bdf in allocation.chips:
@@ -3166,26 +3165,28 @@ class Decision:
         """Return the CDI file: the chips that have a usable device file."""
         functions = [chip.function for chip in self.listed if chip.is_present]
         usable = [function for function in functions if not function.file_fault]
-        return cdi_spec(usable, self.seen.settings, self.seen.mounts, self.excluded)
+        return cdi_spec(usable, self.observation.settings, self.observation.mounts, self.excluded)
 
     @cached_property
     def labels(self) -> str:
-        seen = self.seen
-        return feature_file(self.configured.values(), self.listed, seen.settings, seen.driver)
+        settings, driver = self.observation.settings, self.observation.driver
+        return feature_file(self.configured.values(), self.listed, settings, driver)
 
     @cached_property
     def in_vain(self) -> Sequence[str]:
         """Return messages about settings that concern nothing on this node."""
-        return list(settings_in_vain(self.listed, self.seen.settings))
+        return list(settings_in_vain(self.listed, self.observation.settings))
 
     @cached_property
     def excluded(self) -> ChipAddresses:
         """Return the chips of devices that the configuration takes out of service."""
-        if not self.seen.settings.exclude:
+        if not self.observation.settings.exclude:
             return frozenset()
-        devices = chain(*devices_by_name(self.listed, self.seen.settings).values())
-        excluded = [each for each in devices if is_excluded(each, self.seen.settings)]
-        by_address = {chip.bdf for chip in self.chips.values()} & {*self.seen.settings.exclude}
+        devices = chain(*devices_by_name(self.listed, self.observation.settings).values())
+        excluded = [each for each in devices if is_excluded(each, self.observation.settings)]
+        by_address = {chip.bdf for chip in self.chips.values()} & {
+            *self.observation.settings.exclude
+        }
         return frozenset(by_address).union(*(device.addresses for device in excluded))
 
     @cached_property
@@ -3215,7 +3216,7 @@ class Decision:
     def has_same_devices(self, other: Decision) -> bool:
         """Return whether only pods differ: who holds which chips, and their names."""
         no_pods: Json = {"allocations": (), "names": {}}
-        is_same_node = self.seen._replace(**no_pods) == other.seen._replace(**no_pods)
+        is_same_node = self.observation._replace(**no_pods) == other.observation._replace(**no_pods)
         return is_same_node and self.resources is other.resources
 
     def advertises(self, chip: Chip) -> bool:
@@ -3225,26 +3226,27 @@ class Decision:
         return chip.is_listed or chip.bdf in self.owners
 
 
-def decide(seen: Observation, former: Decision | None = None) -> Decision:
+def decide(observation: Observation, former: Decision | None = None) -> Decision:
     """Return the desired state. `former` is the last one, of which unchanged parts are used."""
-    label = partial(pod_label, names=seen.names)
-    chips = dict(seen.chips)
-    for allocation in seen.allocations:
+    label = partial(pod_label, names=observation.names)
+    chips = dict(observation.chips)
+    for allocation in observation.allocations:
         for bdf in allocation.chips - chips.keys():
             chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
     if any(chip.fault for chip in chips.values()):
-        chips = _explained_chips(chips, seen, label)
+        chips = _explained_chips(chips, observation, label)
 
+    # A Chip has no measured values, so this is nearly always the case.
     listed = [chip for chip in chips.values() if chip.is_listed]
-    if former and former.seen.settings == seen.settings and former.listed == listed:
+    if former and former.observation.settings == observation.settings and former.listed == listed:
         configured = former.configured
     else:
-        configured = configured_resources(listed, seen.settings)
+        configured = configured_resources(listed, observation.settings)
 
-    allocations = list(_with_chips(seen.allocations, chips, configured))
+    allocations = list(_with_chips(observation.allocations, chips, configured))
     advertised = advertise(configured, chips, allocations, label)
-    return Decision(seen, chips, listed, allocations, configured, advertised)
+    return Decision(observation, chips, listed, allocations, configured, advertised)
 
 
 def _with_chips(
@@ -3274,10 +3276,12 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
     return names.get(allocation.pod, f"pod {allocation.pod}")
 
 
-def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label) -> dict[str, Chip]:
+def _explained_chips(
+    chips: Mapping[str, Chip], observation: Observation, label: Label
+) -> dict[str, Chip]:
     """Return the chips with the reasons of those that are unhealthy."""
     pods = defaultdict(list)
-    for allocation in seen.allocations:
+    for allocation in observation.allocations:
         for bdf in allocation.chips:
             pods[bdf].append(label(allocation))
 
@@ -3290,20 +3294,20 @@ def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label)
     for bdf, chip in chips.items():
         if chip.fault:
             siblings = [each for each in boards[chip.board] if each != bdf]
-            chip = chip._replace(reason=explain(chip, siblings, pods, seen))
+            chip = chip._replace(reason=explain(chip, siblings, pods, observation))
         found[bdf] = chip
     return found
 
 
 def explain(
-    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], seen: Observation
+    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], observation: Observation
 ) -> Reason:
     """Return why a chip is unhealthy, and the remedy with what else it affects.
 
     `siblings` are the other chips of its board; `pods` are those that hold chips, by address.
     """
-    problem, remedy = _problem_and_remedy(chip, seen.driver)
-    if remedy is RESET and seen.machine == "aarch64":
+    problem, remedy = _problem_and_remedy(chip, observation.driver)
+    if remedy is RESET and observation.machine == "aarch64":
         remedy = REBOOT
     if remedy is None:
         return Reason(problem)
@@ -3353,7 +3357,7 @@ def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | N
 
 def driver_problem(decision: Decision) -> Reason | None:
     """Return why cards on the bus are not devices."""
-    driver = decision.seen.driver
+    driver = decision.observation.driver
     unbound = []
     for bdf, chip in decision.chips.items():
         has_no_driver = chip.function.on_bus and chip.function.driver is None
@@ -3381,9 +3385,9 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
             if chip.function.file_fault and has_new_fault and bdf not in decision.excluded:
                 yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
         elif former and former_chip and former.advertises(former_chip):
-            yield from _chip_changes(former_chip, chip, decision.seen.driver)
+            yield from _chip_changes(former_chip, chip, decision.observation.driver)
         else:
-            yield from _chip_changes(None, chip, decision.seen.driver)
+            yield from _chip_changes(None, chip, decision.observation.driver)
 
     withheld_before = former.withheld if former else {}
     for name, reason in decision.withheld.items():
@@ -3563,8 +3567,8 @@ def plugin_metrics(
 ) -> str:
     """Return the metrics of node and daemon, which has started at this Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
-    if decision.seen.driver:
-        samples.add("driver_info", 1, version=decision.seen.driver)
+    if decision.observation.driver:
+        samples.add("driver_info", 1, version=decision.observation.driver)
     functions = [chip.function for chip in decision.chips.values() if chip.function.on_bus]
     for driver, number in Counter(function.driver for function in functions).items():
         samples.add("pci_functions", number, driver=driver or "")
@@ -3596,13 +3600,13 @@ def status_line(
         parts = ["no Tenstorrent device on this node; waiting for one"]
 
     texts = {registration.text for registration in registrations.values()}
-    if len(texts) > 1:  # of those that are not like the others, say which
+    if len(texts) > 1:  # name those that are not registered
         texts = set()
         for name, registration in registrations.items():
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
     parts += sorted(filter(None, texts))
-    parts += filter(None, [decision.seen.unreadable, *problems])
+    parts += filter(None, [decision.observation.unreadable, *problems])
     return "; ".join(parts)
 
 
@@ -3642,11 +3646,11 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(decision.seen.settings, key) for key in NEEDS_RESTART},
+        **{key: getattr(decision.observation.settings, key) for key in NEEDS_RESTART},
         "status": status,
         "rejected": rejected,
-        "driver": decision.seen.driver,
-        "unreadable": decision.seen.unreadable,
+        "driver": decision.observation.driver,
+        "unreadable": decision.observation.unreadable,
         "withheld": decision.withheld,
         "resources": resources,
         "excluded": sorted(decision.excluded),
@@ -3713,23 +3717,27 @@ class ReadJob(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """A read that has ended: with a reading, the daemon's own error, or an internal error."""
+    """A read that has ended. Without a reading and an error, it was an internal error."""
 
     job: ReadJob
     reading: Reading | None = None
-    error: OSError | None = None
+    error: OSError | None = None  # the daemon's own
 
 
 class TelemetryReaders:
     """Reads chips one after the other on a thread; behind one that blocks, another thread goes on.
 
-    The threads get their jobs from a deque and put results into a queue; they share nothing else.
+    The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
+    it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
+    thread, and so on. After READ_TIMEOUT the loop is woken once more: then the read counts as
+    blocked. When it ends, its thread wakes the loop. Threads put results into a queue, and share
+    nothing else.
     """
 
     def __init__(
         self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
     ) -> None:
-        self.pending: dict[str, float] = {}  # chips that are being read, and since when
+        self.pending: dict[str, float] = {}  # since when chips are being read, or wait for that
         self._wake = wake
         self._read = read
         self._results = queue.SimpleQueue[ReadResult]()
@@ -3745,12 +3753,12 @@ class TelemetryReaders:
                 jobs.append(ReadJob(function, is_poll, details))
 
         if jobs:
-            # After this turn of the loop: the two threads would only wait for each other.
+            # After this turn of the loop, as Python runs one thread at a time.
             asyncio.get_running_loop().call_soon(self._start, jobs)
 
     def _start(self, jobs: deque[ReadJob]) -> None:
         loop = asyncio.get_running_loop()
-        for job in jobs:
+        for job in jobs:  # those that a slow read has delayed wait from now on
             self.pending[job.function.bdf] = monotonic()
 
         try:
@@ -3832,7 +3840,7 @@ class TelemetryReaders:
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return len(self.pending) == len(self.slow(now))
+        return all(now - since >= SLOW_AFTER for since in self.pending.values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -3885,7 +3893,7 @@ class OutputFile:
         try:
             self._replace(text)
             self._written = (text, file_identity(self.path))
-        except FileNotFoundError:
+        except FileNotFoundError:  # no reader, so no line in the log
             self.problem = f"{dirname(self.path)} does not exist"
             return
         except OSError as error:
@@ -3944,7 +3952,7 @@ class OutputFiles:
 
         Files that are written by write() are unmanaged here.
         """
-        for path in {*wanted, *self.by_path}.difference(unmanaged):
+        for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
             file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
             if path not in wanted and not os.path.lexists(path):
@@ -4045,9 +4053,10 @@ def make_lock_directory(path: str) -> None:
             os.chmod(directory, mode)  # despite the umask
 
         status = os.lstat(directory)
-        is_roots = status.st_uid in (0, os.geteuid())
-        may_be_anyones = directory == path  # a container may own its /dev/shm
-        if not stat.S_ISDIR(status.st_mode) or not (is_roots or may_be_anyones):
+        # Whoever could replace the directory could redirect root. The inner one is the container's
+        # /dev/shm, and the container may own it.
+        is_trusted = directory == path or status.st_uid in (0, os.geteuid())
+        if not stat.S_ISDIR(status.st_mode) or not is_trusted:
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
 
 
@@ -4323,17 +4332,19 @@ class PluginDirectory:
         self._names: frozenset[str] = frozenset()  # of others' files, without inotify
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
+        self._inotify_errno = 0  # of the last call
 
     def open(self) -> None:
         """Lock and watch the directory; raises DirectoryError."""
         descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._inotify_errno = ctypes.get_errno()
         if descriptor >= 0:
             self._inotify = descriptor
             asyncio.get_running_loop().add_reader(descriptor, self._read)
 
         self.check()
         if not self.is_watched:
-            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
+            reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
             log.warning("cannot watch %s (%s); polling instead", self.path, reason)
 
     def close(self) -> None:
@@ -4362,6 +4373,7 @@ class PluginDirectory:
             mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self._inotify_errno = ctypes.get_errno()
 
     def _lock(self) -> None:
         """Lock the directory; raises DirectoryError if another process has locked it."""
@@ -4464,7 +4476,7 @@ class Node:
         self.hugepages = HugepageDirectories(settings)
         self.readers = TelemetryReaders(wake)
 
-        self.looked = Broadcast()  # at the pods' cgroups
+        self.looked = Broadcast()  # wakes container starts that wait, after each look at pods
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
@@ -4507,6 +4519,7 @@ class Node:
         """Record what was read of chips; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
+            # READY does not wait for a chip whose reads block.
             self.inventory.records[bdf].start_listing()
             if seconds >= READ_TIMEOUT:
                 self.inventory.records[bdf].block()
@@ -4530,7 +4543,7 @@ class Node:
             host_mounts(self.settings),
         )
 
-        if self._decision is None or observation != self._decision.seen:
+        if self._decision is None or observation != self._decision.observation:
             self._decision = decide(observation, self._decision)
         return self._decision
 
@@ -4729,7 +4742,7 @@ class Allocator:
                 map(is_replica, {*allocation.ids, *ids})
             )
             if not shares_device and self._node.allocations.is_running(allocation):
-                return pod_label(allocation, decision.seen.names)
+                return pod_label(allocation, decision.observation.names)
         return None
 
 
@@ -4937,7 +4950,7 @@ class KubeletSession:
         self._endpoint: Endpoint | None = None
         self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
         self._kubelet_exists = asyncio.Event()
-        self._disturbed = asyncio.Event()  # something has happened: do not wait any longer
+        self._disturbed = asyncio.Event()  # something has happened that ends a pause
         self._checkpoint: FileIdentity | None = None  # as the loop has read it
         self._checkpoint_at_register: FileIdentity | None = None
         self._task = asyncio.create_task(self._run())
@@ -4981,12 +4994,13 @@ class KubeletSession:
             self._disturbed.set()
             return
 
-        # Without kubelet.sock there is nothing to register with, and the open stream works on.
-        works = endpoint.is_streaming and self._kubelet is None
-        is_there = endpoint.file is not None and file_identity(endpoint.path) == endpoint.file
-        if not works and not is_there:
-            endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
-            self._disturbed.set()
+        if endpoint.file and file_identity(endpoint.path) == endpoint.file:
+            return
+        # Without kubelet.sock there is nothing to register with, and an open stream works on.
+        if endpoint.is_streaming and self._kubelet is None:
+            return
+        endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
+        self._disturbed.set()
 
     async def _run(self) -> None:
         """Serve until that ends; pause, unless something has happened; and again."""
@@ -5040,6 +5054,7 @@ class KubeletSession:
         finally:
             self._endpoint = None
             is_closing = self._allocator.is_closing
+            # Of another kubelet's stream the new one knows nothing.
             has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
             await completed(server.stop(0.1 if is_closing else None))
             if has_stream and not is_closing:
@@ -5296,6 +5311,17 @@ class MetricsServer:
 
 
 # ==== DAEMON: observe, decide, apply ==============================================================
+#
+# What a turn of the loop looks at:
+#
+#     always            the kubelet's directory, the checkpoint if it has changed, readings that
+#                       have arrived
+#     after a uevent    which chips and device files exist; each chip's telemetry
+#     at a poll         the same, and missing heartbeats are counted ([health] interval)
+#     in a round        everything that sends no event: pods' cgroups, files for others, names of
+#                       pods; at each poll, and at least every ROUND seconds
+#     while a pod       pods' cgroups, every START_CHECK_INTERVAL seconds
+#     waits or starts
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -5318,7 +5344,7 @@ class Reporter:
         self._files = files
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were read
-        self._written_at = -inf  # when the metrics file was due
+        self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
 
     def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
@@ -5378,7 +5404,7 @@ class Reporter:
 
     async def _read_details(self, max_age: float) -> None:
         """Have sensors and processes read, unless they were within `max_age` seconds."""
-        await self._settle()
+        await self._settle()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
             self._details_at = now
@@ -5655,9 +5681,9 @@ class Daemon:
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
-        """Notify READY=1 once all is served; return a status while waiting for the driver."""
+        """Notify READY=1 once all is served; return a status only while waiting for the driver."""
         settings = self.node.settings
-        version = decision.seen.driver
+        version = decision.observation.driver
         driver = f"driver {version or 'is not loaded'}"
         present = pluralize(len(self.node.inventory.present), "chip")
 
