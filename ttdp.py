@@ -1735,6 +1735,7 @@ KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a container's chips
 EVIDENCE_LASTS = 30.0  # seconds for which an allocation counts after the last evidence
 START_TIMEOUT = 60.0  # seconds that a runtime has to create a container's first process
+KUBEPODS = re.compile(r"kubepods(\.slice)?|.+-kubepods\.slice")
 QOS_DIRECTORY = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
 POD_DIRECTORY = re.compile(r"pod(.+)|.+-pod([^-]+)\.slice")
 
@@ -1883,15 +1884,21 @@ class Cgroups:
         self._is_v2 = "cgroup.controllers" in names
         top = self._mount
         if not self._is_v2:
-            for controller in ("devices", "memory", "systemd"):
+            # Not "devices" first: there a pod's directory appears with its first process only.
+            for controller in ("memory", "devices", "systemd"):
                 if controller in names:
                     top = f"{self._mount}/{controller}"
                     break
 
         roots = []
-        for directory in _directories_of_root(top):
-            inner = [] if _is_kubepods(directory) else _directories_of_root(directory)
-            roots += [path for path in (directory, *inner) if _is_kubepods(path)]
+        for name in names_in(top):
+            path = f"{top}/{name}"
+            if KUBEPODS.fullmatch(name) and _is_roots_directory(path):
+                roots.append(path)
+            elif name != "user.slice":  # users' sessions
+                inner = [f"{path}/{each}" for each in names_in(path) if KUBEPODS.fullmatch(each)]
+                if inner and _is_roots_directory(path):
+                    roots += filter(_is_roots_directory, inner)
         return roots
 
     def exists(self, pod: str) -> bool:
@@ -1923,21 +1930,10 @@ class Cgroups:
         return any(map(self._is_populated, below))
 
 
-def _is_kubepods(path: str) -> bool:
-    name = basename(path)
-    return name in ("kubepods", "kubepods.slice") or name.endswith("-kubepods.slice")
-
-
-def _directories_of_root(directory: str) -> Iterator[str]:
-    """Yield the directories that belong to root, but not those of users' sessions.
-
-    A user can make a directory `kubepods` in the own session, or in a subtree that is delegated.
-    """
-    for name in names_in(directory):
-        path = f"{directory}/{name}"
-        status = if_exists(os.lstat, path) if name != "user.slice" else None
-        if status and stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()):
-            yield path
+def _is_roots_directory(path: str) -> bool:
+    """Return whether a directory is root's: a user can make `kubepods` in a subtree of the own."""
+    status = if_exists(os.lstat, path)
+    return bool(status and stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()))
 
 
 @dataclass(slots=True)
