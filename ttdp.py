@@ -28,6 +28,7 @@ import re
 import signal
 import socket
 import stat
+import struct
 import sys
 import textwrap
 import threading
@@ -70,7 +71,7 @@ else:
 __version__ = "0.2.0"
 
 Json = dict[str, Any]
-Addresses = frozenset[str]  # PCI addresses of chips, "0000:03:00.0"
+ChipAddresses = frozenset[str]  # PCI addresses, "0000:03:00.0"
 DeviceIds = frozenset[str]  # what the kubelet allocates; for an unshared chip its PCI address
 Task = asyncio.Task[None]
 
@@ -103,7 +104,8 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the servic
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 
 # A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
-# are called "tt-<resource>.<pid>-<number>.sock"; of the resource's name they have 20 characters.
+# are called "tt-<resource>.<pid>-<number>.sock". Of the resource's name they have 20 characters;
+# the largest process ID is 4194304 (proc(5)), and numbers begin again after 99999.
 SOCKET_PATH_MAX = 107
 ENDPOINT_NAME_MAX = 20
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".4194304-99999.sock")
@@ -114,18 +116,25 @@ FALSE = ("false", "no", "off", "0")
 # Keys that other plugins have for dividing a device.
 PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
 
-# Keys of former releases: the value that the program follows anyway, and what became of the others.
-FORMER_KEYS = {
-    "device_id_strategy": (
-        "bdf",
-        "the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the node and "
-        "remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
-    ),
-}
-
 
 class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
+
+
+class FormerKey(NamedTuple):
+    """A key of a former release."""
+
+    same_as_now: str  # the value that the program follows anyway
+    explanation: str  # for all other values
+
+
+FORMER_KEYS = {
+    "device_id_strategy": FormerKey(
+        same_as_now="bdf",
+        explanation="the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the "
+        "node and remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
+    ),
+}
 
 
 class Rule(NamedTuple):
@@ -138,6 +147,7 @@ class Rule(NamedTuple):
 
 
 def _require(holds: object) -> None:
+    """Raise ValueError, which _checked() turns into a message with the rule's valid values."""
     if not holds:
         raise ValueError
 
@@ -150,7 +160,7 @@ def _choice(*choices: str) -> Rule:
     return Rule(f"{', '.join(choices[:-1])} or {choices[-1]}", parse, choices)
 
 
-def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
+def _number(valid: str, least: float, most: float, kinds: tuple[type, ...] = (int,)) -> Rule:
     def parse(value: Any) -> Any:
         # type() and not isinstance(), for which a boolean is an integer.
         _require(type(value) in kinds and least <= value <= most)
@@ -222,6 +232,14 @@ def _selection(value: Any) -> Any:
     return value
 
 
+def _addresses(value: Any) -> tuple[str, ...]:
+    """Parse a list of PCI addresses."""
+    address = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
+    _require(isinstance(value, list))
+    _require(all(isinstance(each, str) and re.fullmatch(address, each) for each in value))
+    return tuple(value)
+
+
 def _temperature_limit(value: Any) -> Any:
     _require(value == "card" or (type(value) in (int, float) and 1 <= value <= 200))
     return value
@@ -232,7 +250,7 @@ CONTAINER_PATH = _absolute_path(
     f"an absolute path other than {', '.join(RESERVED_PATHS)}", RESERVED_PATHS
 )
 SWITCH = Rule("true or false", _boolean)
-SWITCH_TEXT = _choice(*TRUE, *FALSE)
+SWITCH_TEXT = _choice(*TRUE, *FALSE)  # of a switch in a flag or variable
 DIRECTORY = _host_path("the path of a directory")
 OPTIONAL_PATH = _host_path("a path, or empty", may_be_empty=True)
 RESOURCE_NAME = _text(
@@ -241,9 +259,10 @@ RESOURCE_NAME = _text(
 )
 
 
-def _key(default: Any, rule: Rule, help: str) -> Any:
-    """Return the field of a setting, which is a key of the configuration file."""
-    return field(default=default, metadata={"rule": rule, "help": help})
+def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
+    """Return the field of a setting: a key of the file. With MISSING as default it is required."""
+    metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
+    return field(default=default, metadata=metadata)
 
 
 def _table(kind: type) -> Any:
@@ -251,9 +270,9 @@ def _table(kind: type) -> Any:
     return field(default_factory=kind, metadata={"table": kind})
 
 
-def _tables(kind: type) -> Any:
+def _array_of_tables(kind: type) -> Any:
     """Return the field of an array of tables in the configuration file."""
-    return field(default=(), metadata={"tables": kind})
+    return field(default=(), metadata={"array_of": kind})
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +293,7 @@ class HealthSettings:
 
     interval: float = _key(
         5.0,  # a firmware's heartbeat changes every 0.1 s
-        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, int, float),
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, kinds=(int, float)),
         "seconds between two polls of each chip",
     )
     temperature_limit: Any = _key(
@@ -285,12 +304,12 @@ class HealthSettings:
     )
     heartbeat_misses: int = _key(
         2,
-        _number("a whole number, at least 1", 1, 1_000_000, int),
+        _number("a whole number, at least 1", 1, 1_000_000),
         "consecutive polls without a heartbeat after which a chip counts as stalled",
     )
     trip_holdoff: float = _key(
         300.0,
-        _number("a number of seconds, at least 0", 0, 1e9, int, float),
+        _number("a number of seconds, at least 0", 0, 1e9, kinds=(int, float)),
         "seconds for which a chip stays unhealthy after a thermal trip",
     )
 
@@ -301,7 +320,7 @@ class SharedResource:
 
     name: str = _key(MISSING, RESOURCE_NAME, "name of the resource to share")
     replicas: int = _key(
-        MISSING, _number("a whole number from 2 to 100", 2, 100, int), "containers per device"
+        MISSING, _number("a whole number from 2 to 100", 2, 100), "containers per device"
     )
     rename: str | None = _key(None, RESOURCE_NAME, "name of the shared resource")
     devices: str | int | tuple[str, ...] = _key(
@@ -330,7 +349,7 @@ class Sharing:
         "host directory that containers on shared devices get as /dev/shm, for their locks; "
         "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
     )
-    resources: tuple[SharedResource, ...] = _tables(SharedResource)
+    resources: tuple[SharedResource, ...] = _array_of_tables(SharedResource)
 
     def shared_name(self, entry: SharedResource) -> str:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
@@ -398,9 +417,22 @@ class Settings:
     log_level: str = _key(
         "info", _choice("debug", "info", "warning", "error"), "minimum level to log"
     )
+    hugepages: str = _key(
+        "private",
+        _choice("private", "host", "none"),
+        "hugepage directories of containers: private (one for each device), host (the host's own) "
+        "or none",
+    )
+    exclude: tuple[str, ...] = _key(
+        (),
+        Rule("a list of PCI addresses, such as 0000:03:00.0", _addresses),
+        "chips that are not offered, such as one that is to be returned or used by a virtual "
+        "machine",
+        only_in_file=True,
+    )
     health: HealthSettings = _table(HealthSettings)
     sharing: Sharing = _table(Sharing)
-    mounts: Mounts = _tables(Mount)  # none: the hugepages below dev_root
+    mounts: Mounts = _array_of_tables(Mount)
 
     # Not in the file: the directories that systemd sets, and keys to be warned of.
     state_dir: str | None = None  # None: the state is not saved
@@ -432,7 +464,7 @@ def _variable_of(key: str) -> str:
 
 def _options() -> Iterator[Option]:
     for each in fields(Settings):
-        if "rule" in each.metadata:
+        if "rule" in each.metadata and not each.metadata["only_in_file"]:
             rule, help = each.metadata["rule"], each.metadata["help"]
             yield Option(each.name, _flag_of(each.name), _variable_of(each.name), rule, help)
 
@@ -449,6 +481,7 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
     sources = {key: f"{file.shown}: {key}" for key in values}
 
     for option in OPTIONS:
+        # A flag outweighs the variable, and both outweigh the file.
         for source, text in (
             (option.flag, flags.get(option.key)),
             (option.variable, environ.get(option.variable)),
@@ -544,13 +577,13 @@ def _read_config_file(file: ConfigFile) -> Json:
 def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
     """Remove keys of former releases; return warnings about them; raises ConfigError."""
     warnings = []
-    for key, (same_as_now, explanation) in FORMER_KEYS.items():
+    for key, former in FORMER_KEYS.items():
         if key not in document:
             continue
 
         value = document.pop(key)
-        if value != same_as_now:
-            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {explanation}")
+        if value != former.same_as_now:
+            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {former.explanation}")
         warnings.append(f"{source}{key} has no effect any more; remove the key")
     return tuple(warnings)
 
@@ -586,7 +619,7 @@ def _table_values(kind: Any, table: object, file: str, heading: str = "") -> Jso
         else:
             if not isinstance(value, list):
                 raise _invalid(f"{file}{path}", value, f"tables: [[{path}]]")
-            inner = metadata["tables"]
+            inner = metadata["array_of"]
             rows = [_table_values(inner, row, file, f"[[{path}]]") for row in value]
             values[key] = tuple(inner(**row) for row in rows)
     return values
@@ -610,6 +643,7 @@ def _checked_mounts(settings: Settings, source: str) -> Mounts:
             raise _invalid(source, target, "a different path in each table")
         if target == "/dev/shm" and has_locks:
             raise _invalid(source, target, "another path: shared devices have their locks there")
+
         mounts[target] = replace(mount, container=target)
     return tuple(mounts.values())
 
@@ -640,19 +674,19 @@ def _sharing_conflict(
         return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices != "all" and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
-    is_a_board = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
-    if shared != entry.name and re.fullmatch(is_a_board, shared):
+    board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
+    if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
 
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"two entries have the name {shared}; choose a different rename for one of them"
-        if other.name == entry.name:
-            duplicates = sorted(entry.named_devices & other.named_devices)
-            if "all" in (entry.devices, other.devices):
-                return "every device is selected twice"
-            if duplicates:
-                return f"{abbreviate(duplicates)} is selected twice"
+        if other.name != entry.name:
+            continue
+        if "all" in (entry.devices, other.devices):
+            return "every device is selected twice"
+        if duplicates := sorted(entry.named_devices & other.named_devices):
+            return f"{abbreviate(duplicates)} is selected twice"
     return None
 
 
@@ -702,9 +736,10 @@ DEAD_VALUE = 2**32 - 10**6  # ALL_ONES watts in µW, of which hwmon keeps 32 bit
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
+HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileIdentity = tuple[int, int, int]  # device, inode, time of the last change: inodes are reused
+FileIdentity = tuple[int, int, int]  # device, inode, mtime: inodes are reused
 Result = TypeVar("Result")
 
 
@@ -716,7 +751,11 @@ class FileFault(NamedTuple):
 
 
 class PciFunction(NamedTuple):
-    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them."""
+    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them.
+
+    Number and path of the device file are set together. A bound driver can lack the file for a
+    moment, while it appears or is removed.
+    """
 
     bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
     arch: str | None = None  # None: only the address is known
@@ -734,14 +773,18 @@ class PciFunction(NamedTuple):
         """Return the sysfs directory that has the tt_* attributes."""
         return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
 
-    def is_same_card(self, other: PciFunction) -> bool:
+    def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
+
+    def has_same_file(self, other: PciFunction) -> bool:
+        """Return whether only the NUMA node differs, which an administrator can correct."""
+        return self._replace(numa_node=other.numa_node) == other
 
     def without_device_file(self, driver: str | None = None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# The functions on the PCI bus by address; None for other vendors', which are looked at once only.
+# What is on the PCI bus, by address: None for other vendors' functions.
 Bus = dict[str, PciFunction | None]
 
 
@@ -787,7 +830,7 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     at: float  # seconds of the monotonic clock
-    is_poll: bool = True  # counts missing heartbeats; readings for other reasons come too early
+    is_poll: bool = True  # else it can follow the last one sooner than the heartbeat's 0.1 s
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
@@ -798,10 +841,10 @@ def address_numbers(bdf: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
-def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
-    """Return look(path), None if nothing exists there; raises OSError for any other reason."""
+def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
+    """Return call(path), None if nothing exists there; raises OSError for any other reason."""
     try:
-        return look(path)
+        return call(path)
     except OSError as error:
         if error.errno in ABSENT:
             return None
@@ -850,8 +893,9 @@ def to_natural(text: str | None, *, less_than: int) -> int | None:
 
 
 def to_celsius(text: str | None) -> float | None:
+    """Return a temperature; None if there is none, as for a limit of 0."""
     millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None  # 0: the firmware has no such limit
+    return millidegrees / 1000 if millidegrees else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -878,7 +922,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def scan(settings: Settings, known: Bus) -> Bus:
-    """Return the functions that are on the PCI bus now. `known` is the last result."""
+    """Return what is on the PCI bus now. `known` is the last result: IDs are read only once."""
     found = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         function = known[bdf] if bdf in known else _identify(settings, bdf)
@@ -906,6 +950,8 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     """Return a function with its present NUMA node, driver and device file."""
     text = if_exists(read_attribute, f"{function.directory}/numa_node")
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
+
+    # The usual case: the device file that is known is the chip's still.
     if function.path and not function.file_fault and not file_fault_now(function):
         return function
 
@@ -915,8 +961,8 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
         ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
             path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
-            function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
-            return function._replace(file_fault=file_fault_now(function))
+            present = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
+            return present._replace(file_fault=file_fault_now(present))
 
     driver = if_exists(os.readlink, f"{function.directory}/driver")
     return function.without_device_file(basename(driver) if driver else None)
@@ -926,12 +972,12 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
     """Return why the device file cannot be used at this moment."""
     path = function.path
     number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
-    status = if_exists(os.stat, path)
     if number is None:
         return FileFault(f"{path} is being removed")
 
     # udev does not make device files: devtmpfs made it when the device appeared.
     create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
+    status = if_exists(os.stat, path)
     if status is None and os.path.lexists(path):
         return FileFault(f"{path} is a link to nothing", f"rm {path} && {create}")
     if status is None:
@@ -955,7 +1001,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     if text is None:
         return None
     pids = {int(pid) for pid in re.findall(r"\d+", text)}
-    if 0 in pids:  # the process is of another PID namespace
+    if 0 in pids:  # this is another PID namespace than that of the processes
         return None
 
     rows = []
@@ -987,17 +1033,23 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-def existing_mounts(settings: Settings) -> Mounts:
-    """Return the configured mounts; without any, those hugepages that exist."""
-    if settings.mounts:
-        return settings.mounts
+def hugetlbfs_directories(settings: Settings) -> list[Mount]:
+    """Return the hugetlbfs directories of the host, as containers would have them."""
+    mounts = [Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in HUGETLBFS]
+    return [mount for mount in mounts if exists(mount.host)]
 
-    mounts = []
-    for name in ("hugepages-1G", "hugepages"):
-        path = f"{settings.dev_root}/{name}"
-        if exists(path):
-            mounts.append(Mount(path, f"/dev/{name}"))
-    return tuple(mounts)
+
+def with_configured_mounts(settings: Settings, hugepages: Iterable[Mount]) -> Mounts:
+    """Return the configured mounts, and these where no configured one is."""
+    targets = {mount.container for mount in settings.mounts}
+    others = [mount for mount in hugepages if mount.container not in targets]
+    return (*settings.mounts, *others)
+
+
+def host_mounts(settings: Settings) -> Mounts:
+    """Return the mounts that are the same for every container: those of the CDI file."""
+    hugepages = [] if settings.hugepages == "none" else hugetlbfs_directories(settings)
+    return with_configured_mounts(settings, hugepages)
 
 
 # Of a serial number each half is read by itself, and can be all ones during a reset.
@@ -1020,8 +1072,9 @@ _DEAD_TEXTS = {  # of a chip that does not respond
 
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    are_dead = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
-    if len(are_dead) > 1 and all(are_dead):
+    # One text alone proves nothing: a living chip can have the card type "unknown".
+    matches = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
+    if len(matches) > 1 and all(matches):
         return Telemetry(all_ones=True)
 
     identity = []
@@ -1031,7 +1084,8 @@ def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
 
     return Telemetry(
         identity=Identity(*identity),
-        heartbeat=to_integer(texts.get("tt_heartbeat")),  # all ones, too: it does not change
+        # Also if it is all ones: as that does not change, the chip counts as stalled.
+        heartbeat=to_integer(texts.get("tt_heartbeat")),
         temperature=to_celsius(texts.get("temp1_input")),
         throttles_at=to_celsius(texts.get("temp1_max")),
         trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
@@ -1059,18 +1113,21 @@ def _read_attributes(function: PciFunction) -> Telemetry:
         try:
             texts[name] = read_attribute(f"{directory}/{name}")
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                continue  # the firmware does not report it
             # During a reset every attribute answers ENODATA. After one into firmware that reports
             # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
-            is_lost_tag = error.errno == errno.ENODATA and name != "tt_heartbeat"
-            if not is_lost_tag and error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
+            if error.errno == errno.ENODATA and name != "tt_heartbeat":
+                continue
+            raise
 
     if texts:
         return parse_telemetry(texts)
+
+    # Without any attribute the device has just been removed, or its firmware is silent: it is
+    # late, or the chip was dead when the driver was bound. PCI's own registers show which.
     if not isdir(function.class_device):
         return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
-
-    # Late firmware, or a chip that was dead when the driver was bound: PCI's own registers tell.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1086,6 +1143,7 @@ def hwmon_directory(function: PciFunction) -> str | None:
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
+    place: str  # "hwmon", "class" device or "pci" function
     attribute: str
     metric: str  # without "tt_device_"
     help: str
@@ -1099,58 +1157,59 @@ _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
 # hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
 SENSORS = (
-    Sensor("power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
-    Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
-    Sensor("curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
-    Sensor("curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
-    Sensor("in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
-    Sensor("in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
-    Sensor("fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
-    Sensor("tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
-    Sensor("tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
-    Sensor("tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
-    Sensor("current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
-    Sensor("max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
-    Sensor("max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
-    Sensor("aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}),
-    Sensor("aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
-    Sensor("aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
+    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
+    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
+    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
+    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
+    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
+    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
+    Sensor(
+        "pci", "aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}
+    ),
+    Sensor("pci", "aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
+    Sensor("pci", "aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
     """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
-    hwmon = hwmon_directory(function)
+    directories = {
+        "hwmon": hwmon_directory(function) or "",
+        "class": function.class_device,
+        "pci": function.directory,
+    }
     values = {}
     for sensor in SENSORS:
-        name = sensor.attribute
-        directory = function.directory
-        if name.startswith("tt_"):
-            directory = function.class_device
-        elif name.startswith(("power1", "curr1", "in0", "fan1")):
-            directory = hwmon or ""
-
         with suppress(OSError):
-            value = _sensor_value(name, read_attribute(f"{directory}/{name}"))
+            text = read_attribute(f"{directories[sensor.place]}/{sensor.attribute}")
+            value = _sensor_value(sensor.attribute, text)
             if value is not None:
-                values[name] = value * sensor.factor
+                values[sensor.attribute] = value * sensor.factor
     return values
 
 
 def _sensor_value(attribute: str, text: str) -> float | None:
-    match = None
+    """Return a sensor's number; None if it has none, or that of a dead chip."""
     if attribute.endswith("_link_speed"):
         match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
-    elif attribute.startswith("aer_"):
+        return float(match[1]) if match else None
+    if attribute.startswith("aer_"):
         match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-    elif attribute.endswith("_link_width"):
-        return to_natural(text, less_than=63)  # 63: all ones of a 6-bit field
-    elif attribute == "in0_max":
+        return float(match[1]) if match else None
+
+    if attribute.endswith("_link_width"):
+        return to_natural(text, less_than=63)  # all ones of a 6-bit field
+    if attribute == "in0_max":
         return to_natural(text, less_than=DEAD_VOLTAGE)
-    else:
-        return to_natural(text, less_than=DEAD_VALUE)
-    return float(match[1]) if match else None
+    return to_natural(text, less_than=DEAD_VALUE)
 
 
 # ==== HEALTH: per chip, with a reason. Pure =======================================================
@@ -1175,8 +1234,8 @@ class Fault(Enum):
     SILENT = "silent"
 
 
-# Faults of a chip whose present sensors cannot be known.
-UNREADABLE = (
+# Faults of a chip whose sensors cannot be known at the moment.
+UNKNOWN_SENSORS = (
     Fault.GONE,
     Fault.BLOCKED,
     Fault.NO_RESPONSE,
@@ -1204,6 +1263,7 @@ REBIND = Remedy(
 )
 LOAD_DRIVER = Remedy("modprobe tenstorrent")
 RESCAN = Remedy("echo 1 > /sys/bus/pci/rescan")
+# Those of GONE and NODE depend on what is found (see explain()); HOT and TRIPPED have no command.
 REMEDIES = {
     Fault.RESETTING: REBIND,
     Fault.NO_RESPONSE: RESET,
@@ -1266,13 +1326,20 @@ def judge(
     """
     telemetry = reading.telemetry
     if telemetry.error:
-        return _judge_error(telemetry.error), vitals
+        attribute, number = telemetry.error
+        if number == errno.ENODATA:
+            return Verdict(Fault.RESETTING, "resetting (no telemetry)"), vitals
+        if number == errno.ENODEV:
+            return Verdict(Fault.GONE, "device is being removed"), vitals
+        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
+        return Verdict(Fault.READ_ERROR, problem), vitals
+
     if telemetry.all_ones:
         problem = "chip does not respond (registers read as ones)"
         return Verdict(Fault.NO_RESPONSE, problem), vitals
 
-    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, if
-    # the device was gone. A chip that never had telemetry may have old firmware.
+    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, as
+    # ChipRecord.vanish() has set it. A chip that never had telemetry may have old firmware.
     if telemetry.is_empty and had_telemetry:
         since = reading.at if vitals.empty_since is None else vitals.empty_since
         if reading.at - since >= FIRMWARE_TIMEOUT:
@@ -1283,24 +1350,30 @@ def judge(
     if limit == "card":
         limit = telemetry.throttles_at
     vitals = _next_vitals(vitals, reading, limit)
-    return _judge_vitals(vitals, reading, settings, limit), vitals
 
+    if vitals.misses >= settings.heartbeat_misses:
+        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+        return Verdict(Fault.STALLED, problem), vitals
 
-def _judge_error(error: ReadError) -> Verdict:
-    if error.number == errno.ENODATA:
-        return Verdict(Fault.RESETTING, "resetting (no telemetry)")
-    if error.number == errno.ENODEV:
-        return Verdict(Fault.GONE, "device is being removed")
+    if vitals.is_hot:
+        degrees = f"{telemetry.temperature:.1f} °C, limit {limit:g} °C"
+        return Verdict(Fault.HOT, f"too hot: {degrees}; check the cooling"), vitals
 
-    reason = f"{error.attribute}: {os.strerror(error.number)}"
-    return Verdict(Fault.READ_ERROR, f"telemetry cannot be read: {reason}")
+    holdoff = settings.trip_holdoff
+    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
+        recovery = f"healthy again after {holdoff:g} s without another one"
+        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
+        return Verdict(Fault.TRIPPED, problem), vitals
+
+    return Verdict(), vitals
 
 
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     telemetry = reading.telemetry
 
-    # Any change of the heartbeat shows life: after a reset it begins anew, lower. Only polls are
-    # far enough apart to count a heartbeat that has not changed.
+    # Any change of the heartbeat shows life: after a reset it begins again, lower. Only polls are
+    # far enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and
+    # 8 at the next poll is a chip that is alive.
     heartbeat, misses = vitals.heartbeat, vitals.misses
     if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
         misses = 0
@@ -1319,7 +1392,7 @@ def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vital
         is_throttling=_reaches(degrees, telemetry.throttles_at, vitals.is_throttling),
         trips=trips,
         tripped_at=reading.at if has_tripped else vitals.tripped_at,
-        empty_since=None,
+        empty_since=None,  # there is telemetry
     )
 
 
@@ -1330,27 +1403,6 @@ def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -
     if reached_before:
         return degrees > limit - HYSTERESIS
     return degrees >= limit
-
-
-def _judge_vitals(
-    vitals: Vitals, reading: Reading, settings: HealthSettings, limit: float | None
-) -> Verdict:
-    telemetry = reading.telemetry
-    if vitals.misses >= settings.heartbeat_misses:
-        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-        return Verdict(Fault.STALLED, problem)
-
-    if vitals.is_hot:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {limit:g} °C"
-        return Verdict(Fault.HOT, f"too hot: {degrees}; check the cooling")
-
-    holdoff = settings.trip_holdoff
-    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
-        recovery = f"healthy again after {holdoff:g} s without another one"
-        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
-        return Verdict(Fault.TRIPPED, problem)
-
-    return Verdict()
 
 
 # ==== CHIPS: followed over time ===================================================================
@@ -1366,14 +1418,19 @@ class GalaxyPlace(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """A Tenstorrent PCI function, known until the daemon ends."""
+    """A Tenstorrent PCI function, known until the daemon ends.
+
+    It is *present* while it has a device file, and *listed*, so a device of a resource, from the
+    time that it had a valid one. Its verdict counts only while the device file can be used.
+    Measured values are not here: they change all the time, and no decision depends on them.
+    """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
     verdict: Verdict = Verdict()
-    is_throttling: bool = False
+    is_throttling: bool = False  # for the log
     had_device_file: bool = False  # at any time since boot
-    is_listed: bool = False  # it is a device of a resource; see ChipRecord.start_listing()
+    is_listed: bool = False  # see ChipRecord.start_listing()
     reason: Reason | None = None  # why it is unhealthy; see explain()
 
     @property
@@ -1397,7 +1454,7 @@ class Chip(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        return self.fault not in UNREADABLE
+        return self.fault not in UNKNOWN_SENSORS
 
     @property
     def card_type(self) -> str | None:
@@ -1433,7 +1490,7 @@ class Chip(NamedTuple):
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return what the chips of its board have in common."""
+        """Return what the chips of its board have in common, within a Galaxy's tray."""
         return (self.tray, self.identity.serial or self.bdf)
 
     @property
@@ -1445,7 +1502,7 @@ class Chip(NamedTuple):
 
     @property
     def board_id(self) -> str | None:
-        """Return the device ID of its board: a tray's buses ("0000:c0"), else its serial."""
+        """Return the ID of its board as a device: a tray's buses ("0000:c0"), or a serial."""
         place = self.galaxy_place
         return f"{place.domain:04x}:{place.tray:02x}" if place else self.identity.serial
 
@@ -1453,7 +1510,7 @@ class Chip(NamedTuple):
 Chips = Iterable[Chip]
 
 
-def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
+def saved_value(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
     """Return a value of the saved state; raises KeyError, ValueError.
 
     Texts that cannot be printed and numbers that no attribute can have are damage, too.
@@ -1461,6 +1518,7 @@ def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
     value = table[key]
     if value is None and optional:
         return None
+
     if isinstance(value, str) and not value.isprintable():
         raise ValueError(f"{key} cannot be printed")
     if isinstance(value, (int, float)) and not abs(value) < 10**20:  # "not" because of NaN
@@ -1482,7 +1540,7 @@ class ChipRecord:
     processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file."""
+        """Record a new device file. The slot can have another card by now."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
         self.telemetry = None
 
@@ -1493,8 +1551,7 @@ class ChipRecord:
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
-        if function != self.chip.function:
-            self.chip = self.chip._replace(function=function)
+        self.chip = self.chip._replace(function=function)
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
@@ -1506,26 +1563,26 @@ class ChipRecord:
             had_telemetry=self.had_telemetry,
         )
 
+        # The first identity after the device file has appeared replaces the known one as a whole.
+        # Later, values that the firmware does not report at the moment stay.
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # Values that the firmware does not report at this moment stay, but not beyond a new
-            # device file: the slot can have another card then.
-            former = identity if self.telemetry else Identity()
+            is_first = self.telemetry is None
+            former = Identity() if is_first else identity
             pairs = zip(telemetry.identity, former, strict=True)
             identity = Identity(*(new or old for new, old in pairs))
 
-        if not telemetry.is_empty and not telemetry.error and not telemetry.all_ones:
+        has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
+        if has_values:
             self.telemetry = telemetry
             self.had_telemetry = True
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
 
-        changed = self.chip._replace(
+        self.chip = self.chip._replace(
             identity=identity, verdict=verdict, is_throttling=self.vitals.is_throttling
         )
-        if changed != self.chip:
-            self.chip = changed
         self.start_listing()
 
     def start_listing(self) -> None:
@@ -1542,6 +1599,7 @@ class ChipRecord:
         """Return what the next daemon needs to know: identity and lasting faults."""
         function, vitals = self.chip.function, self.vitals
         is_stalled = self.chip.fault is Fault.STALLED
+
         return {
             "arch": function.arch,
             "subsystem": function.subsystem,
@@ -1559,29 +1617,31 @@ class ChipRecord:
         """Return a chip that has not been seen yet; raises KeyError, ValueError."""
         if not BDF.fullmatch(bdf):
             raise ValueError(f"{bdf!r} is not a PCI address")
-        numa_node = typed(saved, "numa_node", int, optional=True)
+        numa_node = saved_value(saved, "numa_node", int, optional=True)
         if numa_node is not None and not 0 <= numa_node < ALL_ONES:
             raise ValueError("numa_node is out of range")
         function = PciFunction(
             bdf,
-            arch=typed(saved, "arch", str, optional=True),
-            subsystem=typed(saved, "subsystem", int),
+            arch=saved_value(saved, "arch", str, optional=True),
+            subsystem=saved_value(saved, "subsystem", int),
             numa_node=numa_node,
             on_bus=False,
         )
-        identity = Identity(*(typed(saved, key, str, optional=True) for key in Identity._fields))
+        identity = Identity(
+            *(saved_value(saved, key, str, optional=True) for key in Identity._fields)
+        )
 
         # If the first reading has the heartbeat of a chip that had stalled, it is stalled still.
-        stalled_at = typed(saved, "stalled_at", int, optional=True)
+        stalled_at = saved_value(saved, "stalled_at", int, optional=True)
         vitals = Vitals(
             heartbeat=stalled_at,
             misses=0 if stalled_at is None else settings.heartbeat_misses,
-            trips=typed(saved, "trips", int, optional=True),
-            tripped_at=typed(saved, "tripped_at", float, optional=True),
-            empty_since=typed(saved, "empty_since", float, optional=True),
+            trips=saved_value(saved, "trips", int, optional=True),
+            tripped_at=saved_value(saved, "tripped_at", float, optional=True),
+            empty_since=saved_value(saved, "empty_since", float, optional=True),
         )
         chip = Chip(function, identity, had_device_file=True)
-        return cls(chip, vitals, typed(saved, "had_telemetry", bool))
+        return cls(chip, vitals, saved_value(saved, "had_telemetry", bool))
 
 
 class Inventory:
@@ -1610,21 +1670,22 @@ class Inventory:
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
             record = self.records.get(bdf)
-            if record is None or not record.chip.function.is_same_card(function):
+            if record is None or not record.chip.function.is_same_model(function):
                 record = self.records[bdf] = ChipRecord(Chip(function))
 
-            former = record.chip.function
-            is_same_file = function._replace(numa_node=former.numa_node) == former
             if function.ordinal is None:
                 record.vanish(function)
-            elif not is_same_file or not record.chip.had_device_file:
+            elif not record.chip.had_device_file or not function.has_same_file(
+                record.chip.function
+            ):
                 record.appear(function)
-            elif function != former:  # an administrator has corrected the NUMA node
+            else:
                 record.chip = record.chip._replace(function=function)
 
+        # Records stay until the daemon ends.
         for bdf in self.records.keys() - functions.keys():
-            former = self.records[bdf].chip.function
-            self.records[bdf].vanish(former.without_device_file()._replace(on_bus=False))
+            last = self.records[bdf].chip.function
+            self.records[bdf].vanish(last.without_device_file()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record what was read of chips."""
@@ -1651,18 +1712,23 @@ class Inventory:
 #     the checkpoint    cgroup          in it     evidence
 #     --------------    ------------    -------   ------------------------------------------------
 #     not yet           -               -         the response itself, at the moment it is given
-#     yes               not seen yet    -         yes: a pod that is being admitted, or that has not
-#                                                 been started since the node was booted
+#     yes               not seen        -         yes: a pod that is being admitted, or that has not
+#                       since boot                been started since then
 #     yes               exists          any       yes: an empty one, too, while volumes are mounted
 #                                                 or the sandbox is replaced
 #     yes               seen, gone      -         no: the pod has ended (an entry goes at the next
 #                                                 admission; up to 1.31 the last one's stays)
 #     no                exists          yes       yes: the pod was deleted by force, or the kubelet
 #                                                 has lost its checkpoint
+#     no                exists          not yet   yes: as before, while a container is being created
+#                                                 (see START_TIMEOUT)
 #     no                any other       -         no
 #
 # If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
 # that count go on counting.
+#
+# Counting keeps chips from other pods' lists. Whether a pod *runs* is another question, which
+# delays the starts of other pods' containers: see AllocationTracker.is_running().
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
@@ -1684,11 +1750,14 @@ AllocationKey = tuple[str, str, str]  # pod, container, resource
 
 
 class Allocation(NamedTuple):
-    """A container's devices of one resource, from one response to Allocate."""
+    """A container's devices of one resource, from one response to Allocate.
+
+    Either the chips are known or, of another plugin's response, the device files.
+    """
 
     resource: str
     ids: DeviceIds
-    chips: Addresses
+    chips: ChipAddresses
     pod: str = ""  # UID; empty while no checkpoint contains the response
     container: str = ""
     device_files: tuple[str, ...] = ()  # of another plugin's response, which names no addresses
@@ -1697,12 +1766,17 @@ class Allocation(NamedTuple):
     def key(self) -> AllocationKey:
         return (self.pod, self.container, self.resource)
 
+    @property
+    def first_chip(self) -> str:
+        """Return the lowest address, after which the container's hugepage directory is named."""
+        return min(self.chips, key=address_numbers, default="")
+
 
 class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     entries: Sequence[Allocation] = ()
-    rivals: frozenset[str] = frozenset()  # resources with healthy IDs that another plugin gave
+    rivals: frozenset[str] = frozenset()  # resources with IDs that cannot be the daemon's
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
@@ -1761,7 +1835,7 @@ def _name(value: object) -> str:
 
 
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same responses
-def _parse_response(encoded: str) -> tuple[Addresses, tuple[str, ...]]:
+def _parse_response(encoded: str) -> tuple[ChipAddresses, tuple[str, ...]]:
     """Return the chips of a response, else its device files; raises ValueError."""
     content = base64.b64decode(encoded)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
@@ -1773,7 +1847,7 @@ def _parse_response(encoded: str) -> tuple[Addresses, tuple[str, ...]]:
         raise ValueError(str(error)) from None
     chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
     device_files = tuple(device.host_path for device in response.devices)
-    return chips, () if chips else device_files
+    return chips, (() if chips else device_files)
 
 
 @lru_cache(maxsize=16384)  # 128 chips of 100 replicas
@@ -1796,6 +1870,7 @@ class Cgroups:
         self._populated = {}
         for root in self._find_roots():
             qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
+
             for directory in (root, *qos):
                 for name in names_in(directory):
                     if match := POD_DIRECTORY.fullmatch(name):
@@ -1823,7 +1898,7 @@ class Cgroups:
         return bool(self._directories.get(pod.replace("-", "_")))
 
     def has_processes(self, pod: str) -> bool:
-        """Return whether a process was in a pod's cgroup since the last look."""
+        """Return whether a process is in a pod's cgroup, read at most once for each look."""
         if pod not in self._populated:
             # After a change of the cgroup driver a pod has two directories.
             directories = self._directories.get(pod.replace("-", "_"), ())
@@ -1872,8 +1947,8 @@ class AllocationRecord:
     allocation: Allocation
     evident_at: float | None = None  # when there was evidence for the last time
     had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
-    # When the start of a container was allowed; None once a process was seen, or the cgroup has
-    # gone. Without a pause process (CRI-O) a pod has no process until then.
+    has_started: bool = False  # the start of a container was allowed since the node was booted
+    # When the start of a container was allowed; None once a process was seen (see is_running()).
     start_allowed_at: float | None = None
 
     def counts(self, now: float) -> bool:
@@ -1891,32 +1966,34 @@ class AllocationRecord:
             "device_files": device_files,
             "counts": self.counts(now),
             "had_cgroup": self.had_cgroup,
+            "has_started": self.has_started,
             "start_allowed_at": self.start_allowed_at,
         }
 
     @classmethod
     def from_state(cls, saved: Json, now: float) -> AllocationRecord:
         """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
-        chips = frozenset(typed(saved, "chips", list))
+        chips = frozenset(saved_value(saved, "chips", list))
         if not all(map(BDF.fullmatch, chips)):
             raise ValueError("chips are not PCI addresses")
-        device_files = tuple(typed(saved, "device_files", list))
+        device_files = tuple(saved_value(saved, "device_files", list))
         if not all(isinstance(path, str) for path in device_files):
             raise ValueError("device_files are not paths")
 
         allocation = Allocation(
-            typed(saved, "resource", str),
-            frozenset(map(_name, typed(saved, "ids", list))),
+            saved_value(saved, "resource", str),
+            frozenset(map(_name, saved_value(saved, "ids", list))),
             chips,
-            typed(saved, "pod", str),
-            typed(saved, "container", str),
+            saved_value(saved, "pod", str),
+            saved_value(saved, "container", str),
             device_files,
         )
         return cls(
             allocation,
-            evident_at=now if typed(saved, "counts", bool) else None,
-            had_cgroup=typed(saved, "had_cgroup", bool),
-            start_allowed_at=typed(saved, "start_allowed_at", float, optional=True),
+            evident_at=now if saved_value(saved, "counts", bool) else None,
+            had_cgroup=saved_value(saved, "had_cgroup", bool),
+            has_started=saved_value(saved, "has_started", bool),
+            start_allowed_at=saved_value(saved, "start_allowed_at", float, optional=True),
         )
 
 
@@ -1990,9 +2067,13 @@ class AllocationTracker:
             if record and record.allocation == allocation:
                 continue
 
-            pending = self._pending.pop((allocation.resource, allocation.ids), None)
-            record = pending or AllocationRecord(allocation)
-            record.allocation = allocation
+            record = self._pending.pop((allocation.resource, allocation.ids), None)
+            if record:
+                record.allocation = allocation
+            else:
+                # Another daemon has given this response. It is not known whether the container
+                # has started; if in doubt, it has, and its hugepage files stay.
+                record = AllocationRecord(allocation, has_started=True)
             self._records.pop(key, None)  # so that the new record is the last
             self._records[key] = record
             self._must_look = True
@@ -2010,11 +2091,12 @@ class AllocationTracker:
             if self._has_evidence(record):
                 record.evident_at = now
         if self.unreadable:
-            for record in chain(self._records.values(), self._pending.values()):
+            for record in self._all_records():
                 if record.counts(now):
                     record.evident_at = now
 
-        # An entry without evidence stays recorded: it had a cgroup, which the next look must know.
+        # The record of an entry stays, also without evidence. Otherwise the next look would take
+        # a pod that has ended for one that has not been started.
         for key in [*self._records]:
             if key not in self._entries and not self._records[key].counts(now):
                 del self._records[key]
@@ -2029,7 +2111,7 @@ class AllocationTracker:
         pod = record.allocation.pod
         if record.allocation.key in self._entries:
             return self._cgroups.exists(pod) or not record.had_cgroup
-        return self._cgroups.has_processes(pod)
+        return self._cgroups.has_processes(pod) or record.start_allowed_at is not None
 
     def _end_start(self, record: AllocationRecord, now: float) -> None:
         """Note that a container has started, or will not start."""
@@ -2048,11 +2130,19 @@ class AllocationTracker:
 
     def counting(self, now: float) -> tuple[Allocation, ...]:
         """Return the allocations that count, the newest last."""
-        records = chain(self._records.values(), self._pending.values())
+        records = self._all_records()
         return tuple(record.allocation for record in records if record.counts(now))
 
+    def _all_records(self) -> Iterator[AllocationRecord]:
+        return chain(self._records.values(), self._pending.values())
+
     def is_running(self, allocation: Allocation) -> bool:
-        """Return whether, at the last look, the pod ran or a container of it was starting."""
+        """Return whether, at the last look, the pod ran or a container of it was starting.
+
+        With containerd a pod has its pause process from the beginning. CRI-O runs none, so a pod
+        has no process from the moment at which the start of its first container was allowed until
+        that container was created.
+        """
         pod = allocation.pod
         if not pod:
             record = self._record_of(allocation)
@@ -2063,11 +2153,21 @@ class AllocationTracker:
         is_starting = any(each.start_allowed_at is not None for each in records)
         return is_starting or self._cgroups.has_processes(pod)
 
+    def has_started(self, allocation: Allocation) -> bool:
+        """Return whether a container of the pod was allowed to start with the same first chip."""
+        device = allocation.first_chip
+        return any(
+            record.has_started
+            for record in self._all_records()
+            if (record.allocation.pod, record.allocation.first_chip) == (allocation.pod, device)
+        )
+
     def allow_start(self, allocation: Allocation, now: float) -> None:
-        """Record that a container of this allocation may start now."""
-        record = self._record_of(allocation)
-        if record and not self._cgroups.has_processes(allocation.pod):
-            record.start_allowed_at = now
+        """Record that a container of this allocation may start now: see is_running()."""
+        if record := self._record_of(allocation):
+            record.has_started = True
+            if not self._cgroups.has_processes(allocation.pod):
+                record.start_allowed_at = now
 
     @property
     def has_starting_pods(self) -> bool:
@@ -2080,21 +2180,30 @@ class AllocationTracker:
         return self._pending.get((allocation.resource, allocation.ids))
 
     def apply_names(self, listed: PodNames) -> None:
-        """Record the pods' names that the kubelet has listed."""
+        """Record the pods' names that the kubelet has listed.
+
+        A known name stays: the kubelet's answer can be newer than its checkpoint, and have another
+        pod by now for the devices of one that was deleted by force.
+        """
         names = dict(self.names)
         for allocation in self._entries.values():
             for identifier in allocation.ids:
                 name = listed.get((allocation.resource, identifier, allocation.container))
                 if name:
-                    names[allocation.pod] = name
+                    names.setdefault(allocation.pod, name)
         self.names = names
 
     def to_state(self, now: float) -> list[Json]:
-        records = chain(self._records.values(), self._pending.values())
-        return [record.to_state(now) for record in records]
+        return [record.to_state(now) for record in self._all_records()]
 
 
 # ==== RESOURCES: which devices exist, and their names. Pure =======================================
+
+Status = grpc.StatusCode
+
+
+class RequestError(Exception):
+    """A request of the kubelet's that is rejected: gRPC status code and reason."""
 
 
 class Device(NamedTuple):
@@ -2102,27 +2211,31 @@ class Device(NamedTuple):
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # number of chips that it should have
+    expected_chips: int = 1  # how many it should have
     holder: str | None = None  # the pod for which it is withheld
     withheld: str | None = None  # the reason, if it is
     is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
 
     @property
-    def addresses(self) -> Addresses:
+    def addresses(self) -> ChipAddresses:
         return frozenset(chip.bdf for chip in self.chips)
 
     @property
     def incomplete(self) -> str | None:
         """Return why it cannot be used yet: a chip of its board has never been seen."""
         known = len(self.chips)
-        return None if known == self.whole else f"only {known} of {self.whole} chips found"
+        return (
+            None
+            if known == self.expected_chips
+            else f"only {known} of {self.expected_chips} chips found"
+        )
 
     @property
     def reason(self) -> str | None:
         """Return why the kubelet sees it as unhealthy."""
         for chip in self.chips:
             if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if self.whole > 1 else str(chip.reason)
+                return f"{chip.bdf}: {chip.reason}" if self.expected_chips > 1 else str(chip.reason)
         return self.incomplete or self.withheld
 
     @property
@@ -2147,7 +2260,10 @@ class Resource:
 
     @cached_property
     def ids_by_device(self) -> list[list[str]]:
-        """Return the IDs of each device: more than one, if it is shared."""
+        """Return the IDs of each device: more than one, if it is shared.
+
+        A held ID can have a device's name, but other chips; it is a device of its own.
+        """
         found = defaultdict(list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
@@ -2181,6 +2297,7 @@ class Resource:
             for identifier in ids:
                 device = self.devices[identifier]
                 nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+
                 message.devices.add(
                     ID=identifier,
                     health="Unhealthy" if device.reason else "Healthy",
@@ -2235,13 +2352,19 @@ def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]
 
     devices = defaultdict(list)
     for (name, identifier), members in groups.items():
-        whole = members[0].chips_per_board if by_board else 1
-        if len(members) > whole:
-            # The board has been moved to another slot, and has left absent chips behind.
+        expected = members[0].chips_per_board if by_board else 1
+        if len(members) > expected:
+            # The board was moved to another slot: its former addresses are absent. If it is absent
+            # there, too, any of its addresses will do.
             present = [chip for chip in members if chip.is_present]
-            members = present or members[-whole:]
-        devices[name].append(Device(identifier, tuple(members), whole))
+            members = present or members[-expected:]
+        devices[name].append(Device(identifier, tuple(members), expected))
     return dict(sorted(devices.items()))
+
+
+def is_excluded(device: Device, settings: Settings) -> bool:
+    """Return whether a chip of a device is taken out of service."""
+    return not device.addresses.isdisjoint(settings.exclude)
 
 
 def configured_resources(chips: Chips, settings: Settings) -> Resources:
@@ -2258,7 +2381,8 @@ def configured_resources(chips: Chips, settings: Settings) -> Resources:
             max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
             found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
 
-    for base_name, exclusive in devices_by_name(chips, settings).items():
+    for base_name, devices in devices_by_name(chips, settings).items():
+        exclusive = [device for device in devices if not is_excluded(device, settings)]
         for entry in sharing.resources:
             if entry.name == base_name:
                 selected = selection(entry, exclusive)
@@ -2283,16 +2407,21 @@ def aliases(device: Device) -> set[str]:
     return {device.identifier, *device.addresses, *numbers}
 
 
-def unselected(chips: Chips, settings: Settings) -> Iterator[str]:
-    """Yield messages about shared resources and devices that do not exist."""
+def settings_in_vain(chips: Sequence[Chip], settings: Settings) -> Iterator[str]:
+    """Yield messages about chips, devices and resources in the settings that do not exist."""
+    for bdf in settings.exclude:
+        if all(chip.bdf != bdf for chip in chips):
+            yield f"exclude: {bdf} is not a chip of this node"
+
     devices = devices_by_name(chips, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
         missing = sorted(entry.named_devices.difference(*map(aliases, found)))
         if missing:
-            yield f"{entry.name} has no device {abbreviate(missing)}"
+            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
         elif not found:
-            yield f"there is no resource {entry.name}; available: {', '.join(devices) or 'none'}"
+            available = ", ".join(devices) or "none"
+            yield f"sharing: there is no resource {entry.name}; available: {available}"
 
 
 def advertise(
@@ -2308,6 +2437,7 @@ def advertise(
     listed (topology_hints.go), and without it the pod's containers cannot start again. Every other
     ID is withheld while a pod holds one of its chips under another name.
     """
+    # The usual case: each ID that a pod holds is one of the configuration, with the same chips.
     if all(_is_as_configured(allocation, configured) for allocation in allocations):
         return configured
 
@@ -2321,7 +2451,7 @@ def advertise(
     for name, resource in configured.items():
         devices = _free_devices(resource, holders, label) | held.get(name, {})
         advertised[name] = replace(resource, devices=devices)
-    for name in held.keys() - configured.keys():
+    for name in sorted(held.keys() - configured.keys()):
         advertised[name] = Resource(name, held[name])
     return advertised
 
@@ -2348,6 +2478,7 @@ def _held_devices(
     held: dict[str, dict[str, Device]] = defaultdict(dict)
     for allocation in allocations:
         resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
+
         for identifier, addresses in chips_by_id(allocation, resource).items():
             device = resource.devices.get(identifier)
             if device is None or device.addresses != addresses:
@@ -2358,11 +2489,12 @@ def _held_devices(
     return held
 
 
-def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Addresses]:
+def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, ChipAddresses]:
     """Return the chips of each ID of an allocation.
 
     An ID that is known now, or is a PCI address, stands for its own chips. The others stand for
-    all chips that are left: of the chips {a, b, c} with the IDs {a, X}, X has {b, c}.
+    all chips that are left, or for all if none is left: of the chips {a, b, c} with the IDs
+    {a, X}, X has {b, c}.
     """
     found = {}
     for identifier in allocation.ids:
@@ -2384,26 +2516,16 @@ def _free_devices(
     devices = {}
     for ids in resource.ids_by_device:
         device = resource.devices[ids[0]]
-        if holder := _other_holder(device, ids, resource, holders):
-            held_as = f"{holder.resource} {', '.join(sorted(holder.ids))}"
-            reason = f"held until {label(holder)} ends (as {held_as})"
-            device = device._replace(holder=label(holder), withheld=reason)
+
+        for allocation in chain(*(holders.get(chip.bdf, ()) for chip in device.chips)):
+            if allocation.resource != resource.name or allocation.ids.isdisjoint(ids):
+                held_as = f"{allocation.resource} {', '.join(sorted(allocation.ids))}"
+                reason = f"held until {label(allocation)} ends (as {held_as})"
+                device = device._replace(holder=label(allocation), withheld=reason)
+                break
+
         devices.update(dict.fromkeys(ids, device))
     return devices
-
-
-def _other_holder(
-    device: Device,
-    ids: Sequence[str],
-    resource: Resource,
-    holders: Mapping[str, Sequence[Allocation]],
-) -> Allocation | None:
-    """Return an allocation that holds a chip of a device under another name or ID."""
-    for chip in device.chips:
-        for allocation in holders.get(chip.bdf, ()):
-            if allocation.resource != resource.name or allocation.ids.isdisjoint(ids):
-                return allocation
-    return None
 
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
@@ -2413,19 +2535,20 @@ def _other_holder(
 # and between choices of equal cost the lower PCI addresses win.
 #
 # It is found by dynamic programming, as for a knapsack, in a tree of groups: devices are in boards,
-# boards in trays, trays in parts of the machine with common NUMA nodes. A group knows the best
-# choice of 0, 1, 2, … of its IDs from those of its members, and adds what it costs to use it.
+# boards in trays, trays in parts of the machine that have no NUMA node in common. A group finds its
+# best choice of n IDs by trying each way to divide n among its members, and adds what it costs to
+# use the group at all.
 #
-# Some costs depend on which places are used together: the links between the chips of a Galaxy's
-# tray, the number of NUMA nodes, trays beside each other. So a choice has marks, one bit for each
-# such place, and the best choice for each set of marks is kept until that cost is added. The
-# leading criteria do not depend on marks. Their lowest costs are known first, so that only
-# choices that have them are looked at.
+# The cost by the criteria down to the number of trays depends only on how many IDs each member
+# contributes. So these numbers are known first, and only ways to divide n that reach the lowest
+# are looked at. The other criteria depend on which places are used together. For example, the links
+# between the chips of a tray are known only when all of its chips are chosen. Until then a choice
+# has a mark (a bit) for each such place, and the best choice for each set of marks is kept.
 
 CRITERIA = (
-    "optional",  # IDs that are not must-include: those that are come first
+    "optional",  # IDs that are chosen though they are not must-include
     "occupied",  # IDs on which a pod runs that the kubelet does not know
-    "repeats",  # replicas of a device that is chosen already
+    "repeats",  # 0 for the first replica of a device, 1 for the second, …
     "users",  # other containers on shared devices
     "boards",
     "trays",
@@ -2435,12 +2558,12 @@ CRITERIA = (
     "whole_numa_nodes",
     "tray_groups",  # groups of a Galaxy's trays that are linked to each other
     "scattered_trays",  # trays in which the chosen chips are not connected
-    "missing_links",  # links of a tray that are not between two chosen chips
+    "other_links",  # links of a tray that are not between two chosen chips
     "whole_halves",  # halves of trays all of whose listed devices are available
 )
 DIGIT = 32  # bits of a criterion in a cost
 SHIFTS = {name: DIGIT * number for number, name in enumerate(reversed(CRITERIA))}
-LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
+LEADING = SHIFTS["trays"]  # a cost, shifted by this, is that of "optional" to "trays"
 
 # The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
 # 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one. Trays are
@@ -2448,18 +2571,6 @@ LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
 TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
 TRAY_HALVES = ({1, 2, 5, 6}, {3, 4, 7, 8})
 RING_LINKS = [{0x00, 0x40}, {0x40, 0x80}, {0x80, 0xC0}, {0xC0, 0x00}]
-
-Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
-POSITION_BITS = 0xFFFF
-Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
-Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
-NOTHING: Choices = {0: (0, ())}
-
-Status = grpc.StatusCode
-
-
-class RequestError(Exception):
-    """A request that is rejected: gRPC status code and reason."""
 
 
 def cost(**numbers: int) -> int:
@@ -2530,16 +2641,20 @@ def preferred_allocation(
             partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
             partly_used.add(candidate.place)
 
-    _, chosen = min(_Machine(candidates, partly_used).tree(size).choices(size).values())
+    # At the root of the tree all marks have been judged: one choice is left.
+    ((_, chosen),) = _Machine(candidates, partly_used).tree(size).choices(size).values()
     return [ids[number] for number in chosen]
 
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
     invalid = Status.INVALID_ARGUMENT
-    if unknown := sorted((free | required) - resource.devices.keys()):
+
+    # Not as the difference of sets, which is slow between a set and the keys of a dictionary.
+    if unknown := sorted(each for each in free | required if each not in resource.devices):
         raise RequestError(invalid, f"{resource.name} has no device {abbreviate(unknown)}")
     if size < 0:
         raise RequestError(invalid, f"allocation size {size} is negative")
+
     if missing := sorted(required - free):
         reason = f"must-include device {abbreviate(missing)} is not available"
         raise RequestError(invalid, reason)
@@ -2548,8 +2663,15 @@ def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, si
         raise RequestError(invalid, f"cannot choose {size} of {devices}")
 
 
+Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
+POSITION_BITS = 0xFFFF
+Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
+Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
+NOTHING: Choices = {0: (0, ())}
+
+
 class _Device:
-    """A device: the choices of its first 0, 1, 2, … IDs."""
+    """A device, with the same attributes as a group: the choices of its first 0, 1, 2, … IDs."""
 
     def __init__(self, ids: Iterable[tuple[int, int]], marks: Marks) -> None:
         self._choices = [NOTHING]
@@ -2567,32 +2689,38 @@ class _Device:
 
 
 class _Group:
-    """Devices or groups: the best choices of 0, 1, 2, … of their IDs."""
+    """Devices, or groups of them: the best choices of 0, 1, 2, … of their IDs.
+
+    `use_cost` is the cost of using the group at all. When its choices are complete, `judge` returns
+    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`:
+    of a tray, the positions of chips by the tray itself.
+    """
 
     def __init__(
         self,
         members: Sequence[_Device | _Group],
         max_size: int,
         *,
-        cost: int = 0,  # of using the group at all
-        judge: Callable[[Marks], int] | None = None,  # returns the cost of these marks
-        judged_marks: Marks = 0,  # which are dropped then
+        use_cost: int = 0,
+        judge: Callable[[Marks], int] | None = None,
+        judged_marks: Marks = 0,
         own_mark: Marks = 0,
     ) -> None:
         self._members = members
-        self._cost = cost
+        self._use_cost = use_cost
         self._judge = judge
         self._judged_marks = judged_marks
         self._own_mark = own_mark
-        self._choices = {0: NOTHING}  # by size
+        self._choices = {0: NOTHING}  # by size; no IDs cost nothing
         self._choices_among: dict[tuple[int, int], Choices] = {}
 
-        # The lowest cost by the leading criteria of each number of IDs among the first members.
-        self._lowest = [[0]]
+        # The lowest leading cost of each number of IDs: among the first 0, 1, 2, … members, and of
+        # the group.
+        self._lowest_among = [[0]]
         for member in members:
-            self._lowest.append(_combined(self._lowest[-1], member.lowest, max_size))
-        own = cost >> LEADING
-        self.lowest: list[int] = [0, *(each + own for each in self._lowest[-1][1:])]
+            self._lowest_among.append(_combined(self._lowest_among[-1], member.lowest, max_size))
+        own = use_cost >> LEADING
+        self.lowest: list[int] = [0, *(each + own for each in self._lowest_among[-1][1:])]
 
     def choices(self, size: int) -> Choices:
         """Return the best choices of this many IDs, by their marks."""
@@ -2601,32 +2729,39 @@ class _Group:
 
         best: Choices = {}
         for marks, (members_cost, ids) in self._among(len(self._members), size).items():
-            total = members_cost + self._cost
+            total = members_cost + self._use_cost
             if self._judge:
                 total += self._judge(marks & self._judged_marks)
             rest = marks & ~self._judged_marks | self._own_mark
             if rest not in best or (total, ids) < best[rest]:
                 best[rest] = (total, ids)
+
         self._choices[size] = best
         return best
 
     def _among(self, number: int, size: int) -> Choices:
-        """Return the best choices of IDs of the first members."""
+        """Return the best choices of IDs of the first members, by their marks.
+
+        Only divisions between the last of these members and the others are looked at that reach
+        the lowest leading cost.
+        """
         if number == 0:
             return NOTHING
         if (number, size) in self._choices_among:
             return self._choices_among[number, size]
 
         member = self._members[number - 1]
-        others_lowest = self._lowest[number - 1]
-        lowest = self._lowest[number][size]
+        lowest = self._lowest_among[number][size]
+        lowest_of_others = self._lowest_among[number - 1]
         best: Choices = {}
-        for own in range(min(size + 1, len(member.lowest))):
-            others = size - own
-            if others >= len(others_lowest):
+        for own_size in range(min(size + 1, len(member.lowest))):
+            others_size = size - own_size
+            if others_size >= len(lowest_of_others):
                 continue
-            if member.lowest[own] + others_lowest[others] == lowest:
-                _join(self._among(number - 1, others), member.choices(own), best)
+            if member.lowest[own_size] + lowest_of_others[others_size] == lowest:
+                others = self._among(number - 1, others_size)
+                _join(others, member.choices(own_size), best)
+
         self._choices_among[number, size] = best
         return best
 
@@ -2638,12 +2773,14 @@ class _Machine:
         self._candidates = candidates
         self._partly_used = partly_used
 
+        # See Marks: the bits above the positions.
         nodes = sorted({node for each in candidates for node in each.numa_nodes})
         places = [each.place for each in candidates if each.place]
         trays = sorted({place._replace(position=0) for place in places})
         self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
         first = 16 + len(nodes)
         self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
+        self._known_halves: dict[tuple[object, ...], list[Marks]] = {}
 
     def tree(self, size: int) -> _Group:
         """Return the group of all candidates, for choices of up to `size` IDs."""
@@ -2660,16 +2797,16 @@ class _Machine:
         boards = _grouped(candidates, lambda each: each.board)
         members = [self._board(board, size) for board in boards]
         is_whole = candidates[0].tray not in self._partly_used
-        group_cost = cost(trays=1, whole_trays=is_whole)
+        use_cost = cost(trays=1, whole_trays=is_whole)
 
         place = candidates[0].place
         if place is None:
-            return _Group(members, size, cost=group_cost)
+            return _Group(members, size, use_cost=use_cost)
         return _Group(
             members,
             size,
-            cost=group_cost,
-            judge=self._shape_cost(place),
+            use_cost=use_cost,
+            judge=partial(self._shape_cost, place),
             judged_marks=POSITION_BITS,
             own_mark=self._tray_marks[place._replace(position=0)],
         )
@@ -2677,7 +2814,7 @@ class _Machine:
     def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
         is_whole = candidates[0].board not in self._partly_used
         members = [_Device(each.ids, self._marks(each)) for each in candidates]
-        return _Group(members, size, cost=cost(boards=1, whole_boards=is_whole))
+        return _Group(members, size, use_cost=cost(boards=1, whole_boards=is_whole))
 
     def _marks(self, candidate: Candidate) -> Marks:
         marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
@@ -2685,23 +2822,21 @@ class _Machine:
             marks |= 1 << candidate.place.position
         return marks
 
-    def _shape_cost(self, tray: GalaxyPlace) -> Callable[[Marks], int]:
-        """Return the function for the cost of the chosen chips' places in a tray."""
-        whole_halves = []
-        for half in TRAY_HALVES:
-            places = {tray._replace(position=position) for position in half}
-            if places.isdisjoint(self._partly_used):
-                whole_halves.append(_bits(half))
-        half_cost = cost(whole_halves=1)
+    def _shape_cost(self, tray: GalaxyPlace, positions: Marks) -> int:
+        """Return the cost of the chosen chips' places in a tray."""
+        whole_halves = [half for half in self._whole_halves(tray) if half & positions]
+        return _link_cost(positions) + len(whole_halves) * cost(whole_halves=1)
 
-        def judge(positions: Marks) -> int:
-            total = _link_cost(positions)
-            for half in whole_halves:
-                if half & positions:
-                    total += half_cost
-            return total
-
-        return judge
+    def _whole_halves(self, tray: GalaxyPlace) -> list[Marks]:
+        """Return the halves of a tray of which no chip is taken."""
+        if tray[:3] not in self._known_halves:
+            halves = []
+            for half in TRAY_HALVES:
+                places = {tray._replace(position=position) for position in half}
+                if places.isdisjoint(self._partly_used):
+                    halves.append(_bits(half))
+            self._known_halves[tray[:3]] = halves
+        return self._known_halves[tray[:3]]
 
     def _numa_cost(self, marks: Marks) -> int:
         nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
@@ -2748,7 +2883,7 @@ def _link_cost(positions: Marks) -> int:
     chips = [position for position in range(16) if positions >> position & 1]
     links = [link for link in TRAY_LINKS if _bits(link) & ~positions == 0]
     is_scattered = _count_groups(chips, links) > 1
-    return cost(scattered_trays=is_scattered, missing_links=len(TRAY_LINKS) - len(links))
+    return cost(scattered_trays=is_scattered, other_links=len(TRAY_LINKS) - len(links))
 
 
 def _bits(positions: Iterable[int]) -> Marks:
@@ -2782,6 +2917,7 @@ def _connected_by_numa_nodes(trays: Iterable[list[Candidate]]) -> list[list[list
         nodes = {node for candidate in tray for node in candidate.numa_nodes}
         members = [tray]
         others = []
+
         for part_nodes, part in parts:
             if part_nodes.isdisjoint(nodes):
                 others.append((part_nodes, part))
@@ -2867,9 +3003,15 @@ LABELS_FILE = "tt-device-plugin"
 
 
 def cdi_spec(
-    functions: Iterable[PciFunction], settings: Settings, mounts: Iterable[Mount]
+    functions: Iterable[PciFunction],
+    settings: Settings,
+    mounts: Iterable[Mount],
+    excluded: Collection[str] = (),
 ) -> str | None:
-    """Return a CDI file (spec 0.5.0, which refuses links as device nodes); None without chips."""
+    """Return a CDI file (spec 0.5.0, which refuses links as device nodes); None without chips.
+
+    `excluded` chips have an entry by address, but are not in "all".
+    """
     nodes = {}
     for function in functions:
         path = f"/dev/tenstorrent/{function.ordinal}"
@@ -2877,7 +3019,9 @@ def cdi_spec(
     if not nodes:
         return None
 
-    nodes["all"] = list(chain(*nodes.values()))
+    offered = [its_nodes for bdf, its_nodes in nodes.items() if bdf not in excluded]
+    if offered:
+        nodes["all"] = list(chain(*offered))
     devices = []
     for name, device_nodes in nodes.items():
         devices.append({"name": name, "containerEdits": {"deviceNodes": device_nodes}})
@@ -2930,9 +3074,8 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
-    # By chips: an ID that a pod holds beside a configured one adds no device.
-    unique = {device.addresses: device for device in resource.unique_devices}
-    devices = [each for each in unique.values() if any(chip.is_present for chip in each.chips)]
+    unique = resource.unique_devices
+    devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
     product = common_value(chip.board_type for chip in chips)
@@ -2995,7 +3138,7 @@ class Decision:
     What a call of the kubelet needs is computed at once, the rest when it is asked for.
     """
 
-    seen: Observation
+    observation: Observation
     chips: Mapping[str, Chip]  # with reasons, also those that only a pod's allocation names
     listed: Sequence[Chip]  # those of them that are devices
     allocations: Sequence[Allocation]  # that count, the newest last
@@ -3009,8 +3152,9 @@ class Decision:
         for allocation in self.allocations:
             if not allocation.pod:
                 continue
-            name = self.seen.names.get(allocation.pod, allocation.pod)
+            name = self.observation.names.get(allocation.pod, allocation.pod)
             namespace, _, pod = name.rpartition("/")
+
             for bdf in allocation.chips:
                 user = {"namespace": namespace, "pod": pod, "container": allocation.container}
                 found[bdf].append(user)
@@ -3021,17 +3165,29 @@ class Decision:
         """Return the CDI file: the chips that have a usable device file."""
         functions = [chip.function for chip in self.listed if chip.is_present]
         usable = [function for function in functions if not function.file_fault]
-        return cdi_spec(usable, self.seen.settings, self.seen.mounts)
+        return cdi_spec(usable, self.observation.settings, self.observation.mounts, self.excluded)
 
     @cached_property
     def labels(self) -> str:
-        seen = self.seen
-        return feature_file(self.resources.values(), self.listed, seen.settings, seen.driver)
+        settings, driver = self.observation.settings, self.observation.driver
+        return feature_file(self.configured.values(), self.listed, settings, driver)
 
     @cached_property
-    def unselected(self) -> Sequence[str]:
-        """Return messages about shared resources and devices that do not exist."""
-        return list(unselected(self.listed, self.seen.settings))
+    def in_vain(self) -> Sequence[str]:
+        """Return messages about settings that concern nothing on this node."""
+        return list(settings_in_vain(self.listed, self.observation.settings))
+
+    @cached_property
+    def excluded(self) -> ChipAddresses:
+        """Return the chips of devices that the configuration takes out of service."""
+        if not self.observation.settings.exclude:
+            return frozenset()
+        devices = chain(*devices_by_name(self.listed, self.observation.settings).values())
+        excluded = [each for each in devices if is_excluded(each, self.observation.settings)]
+        by_address = {chip.bdf for chip in self.chips.values()} & {
+            *self.observation.settings.exclude
+        }
+        return frozenset(by_address).union(*(device.addresses for device in excluded))
 
     @cached_property
     def owners(self) -> dict[str, tuple[Resource, Device]]:
@@ -3057,31 +3213,40 @@ class Decision:
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
 
+    def has_same_devices(self, other: Decision) -> bool:
+        """Return whether only pods differ: who holds which chips, and their names."""
+        no_pods: Json = {"allocations": (), "names": {}}
+        is_same_node = self.observation._replace(**no_pods) == other.observation._replace(**no_pods)
+        return is_same_node and self.resources is other.resources
+
     def advertises(self, chip: Chip) -> bool:
         """Return whether a chip is a device, or waits for its board's serial."""
+        if chip.bdf in self.excluded:
+            return chip.bdf in self.owners  # a pod holds it
         return chip.is_listed or chip.bdf in self.owners
 
 
-def decide(seen: Observation, former: Decision | None = None) -> Decision:
+def decide(observation: Observation, former: Decision | None = None) -> Decision:
     """Return the desired state. `former` is the last one, of which unchanged parts are used."""
-    label = partial(pod_label, names=seen.names)
-    chips = dict(seen.chips)
-    for allocation in seen.allocations:
+    label = partial(pod_label, names=observation.names)
+    chips = dict(observation.chips)
+    for allocation in observation.allocations:
         for bdf in allocation.chips - chips.keys():
             chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
     if any(chip.fault for chip in chips.values()):
-        chips = _explained_chips(chips, seen, label)
+        chips = _explained_chips(chips, observation, label)
 
+    # A Chip has no measured values, so this is nearly always the case.
     listed = [chip for chip in chips.values() if chip.is_listed]
-    if former and former.seen.settings == seen.settings and former.listed == listed:
+    if former and former.observation.settings == observation.settings and former.listed == listed:
         configured = former.configured
     else:
-        configured = configured_resources(listed, seen.settings)
+        configured = configured_resources(listed, observation.settings)
 
-    allocations = list(_with_chips(seen.allocations, chips, configured))
+    allocations = list(_with_chips(observation.allocations, chips, configured))
     advertised = advertise(configured, chips, allocations, label)
-    return Decision(seen, chips, listed, allocations, configured, advertised)
+    return Decision(observation, chips, listed, allocations, configured, advertised)
 
 
 def _with_chips(
@@ -3111,10 +3276,12 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
     return names.get(allocation.pod, f"pod {allocation.pod}")
 
 
-def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label) -> dict[str, Chip]:
+def _explained_chips(
+    chips: Mapping[str, Chip], observation: Observation, label: Label
+) -> dict[str, Chip]:
     """Return the chips with the reasons of those that are unhealthy."""
     pods = defaultdict(list)
-    for allocation in seen.allocations:
+    for allocation in observation.allocations:
         for bdf in allocation.chips:
             pods[bdf].append(label(allocation))
 
@@ -3127,20 +3294,20 @@ def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label)
     for bdf, chip in chips.items():
         if chip.fault:
             siblings = [each for each in boards[chip.board] if each != bdf]
-            chip = chip._replace(reason=explain(chip, siblings, pods, seen))
+            chip = chip._replace(reason=explain(chip, siblings, pods, observation))
         found[bdf] = chip
     return found
 
 
 def explain(
-    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], seen: Observation
+    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], observation: Observation
 ) -> Reason:
     """Return why a chip is unhealthy, and the remedy with what else it affects.
 
     `siblings` are the other chips of its board; `pods` are those that hold chips, by address.
     """
-    problem, remedy = _problem_and_remedy(chip, seen.driver)
-    if remedy is RESET and seen.machine == "aarch64":
+    problem, remedy = _problem_and_remedy(chip, observation.driver)
+    if remedy is RESET and observation.machine == "aarch64":
         remedy = REBOOT
     if remedy is None:
         return Reason(problem)
@@ -3188,12 +3355,14 @@ def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | N
     return f"driver {function.driver} is bound, not {DRIVER}", Remedy(f"{unbind} && {bind}")
 
 
-def driver_problem(chips: Chips, driver: str | None) -> Reason | None:
+def driver_problem(decision: Decision) -> Reason | None:
     """Return why cards on the bus are not devices."""
+    driver = decision.observation.driver
     unbound = []
-    for chip in chips:
+    for bdf, chip in decision.chips.items():
         has_no_driver = chip.function.on_bus and chip.function.driver is None
-        if has_no_driver and not (driver and chip.is_listed):  # a listed one has its own line
+        has_own_line = driver is not None and chip.is_listed
+        if has_no_driver and not has_own_line and bdf not in decision.excluded:
             unbound.append(chip)
     if not unbound:
         return None
@@ -3212,11 +3381,13 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for bdf, chip in decision.chips.items():
         former_chip = former.chips.get(bdf) if former else None
         if not decision.advertises(chip):
-            yield from _unadvertised_changes(former_chip, chip)
+            has_new_fault = former_chip is None or not former_chip.function.file_fault
+            if chip.function.file_fault and has_new_fault and bdf not in decision.excluded:
+                yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
         elif former and former_chip and former.advertises(former_chip):
-            yield from _chip_changes(former_chip, chip, decision.seen.driver)
+            yield from _chip_changes(former_chip, chip, decision.observation.driver)
         else:
-            yield from _chip_changes(None, chip, decision.seen.driver)
+            yield from _chip_changes(None, chip, decision.observation.driver)
 
     withheld_before = former.withheld if former else {}
     for name, reason in decision.withheld.items():
@@ -3225,15 +3396,15 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for name in withheld_before.keys() - decision.withheld.keys():
         yield logging.INFO, f"{name} is no longer withheld"
 
-    for message in decision.unselected:
-        if former is None or message not in former.unselected:
-            yield logging.INFO, f"sharing: {message}"
+    excluded_before = former.excluded if former else frozenset()
+    for bdf in sorted(decision.excluded - excluded_before):
+        yield logging.INFO, f"{decision.chips[bdf].label} is excluded: not offered to pods"
+    for bdf in sorted(excluded_before - decision.excluded):
+        yield logging.INFO, f"{bdf} is no longer excluded"
 
-
-def _unadvertised_changes(former: Chip | None, chip: Chip) -> LogLines:
-    had_fault = former is not None and former.function.file_fault is not None
-    if chip.function.file_fault and not had_fault:
-        yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
+    for message in decision.in_vain:
+        if former is None or message not in former.in_vain:
+            yield logging.INFO, message
 
 
 def _chip_changes(former: Chip | None, chip: Chip, driver: str | None) -> LogLines:
@@ -3269,7 +3440,7 @@ def _introduction(chip: Chip) -> str:
 class Phase(Enum):
     """How far the registration of a resource is."""
 
-    STARTING = "starting"  # its socket is not bound yet
+    STARTING = "starting"
     WAITING = "waiting"  # for a kubelet
     REGISTERED = "registered"
     FAILED = "failed"  # it is tried again
@@ -3306,6 +3477,7 @@ class Samples:
         for name, help in self._helps.items():
             metric = f"{self._prefix}{name}"
             kind = "counter" if name.endswith("_total") else "gauge"
+
             if series := self._series.get(name):
                 lines += [f"# HELP {metric} {help}", f"# TYPE {metric} {kind}"]
                 lines += [f"{metric}{labels} {value:.15g}" for labels, value in series.items()]
@@ -3395,8 +3567,8 @@ def plugin_metrics(
 ) -> str:
     """Return the metrics of node and daemon, which has started at this Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
-    if decision.seen.driver:
-        samples.add("driver_info", 1, version=decision.seen.driver)
+    if decision.observation.driver:
+        samples.add("driver_info", 1, version=decision.observation.driver)
     functions = [chip.function for chip in decision.chips.values() if chip.function.on_bus]
     for driver, number in Counter(function.driver for function in functions).items():
         samples.add("pci_functions", number, driver=driver or "")
@@ -3422,19 +3594,19 @@ def status_line(
 ) -> str:
     """Return a summary for operators."""
     parts = [resource.summary for resource in decision.resources.values()]
-    if problem := driver_problem(decision.chips.values(), decision.seen.driver):
+    if problem := driver_problem(decision):
         parts.insert(0, str(problem))
     if not parts:
         parts = ["no Tenstorrent device on this node; waiting for one"]
 
     texts = {registration.text for registration in registrations.values()}
-    if len(texts) > 1:  # of those that are not like the others, say which
+    if len(texts) > 1:  # name those that are not registered
         texts = set()
         for name, registration in registrations.items():
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
     parts += sorted(filter(None, texts))
-    parts += filter(None, [decision.seen.unreadable, *problems])
+    parts += filter(None, [decision.observation.unreadable, *problems])
     return "; ".join(parts)
 
 
@@ -3458,9 +3630,8 @@ def view_of_node(
     for bdf, chip in decision.chips.items():
         record = records.get(bdf) or ChipRecord(chip)
         chips.append(_chip_row(decision, chip, record, knows_pods=knows_pods))
-        if chip.fault:
+        if chip.fault and (bdf not in decision.excluded or decision.advertises(chip)):
             faults[bdf] = chip.fault.name
-        if chip.reason:
             reasons[bdf] = chip.reason
 
     resources = []
@@ -3475,16 +3646,17 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(decision.seen.settings, key) for key in NEEDS_RESTART},
+        **{key: getattr(decision.observation.settings, key) for key in NEEDS_RESTART},
         "status": status,
         "rejected": rejected,
-        "driver": decision.seen.driver,
-        "unreadable": decision.seen.unreadable,
+        "driver": decision.observation.driver,
+        "unreadable": decision.observation.unreadable,
         "withheld": decision.withheld,
         "resources": resources,
+        "excluded": sorted(decision.excluded),
         "faults": faults,
         "reasons": reasons,  # as lists of Reason's fields
-        "driver_problem": driver_problem(decision.chips.values(), decision.seen.driver),
+        "driver_problem": driver_problem(decision),
         "files": files,
         "chips": chips,
     }
@@ -3496,6 +3668,7 @@ def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods:
     resource, device = decision.owners.get(chip.bdf, (None, None))
     pods = decision.users.get(chip.bdf, [])
     telemetry = record.telemetry or Telemetry()
+
     return {
         "id": device.identifier if device else None,
         "index": function.ordinal,
@@ -3544,23 +3717,27 @@ class ReadJob(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """A read that has ended: with a reading, the daemon's own error, or an internal error."""
+    """A read that has ended. Without a reading and an error, it was an internal error."""
 
     job: ReadJob
     reading: Reading | None = None
-    error: OSError | None = None
+    error: OSError | None = None  # the daemon's own
 
 
 class TelemetryReaders:
     """Reads chips one after the other on a thread; behind one that blocks, another thread goes on.
 
-    The threads get their jobs from a deque and put results into a queue; they share nothing else.
+    The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
+    it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
+    thread, and so on. After READ_TIMEOUT the loop is woken once more: then the read counts as
+    blocked. When it ends, its thread wakes the loop. Threads put results into a queue, and share
+    nothing else.
     """
 
     def __init__(
         self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
     ) -> None:
-        self.pending: dict[str, float] = {}  # chips that are being read, and since when
+        self.pending: dict[str, float] = {}  # since when chips are being read, or wait for that
         self._wake = wake
         self._read = read
         self._results = queue.SimpleQueue[ReadResult]()
@@ -3574,14 +3751,16 @@ class TelemetryReaders:
             if function.bdf not in self.pending:
                 self.pending[function.bdf] = monotonic()
                 jobs.append(ReadJob(function, is_poll, details))
+
         if jobs:
-            # After this turn of the loop: the two threads would only wait for each other.
+            # After this turn of the loop, as Python runs one thread at a time.
             asyncio.get_running_loop().call_soon(self._start, jobs)
 
     def _start(self, jobs: deque[ReadJob]) -> None:
         loop = asyncio.get_running_loop()
-        for job in jobs:
+        for job in jobs:  # those that a slow read has delayed wait from now on
             self.pending[job.function.bdf] = monotonic()
+
         try:
             threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
         except (RuntimeError, MemoryError) as error:
@@ -3599,6 +3778,8 @@ class TelemetryReaders:
                 waiting.append(jobs.popleft())
         if waiting:
             self._start(waiting)
+
+        # The loop looks now, to list the chip, and when the read counts as blocked.
         if self.slow(monotonic()):
             self._wake()
             asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
@@ -3612,6 +3793,7 @@ class TelemetryReaders:
                 with log_and_continue(f"reading {job.function.bdf}"):
                     result = self._read_chip(job)
                 self._results.put(result)
+
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._wake)
 
@@ -3642,6 +3824,7 @@ class TelemetryReaders:
             if result.reading:
                 readings.append(result.reading)
             error = result.error or error
+
         if error:
             raise error
         return readings
@@ -3651,9 +3834,13 @@ class TelemetryReaders:
         ages = {bdf: now - since for bdf, since in self.pending.items()}
         return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
+    def has_unblocked(self, now: float) -> bool:
+        """Return whether a read is under way that does not count as blocked."""
+        return any(now - since < READ_TIMEOUT for since in self.pending.values())
+
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return len(self.pending) == len(self.slow(now))
+        return all(now - since >= SLOW_AFTER for since in self.pending.values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -3669,6 +3856,7 @@ def read_others_file(path: str, max_bytes: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
+
         if status.st_size > max_bytes:
             raise ValueError(f"larger than {max_bytes} bytes")
         return file.read(max_bytes)
@@ -3705,13 +3893,14 @@ class OutputFile:
         try:
             self._replace(text)
             self._written = (text, file_identity(self.path))
-        except FileNotFoundError:
+        except FileNotFoundError:  # no reader, so no line in the log
             self.problem = f"{dirname(self.path)} does not exist"
             return
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
             if not self._keep_outdated and not self._has(text):
                 problem = self._remove() or problem
+
         self._report(problem)
 
     def _replace(self, text: str) -> None:
@@ -3719,6 +3908,7 @@ class OutputFile:
         new = f"{dirname(self.path)}/.{basename(self.path)}.new"
         try:
             if_exists(os.unlink, new)  # of a daemon that was killed
+
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -3762,7 +3952,7 @@ class OutputFiles:
 
         Files that are written by write() are unmanaged here.
         """
-        for path in {*wanted, *self.by_path}.difference(unmanaged):
+        for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
             file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
             if path not in wanted and not os.path.lexists(path):
@@ -3824,19 +4014,19 @@ class StateFile:
     def _parse(self, content: bytes, now: float) -> SavedState:
         """Return the state in a file; raises ValueError and other errors."""
         document = json.loads(content)
-        if typed(document, "version", int) != self.VERSION:
+        if saved_value(document, "version", int) != self.VERSION:
             raise ValueError("another version")
 
-        files = typed(document, "files", list)
+        files = saved_value(document, "files", list)
         if not all(path.startswith("/") and path.isprintable() for path in files):
             raise ValueError("files are not paths")
 
         health = self._settings.health
         chips = {}
-        for bdf, saved in typed(document, "chips", dict).items():
+        for bdf, saved in saved_value(document, "chips", dict).items():
             chips[bdf] = ChipRecord.from_state(bdf, saved, health)
         allocations = []
-        for saved in typed(document, "allocations", list):
+        for saved in saved_value(document, "allocations", list):
             allocations.append(AllocationRecord.from_state(saved, now))
 
         if document["boot"] != self._boot:
@@ -3863,10 +4053,130 @@ def make_lock_directory(path: str) -> None:
             os.chmod(directory, mode)  # despite the umask
 
         status = os.lstat(directory)
-        is_roots = status.st_uid in (0, os.geteuid())
-        may_be_anyones = directory == path  # a container may own its /dev/shm
-        if not stat.S_ISDIR(status.st_mode) or not (is_roots or may_be_anyones):
+        # Whoever could replace the directory could redirect root. The inner one is the container's
+        # /dev/shm, and the container may own it.
+        is_trusted = directory == path or status.st_uid in (0, os.geteuid())
+        if not stat.S_ISDIR(status.st_mode) or not is_trusted:
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
+
+
+class HugepageDirectories:
+    """A directory of hugepage files for each device, in each hugetlbfs of the host.
+
+    tt-umd opens files with fixed names (hugepage.cpp), so containers that have the host's directory
+    open each other's, and the files of a pod that was killed stay there, with their pages. Each
+    directory is named after the first chip of its device. It is root's with mode 0777 and not
+    sticky, the only mode in which every user can open another one's file of the same pod. The
+    directory around it can be entered by root only.
+    """
+
+    NAME = "tt-device-plugin"
+    CLOSED = ".closed"  # in the name of a directory that could not be cleaned
+    MAX_FILES = 10_000  # that are removed from a directory
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings  # only dev_root matters, which never changes
+
+    def mounts(self, device: str) -> list[Mount]:
+        """Return the mounts of a container with this device; raises OSError.
+
+        Directories that are missing are created.
+        """
+        mounts = []
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            parent = f"{hugetlbfs.host}/{self.NAME}"
+            _make_directory(parent, 0o700)
+            status = os.lstat(parent)
+            is_ours = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+            if not stat.S_ISDIR(status.st_mode) or not is_ours:
+                raise PermissionError(
+                    errno.EPERM, "not a directory of root's with mode 0700", parent
+                )
+
+            path = f"{parent}/{device}"
+            _make_directory(path, 0o777)
+            mounts.append(Mount(path, hugetlbfs.container))
+        return mounts
+
+    def closed(self) -> Iterator[str]:
+        """Yield the directories that could not be cleaned, and keep their pages."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            parent = f"{hugetlbfs.host}/{self.NAME}"
+            for name in names_in(parent):
+                if self.CLOSED in name:
+                    yield f"{parent}/{name}"
+
+    def clean_unused(self, used: Collection[str]) -> None:
+        """Remove the files of all devices except these; raises OSError."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            for name in names_in(f"{hugetlbfs.host}/{self.NAME}"):
+                if name not in used and self.CLOSED not in name:
+                    self._clean(f"{hugetlbfs.host}/{self.NAME}/{name}")
+
+    def clean(self, device: str) -> None:
+        """Remove all files of a device; raises OSError."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            self._clean(f"{hugetlbfs.host}/{self.NAME}/{device}")
+
+    def _clean(self, path: str) -> None:
+        """Remove all files in a directory. One that a container has closed is put aside."""
+        try:
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._put_aside(path, error)
+            return
+
+        try:
+            _remove_files(directory, self.MAX_FILES)
+            status = os.fstat(directory)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o777:
+                raise PermissionError(errno.EPERM, "owner or mode was changed")
+        except OSError as error:
+            self._put_aside(path, error)
+        finally:
+            os.close(directory)
+
+    def _put_aside(self, path: str, error: OSError) -> None:
+        """Rename a directory that cannot be cleaned, and replace it by a new one."""
+        if error.errno in OWN_ERRORS:
+            raise error
+        aside = f"{path}{self.CLOSED}-{time.time_ns()}"
+        os.rename(path, aside)
+        _make_directory(path, 0o777)
+        log.warning("%s cannot be cleaned (%s): its pages stay in %s", path, error.strerror, aside)
+
+
+def _make_directory(path: str, mode: int) -> None:
+    """Create a directory if it is missing; raises OSError."""
+    with suppress(FileExistsError):
+        os.mkdir(path, mode)
+        os.chmod(path, mode)  # despite the umask
+
+
+def _remove_files(directory: int, at_most: int) -> int:
+    """Remove everything in a directory, given by its descriptor; return how many are left to do.
+
+    Raises OSError. By descriptors, so that no link leads elsewhere: others can write there.
+    """
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if at_most <= 0:
+                raise OSError(errno.E2BIG, "too many files")
+            at_most -= 1
+
+            if entry.is_dir(follow_symlinks=False):
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                inner = os.open(entry.name, flags, dir_fd=directory)
+                try:
+                    at_most = _remove_files(inner, at_most)
+                finally:
+                    os.close(inner)
+                os.rmdir(entry.name, dir_fd=directory)
+            else:
+                os.unlink(entry.name, dir_fd=directory)
+    return at_most
 
 
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
@@ -3945,7 +4255,7 @@ SOCKET_PREFIX = "tt-"  # of the daemon's sockets in the kubelet's directory
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 
-# inotify(7), of a directory's entries; then of the directory itself.
+# inotify(7), of a directory's entries; of the directory itself; lost events.
 IN_MOVED_FROM = 0x40
 IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
@@ -3953,6 +4263,8 @@ IN_DELETE = 0x200
 IN_DELETE_SELF = 0x400
 IN_MOVE_SELF = 0x800
 IN_ONLYDIR = 0x0100_0000
+IN_Q_OVERFLOW = 0x4000
+INOTIFY_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -4016,19 +4328,23 @@ class PluginDirectory:
         self.path = path
         self.is_watched = False
         self._wake = wake
-        self._names: set[str] = set()  # of others' files, without the checkpoint
+        self._has_changed = False  # by an event
+        self._names: frozenset[str] = frozenset()  # of others' files, without inotify
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
+        self._inotify_errno = 0  # of the last call
 
     def open(self) -> None:
         """Lock and watch the directory; raises DirectoryError."""
         descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._inotify_errno = ctypes.get_errno()
         if descriptor >= 0:
             self._inotify = descriptor
             asyncio.get_running_loop().add_reader(descriptor, self._read)
+
         self.check()
         if not self.is_watched:
-            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
+            reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
             log.warning("cannot watch %s (%s); polling instead", self.path, reason)
 
     def close(self) -> None:
@@ -4057,6 +4373,7 @@ class PluginDirectory:
             mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self._inotify_errno = ctypes.get_errno()
 
     def _lock(self) -> None:
         """Lock the directory; raises DirectoryError if another process has locked it."""
@@ -4074,16 +4391,35 @@ class PluginDirectory:
 
     def take_changes(self) -> bool:
         """Return whether files of others have come or gone since the last call."""
-        former = self._names
-        ours = (SOCKET_PREFIX, ".")
-        names = {name for name in names_in(self.path) if not name.startswith(ours)}
-        self._names = names - {CHECKPOINT}
-        return self._names != former
+        has_changed, self._has_changed = self._has_changed, False
+        if not self.is_watched:
+            names = frozenset(filter(_is_of_others, names_in(self.path)))
+            has_changed |= names != self._names
+            self._names = names
+        return has_changed
 
     def _read(self) -> None:
-        if self._inotify is not None:
-            os.read(self._inotify, 65536)
-        self._wake()
+        if self._inotify is None:
+            return
+        events = os.read(self._inotify, 65536)
+        needs_turn = False
+        while events:
+            _, mask, _, length = INOTIFY_EVENT.unpack_from(events)
+            end = INOTIFY_EVENT.size + length
+            name = os.fsdecode(events[INOTIFY_EVENT.size : end].rstrip(b"\0"))
+            events = events[end:]
+
+            self._has_changed |= _is_of_others(name) or bool(mask & IN_Q_OVERFLOW)
+            # The daemon's own new socket needs no turn, nor does a file that will be renamed.
+            is_own_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
+            needs_turn |= not is_own_socket and not name.startswith(".")
+        if needs_turn:
+            self._wake()
+
+
+def _is_of_others(name: str) -> bool:
+    """Return whether a file in the kubelet's directory says something about the kubelet."""
+    return not name.startswith((SOCKET_PREFIX, ".")) and name != CHECKPOINT
 
 
 def _holder_of_lock(inode: int) -> str:
@@ -4134,13 +4470,16 @@ class Node:
         self.state_file = StateFile(settings)
         saved = self.state_file.load(monotonic())
         self.former_files = saved.files
+
         self.inventory = Inventory(dict(saved.chips))
         self.allocations = AllocationTracker(settings, saved.allocations)
+        self.hugepages = HugepageDirectories(settings)
         self.readers = TelemetryReaders(wake)
-        self.looked = Broadcast()  # at the pods' cgroups
+
+        self.looked = Broadcast()  # wakes container starts that wait, after each look at pods
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
-        self.cdi_problem: str | None = None  # why pods cannot get devices through the CDI file
+        self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
         self.scanned_at = -inf
         self.polled_at = -inf
         self._machine = os.uname().machine
@@ -4162,6 +4501,11 @@ class Node:
         finally:
             self.waiting_starts -= 1
 
+    def allow_start(self, allocation: Allocation) -> None:
+        """Note that a container may start; the loop looks often until it has a process."""
+        self.allocations.allow_start(allocation, monotonic())
+        self._wake()
+
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
         self.inventory.scan(self.settings)
@@ -4175,6 +4519,7 @@ class Node:
         """Record what was read of chips; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
+            # READY does not wait for a chip whose reads block.
             self.inventory.records[bdf].start_listing()
             if seconds >= READ_TIMEOUT:
                 self.inventory.records[bdf].block()
@@ -4195,11 +4540,20 @@ class Node:
             self.allocations.counting(now),
             self.allocations.names,
             self.allocations.unreadable,
-            existing_mounts(self.settings),
+            host_mounts(self.settings),
         )
-        if self._decision is None or observation != self._decision.seen:
+
+        if self._decision is None or observation != self._decision.observation:
             self._decision = decide(observation, self._decision)
         return self._decision
+
+    def note_problem(self, subject: str, problem: str | None) -> None:
+        """Record why pods cannot get devices, None if they can; a new problem is logged."""
+        if problem and problem != self.problems.get(subject):
+            log.warning("%s", problem)
+        self.problems.pop(subject, None)
+        if problem:
+            self.problems[subject] = problem
 
     def save_state(self, files: Sequence[str], now: float) -> None:
         chips = {}
@@ -4262,8 +4616,8 @@ class Allocator:
     async def _allocate(self, name: str, containers: Containers) -> list[Edits]:
         settings = self._node.settings
         by_cdi = settings.device_list_strategy == "cdi"
-        if by_cdi and self._node.cdi_problem:
-            raise RequestError(Status.UNAVAILABLE, self._node.cdi_problem)
+        if by_cdi and "CDI" in self._node.problems:
+            raise RequestError(Status.UNAVAILABLE, self._node.problems["CDI"])
 
         # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
         # udev makes up to some seconds after the device file. Anything can change meanwhile.
@@ -4286,19 +4640,32 @@ class Allocator:
                 break
             await asyncio.sleep(LINK_INTERVAL)
 
-        mounts = [] if by_cdi else list(existing_mounts(settings))
-        if locks := lock_path(resource, chain(*containers), settings):
-            mounts.append(Mount(locks, "/dev/shm"))
-
         now = monotonic()
         existing_links = {bdf: link for bdf, link in links.items() if link}
+        locks = lock_path(resource, chain(*containers), settings)
         answer = []
         for ids, its_chips in zip(containers, chips, strict=True):
             addresses = frozenset(chip.bdf for chip in its_chips)
-            response = Allocation(name, frozenset(ids), addresses)
-            self._node.allocations.add_response(response, now)
+            allocation = Allocation(name, frozenset(ids), addresses)
+            mounts = [] if by_cdi else self._mounts(allocation)
+            if locks:
+                mounts.append(Mount(locks, "/dev/shm"))
             answer.append(container_edits(its_chips, existing_links, settings, mounts))
+            self._node.allocations.add_response(allocation, now)
         return answer
+
+    def _mounts(self, allocation: Allocation) -> list[Mount]:
+        """Return the configured mounts and the hugepages of a container; raises RequestError."""
+        settings = self._node.settings
+        if settings.hugepages != "private":
+            return list(host_mounts(settings))
+
+        try:
+            hugepages = self._node.hugepages.mounts(allocation.first_chip)
+        except OSError as error:
+            reason = f"no hugepage directory for device {allocation.first_chip}: {error.filename}"
+            raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
+        return list(with_configured_mounts(settings, hugepages))
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
         """Return the best IDs; raises RequestError, OSError."""
@@ -4341,7 +4708,24 @@ class Allocator:
                     pod = self._other_pod(name, ids)
 
         if own := _newest_allocation(self._decide(), name, ids):
-            self._node.allocations.allow_start(own, monotonic())
+            self._clean_hugepages(own)
+            self._node.allow_start(own)
+
+    def _clean_hugepages(self, own: Allocation) -> None:
+        """Remove hugepage files of former pods before the first container of a pod starts.
+
+        Later containers and restarts find the pod's own files, and users of a shared device those
+        of each other. Raises OSError.
+        """
+        allocations = self._node.allocations
+        if allocations.has_started(own):
+            return
+
+        for other in self._decide().allocations:
+            is_sharing = other.pod != own.pod and other.first_chip == own.first_chip
+            if is_sharing and allocations.is_running(other):
+                return
+        self._node.hugepages.clean(own.first_chip)
 
     def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
         """Return another pod that runs on these chips without sharing them."""
@@ -4349,14 +4733,16 @@ class Allocator:
         own = _newest_allocation(decision, name, ids)
         own_pod = own.pod if own else ""
         addresses = {chip.bdf for chip in decision.resource(name).chips(ids)}
+
         for allocation in decision.allocations:
             if allocation.pod == own_pod or addresses.isdisjoint(allocation.chips):
                 continue
+
             shares_device = allocation.resource == name and all(
                 map(is_replica, {*allocation.ids, *ids})
             )
             if not shares_device and self._node.allocations.is_running(allocation):
-                return pod_label(allocation, decision.seen.names)
+                return pod_label(allocation, decision.observation.names)
         return None
 
 
@@ -4467,6 +4853,7 @@ class Endpoint(rpc.DevicePluginServicer):
         is_kubelets = self.kubelet is not None and not self.is_streaming
         if is_kubelets:
             self.is_streaming = True
+
         try:
             async for message in self._devices.messages():
                 yield message
@@ -4520,6 +4907,7 @@ async def completed(work: Awaitable[Result]) -> Result:
             await asyncio.wait({future})
         except asyncio.CancelledError as error:
             cancellation = error
+
     if cancellation:
         raise cancellation
     return future.result()
@@ -4557,20 +4945,15 @@ class KubeletSession:
         self._allocator = allocator
         self._directory = directory
         self._wake = wake
+
         self._devices = AdvertisedList()
         self._endpoint: Endpoint | None = None
         self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
         self._kubelet_exists = asyncio.Event()
-        self._disturbed = asyncio.Event()  # something has happened: do not wait any longer
+        self._disturbed = asyncio.Event()  # something has happened that ends a pause
         self._checkpoint: FileIdentity | None = None  # as the loop has read it
         self._checkpoint_at_register: FileIdentity | None = None
         self._task = asyncio.create_task(self._run())
-
-    @property
-    def is_serving(self) -> bool:
-        """Return whether its socket is bound, or could not be."""
-        is_bound = self._endpoint is not None and self._endpoint.file is not None
-        return is_bound or self.registration.phase is not Phase.STARTING
 
     def update(
         self,
@@ -4611,12 +4994,13 @@ class KubeletSession:
             self._disturbed.set()
             return
 
-        # Without kubelet.sock there is nothing to register with, and the open stream works on.
-        works = endpoint.is_streaming and self._kubelet is None
-        is_there = endpoint.file is not None and file_identity(endpoint.path) == endpoint.file
-        if not works and not is_there:
-            endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
-            self._disturbed.set()
+        if endpoint.file and file_identity(endpoint.path) == endpoint.file:
+            return
+        # Without kubelet.sock there is nothing to register with, and an open stream works on.
+        if endpoint.is_streaming and self._kubelet is None:
+            return
+        endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
+        self._disturbed.set()
 
     async def _run(self) -> None:
         """Serve until that ends; pause, unless something has happened; and again."""
@@ -4638,14 +5022,19 @@ class KubeletSession:
                 pause = min(2 * pause, BACKOFF[1])
 
     async def _serve(self) -> tuple[Phase, str]:
-        """Bind a socket, register it and serve; return why that has ended. Raises OSError."""
+        """Wait for a kubelet, register with it and serve; return why that has ended.
+
+        The socket is bound only now, as a kubelet that starts deletes all sockets. Raises OSError.
+        """
+        if self.registration.phase is Phase.REGISTERED:
+            self._set(Phase.STARTING, "")
+        if refusal := await self._kubelet_listens():
+            return refusal
+
         name = f"{SOCKET_PREFIX}{without_domain(self.name)[:ENDPOINT_NAME_MAX]}"
         number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
         path = f"{self._directory}/{name}.{number}.sock"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
-        if self.registration.phase is Phase.REGISTERED:
-            self._set(Phase.STARTING, "")
-
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
         try:
@@ -4653,9 +5042,6 @@ class KubeletSession:
                 server.add_insecure_port(f"unix:{path}")
             except RuntimeError:  # gRPC hides the error of bind()
                 return Phase.FAILED, f"cannot create sockets in {self._directory}"
-            endpoint.file = file_identity(path)
-            self._endpoint = endpoint
-            self._end_if_lost(endpoint)
             await completed(server.start())
 
             if failure := await self._register(endpoint):
@@ -4666,41 +5052,35 @@ class KubeletSession:
                 return Phase.FAILED, reason
             return await endpoint.ended
         finally:
-            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
             self._endpoint = None
             is_closing = self._allocator.is_closing
+            # Of another kubelet's stream the new one knows nothing.
+            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
             await completed(server.stop(0.1 if is_closing else None))
             if has_stream and not is_closing:
                 await asyncio.sleep(STREAM_DELAY)
 
-    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
-        """Wait for the kubelet and register an endpoint; return why that fails."""
+    async def _kubelet_listens(self) -> tuple[Phase, str] | None:
+        """Wait until kubelet.sock exists; return why it cannot be used."""
         path = f"{self._directory}/{KUBELET_SOCKET}"
         if not self._kubelet_exists.is_set():
             self._set(Phase.WAITING, f"waiting for kubelet ({path} does not exist)")
-        appears = asyncio.ensure_future(self._kubelet_exists.wait())
-        events: set[asyncio.Future[Any]] = {appears, endpoint.ended}
-        try:
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            appears.cancel()
-        if endpoint.ended.done():
-            return endpoint.ended.result()
+            await self._kubelet_exists.wait()
 
-        for pause in LISTEN_PAUSES:
+        for pause in (*LISTEN_PAUSES, None):
             if not connection_error(path):
-                break
-            await asyncio.sleep(pause)
-        else:
-            return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
+                return None
+            if pause:
+                await asyncio.sleep(pause)
+        return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
 
-        # A kubelet that has just started has deleted the plugin's socket before.
+    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
+        """Register an endpoint; return why that fails."""
+        path = f"{self._directory}/{KUBELET_SOCKET}"
+        endpoint.file = file_identity(endpoint.path)
         endpoint.kubelet = self._kubelet = file_identity(path)
+        self._endpoint = endpoint
         self._checkpoint_at_register = self._checkpoint
-        self._end_if_lost(endpoint)
-        if endpoint.ended.done():
-            return endpoint.ended.result()
-
         request = pb.RegisterRequest(
             version="v1beta1",
             endpoint=basename(endpoint.path),
@@ -4745,6 +5125,12 @@ class KubeletSessions:
         self._directory = directory
         self._wake = wake
         self._closing: dict[str, Task] = {}
+
+    @property
+    def have_started(self) -> bool:
+        """Return whether each session has registered, has failed to, or waits for a kubelet."""
+        sessions = self.by_name.values()
+        return all(session.registration.phase is not Phase.STARTING for session in sessions)
 
     @property
     def registrations(self) -> Registrations:
@@ -4925,6 +5311,17 @@ class MetricsServer:
 
 
 # ==== DAEMON: observe, decide, apply ==============================================================
+#
+# What a turn of the loop looks at:
+#
+#     always            the kubelet's directory, the checkpoint if it has changed, readings that
+#                       have arrived
+#     after a uevent    which chips and device files exist; each chip's telemetry
+#     at a poll         the same, and missing heartbeats are counted ([health] interval)
+#     in a round        everything that sends no event: pods' cgroups, files for others, names of
+#                       pods; at each poll, and at least every ROUND seconds
+#     while a pod       pods' cgroups, every START_CHECK_INTERVAL seconds
+#     waits or starts
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -4947,7 +5344,7 @@ class Reporter:
         self._files = files
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were read
-        self._written_at = -inf  # when the metrics file was due
+        self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
 
     def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
@@ -4972,7 +5369,7 @@ class Reporter:
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
-        problems = [self._node.cdi_problem, self._node.rejected]
+        problems = [*self._node.problems.values(), self._node.rejected]
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
@@ -5007,7 +5404,7 @@ class Reporter:
 
     async def _read_details(self, max_age: float) -> None:
         """Have sensors and processes read, unless they were within `max_age` seconds."""
-        await self._settle()
+        await self._settle()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
             self._details_at = now
@@ -5016,8 +5413,9 @@ class Reporter:
             await self._settle()
 
     async def _settle(self) -> None:
+        """Wait until each read has ended or counts as blocked; on a busy machine some are slow."""
         deadline = monotonic() + READ_TIMEOUT
-        while not self._node.readers.is_settled(monotonic()) and monotonic() < deadline:
+        while self._node.readers.has_unblocked(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
@@ -5067,6 +5465,8 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
+        # Else gRPC ends its thread whenever no socket is open, and starts it with the next one.
+        grpc.aio.init_grpc_aio()
         try:
             self._open()
             pause = 0.0
@@ -5144,6 +5544,7 @@ class Daemon:
         is_reported = is_reload and self._stage is Stage.READY
         if is_reported:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
         try:
             if is_reload:
                 self._reload()
@@ -5198,6 +5599,7 @@ class Daemon:
             was_settled = node.readers.is_settled(now)
             node.read_chips(is_poll=is_poll)
             self._uevents.has_events = not was_settled
+
         node.collect(now)
         node.observe_allocations(now, look=is_round or node.watches_pods)
         if self._stage is Stage.SCANNING and node.readers.is_settled(now):
@@ -5208,13 +5610,15 @@ class Daemon:
         """Bring log, files, sessions and status in line with the decision."""
         node = self.node
         decision = node.decide(now)
-        is_new = decision is not self._applied
-        if is_new:
-            for level, line in changes(self._applied, decision):
+        former, self._applied = self._applied, decision
+        if decision is not former:
+            for level, line in changes(former, decision):
                 log.log(level, "%s", line)
-            self._applied = decision
-        if is_new or is_round:
-            self._write_files(decision, now)
+        if is_round or former is None or not decision.has_same_devices(former):
+            self._make_directories(decision)
+            self._write_files(decision)
+        if is_round or decision is not former:
+            node.save_state(sorted(self._files.by_path), now)
         self.sessions.update(decision.resources, node.allocations, is_disturbed=is_disturbed)
         if is_round:
             self._ask_for_names(decision)
@@ -5223,34 +5627,49 @@ class Daemon:
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status(decision))
 
-    def _write_files(self, decision: Decision, now: float) -> None:
-        settings = self.node.settings
+    def _make_directories(self, decision: Decision) -> None:
+        """Create what containers are given, as they start again with a former response."""
+        node, settings = self.node, self.node.settings
         for resource in decision.resources.values():
-            # Containers start again with a former response, so the directory must exist. If it
-            # cannot be made, Allocate reports that.
-            with suppress(RequestError):
+            with suppress(RequestError):  # Allocate reports it
                 lock_path(resource, resource.devices, settings)
 
+        problem = None
+        if settings.hugepages == "private" and settings.device_list_strategy != "cdi":
+            try:
+                for bdf, (_, device) in decision.owners.items():
+                    if bdf == device.chips[0].bdf:
+                        node.hugepages.mounts(bdf)
+            except OSError as error:
+                reason = f"{error.filename}: {error.strerror}"
+                problem = f"hugepage directories cannot be created: {reason}"
+        node.note_problem("hugepages", problem)
+
+        # Without a checkpoint it is not known which pods run.
+        if node.allocations.has_read:
+            used = {allocation.first_chip for allocation in decision.allocations}
+            node.hugepages.clean_unused(used)
+
+    def _write_files(self, decision: Decision) -> None:
+        settings = self.node.settings
         wanted: dict[str, str | None] = {}
         if settings.cdi_dir:
             wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
         if settings.labels_dir:
             wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
+
         self._files.keep(wanted, unmanaged=[settings.metrics_file])
         self._check_cdi_file()
-        self.node.save_state(sorted(self._files.by_path), now)
 
     def _check_cdi_file(self) -> None:
         """Note whether pods can get their devices through the CDI file."""
-        node = self.node
+        settings = self.node.settings
         problem = None
-        if node.settings.device_list_strategy == "cdi":
-            path = f"{node.settings.cdi_dir}/{CDI_FILE}"
+        if settings.device_list_strategy == "cdi":
+            path = f"{settings.cdi_dir}/{CDI_FILE}"
             if reason := self._files.problems.get(path):
                 problem = f"pods cannot get devices through {path}: {reason}"
-        if problem and problem != node.cdi_problem:
-            log.warning("%s", problem)
-        node.cdi_problem = problem
+        self.node.note_problem("CDI", problem)
 
     def _ask_for_names(self, decision: Decision) -> None:
         pods = {allocation.pod for allocation in decision.allocations} - {""}
@@ -5262,22 +5681,24 @@ class Daemon:
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
-        """Notify READY=1 once all is served; return a status while waiting for the driver."""
+        """Notify READY=1 once all is served; return a status only while waiting for the driver."""
         settings = self.node.settings
-        version = decision.seen.driver
+        version = decision.observation.driver
         driver = f"driver {version or 'is not loaded'}"
         present = pluralize(len(self.node.inventory.present), "chip")
 
         missing = []
-        for chip in decision.chips.values():
-            if version and not chip.is_listed and driver_can_bind(chip.function):
-                missing.append(chip.bdf)
+        for bdf, chip in decision.chips.items():
+            if chip.is_listed or bdf in settings.exclude:
+                continue
+            if version and driver_can_bind(chip.function):
+                missing.append(bdf)
         if missing and now - self._binding_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
         if settings.fail_on_init_error and (version is None or not decision.resources):
             self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}")
             return None
-        if not all(session.is_serving for session in self.sessions.by_name.values()):
+        if not self.sessions.have_started:
             return None
 
         if missing:
@@ -5436,6 +5857,7 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     # A bare switch has no value: the next word is none of it.
     switches = {option.flag for option in OPTIONS if option.is_switch}
     options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
+
     if options.command is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
@@ -5527,6 +5949,7 @@ async def look_once(settings: Settings) -> View:
     while node.readers.pending and monotonic() < deadline:
         await asyncio.sleep(SETTLE_INTERVAL)
         node.collect(monotonic())
+
     with suppress(OSError):  # not root
         node.observe_allocations(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
@@ -5537,8 +5960,8 @@ async def look_once(settings: Settings) -> View:
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     view, problem = get_view(settings)
     if problem:
-        text = f"the service {problem.text} {problem.command}".rstrip()
-        print_safely(f"{text} (showing a one-time look at the node)", sys.stderr)
+        text = f"showing a one-time look at the node: the service {problem.text} {problem.command}"
+        print_safely(text.rstrip(), sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
@@ -5560,7 +5983,7 @@ def list_lines(view: View, width: int) -> Iterator[str]:
         subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
         yield from wrapped(f"{subject}: {reason.introduction}", width, reason.command)
     for row in rows:
-        if row["id"] is None and not row["reason"]:
+        if row["id"] is None and not row["reason"] and row["bdf"] not in view["excluded"]:
             text = "not advertised yet: waiting for the board's serial number"
             yield from wrapped(f"{row['bdf']}: {text}", width)
     for device, text in view["withheld"].items():
@@ -5569,7 +5992,7 @@ def list_lines(view: View, width: int) -> Iterator[str]:
         for identifier, text in resource["incomplete"].items():
             yield from wrapped(f"{identifier}: {text}", width)
 
-    unhealthy = sum(1 for row in rows if not row["healthy"])
+    unhealthy = len(view["faults"])
     in_use = sum(1 for row in rows if _users(row) not in ("-", "?"))
     yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
@@ -5584,7 +6007,7 @@ def _folded_reasons(view: View) -> dict[Reason, list[str]]:
 
 def _table_lines(view: View, width: int) -> Iterator[str]:
     """Yield the table; columns that do not fit are left out, and named."""
-    table = [_cells(row, view["faults"]) for row in view["chips"]]
+    table = [_cells(row, view) for row in view["chips"]]
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
     if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
@@ -5604,17 +6027,23 @@ def _table_lines(view: View, width: int) -> Iterator[str]:
         yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", width)
 
 
-def _cells(row: View, faults: Mapping[str, str]) -> dict[str, str]:
+def _cells(row: View, view: View) -> dict[str, str]:
     cells = {}
     for title, key in COLUMNS.items():
         cells[title] = "-" if row[key] is None else str(row[key])
     for title in ("°C", "W"):
         cells[title] = cells[title].partition(".")[0]
+
     cells["RESOURCE"] = without_domain(cells["RESOURCE"])
     if row["replicas"]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
-    health = "withheld" if row["withheld"] else "healthy"
-    cells["HEALTH"] = faults.get(row["bdf"], health)
+
+    health = "healthy"
+    if row["withheld"]:
+        health = "withheld"
+    elif row["bdf"] in view["excluded"]:
+        health = "excluded"
+    cells["HEALTH"] = view["faults"].get(row["bdf"], health)
     cells["USED BY"] = _users(row)
     return cells
 
@@ -5626,6 +6055,7 @@ def _users(row: View) -> str:
     for process in row["processes"] or ():
         if not (pods and process["of_pod"]):
             users.append(f"{process['command']}[{process['pid']}]")
+
     if not users:
         return "?" if None in (row["pods"], row["processes"]) else "-"
     more = f" +{len(users) - 2}" if len(users) > 2 else ""
@@ -5639,6 +6069,7 @@ class Finding(NamedTuple):
     subject: str
     text: str
     command: str = ""  # the remedy
+    condition: str = ""  # of the remedy
 
 
 Findings = Iterator[Finding]
@@ -5669,9 +6100,9 @@ class Checks:
 
         shown = [each for each in findings if each.level != "ok" or not is_quiet]
         margin = max((len(each.subject) for each in shown), default=0) + 8
-        for level, subject, text, command in shown:
+        for level, subject, text, command, condition in shown:
             start = f"{level:4}  {subject}".ljust(margin)
-            introduction = f"{text}; run:" if command else text
+            introduction = Reason(text, condition, command).introduction
             for line in wrapped(
                 start + introduction, terminal_width(CHECK_WIDTH), command, " " * margin
             ):
@@ -5697,7 +6128,11 @@ class Checks:
         elif view["rejected"] and not self._problem:
             yield Finding("FAIL", "service", view["rejected"])
         else:
-            yield Finding("ok", "service", f"{view['version']}: {view['status']}")
+            # Not its status: that has the commands of other lines, and a long line is wrapped.
+            text = f"{view['version']} is running"
+            if any(each["phase"] == Phase.REGISTERED.value for each in view["resources"]):
+                text += f", {REGISTERED}"
+            yield Finding("ok", "service", text)
 
     def _driver(self) -> Findings:
         version = self._view["driver"]
@@ -5724,7 +6159,10 @@ class Checks:
         for reason, addresses in _folded_reasons(self._view).items():
             yield from self._unhealthy(reason, addresses)
         for row in rows:
-            if row["healthy"]:
+            if row["bdf"] in self._view["excluded"] and not row["id"]:
+                text = f"{row['card'] or row['arch']}, excluded by the configuration"
+                yield Finding("ok", row["bdf"], text)
+            elif row["healthy"]:
                 yield from self._healthy(row)
 
     def _unhealthy(self, reason: Reason, addresses: Sequence[str]) -> Findings:
@@ -5732,16 +6170,17 @@ class Checks:
         is_drivers = self._view["driver"] is None and reason.command == LOAD_DRIVER.command
         if is_drivers:
             return  # the driver's line has it
+
         rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
         is_device = any(row["resource"] or row["index"] is not None for row in rows)
         card = rows[0]["card"] or rows[0]["arch"] or "unknown card"
         subject = addresses[0]
         text = f"{card}: {reason.problem}"
+
         if len(addresses) > 1:
             subject, text = f"{len(addresses)} chips", f"{reason.problem}: {', '.join(addresses)}"
-        if reason.condition:
-            text += f"; {reason.condition.rstrip(',')}"
-        yield Finding("FAIL" if is_device else "warn", subject, text, reason.command)
+        level = "FAIL" if is_device else "warn"
+        yield Finding(level, subject, text, reason.command, reason.condition)
 
     def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
@@ -5783,6 +6222,11 @@ class Checks:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
         else:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
+
+        with suppress(OSError):  # only root may look there
+            for path in HugepageDirectories(self._settings).closed():
+                text = f"{path} was closed by a container, and keeps its pages"
+                yield Finding("warn", "hugepages", text, f"rm -rf {path}")
 
     def _mounts_and_locks(self) -> Findings:
         for mount in self._settings.mounts:

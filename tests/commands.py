@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ttdp
 from tests.world import simulation
-from tests.world.node import SimulatedNode, Ticker
+from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
@@ -65,8 +66,8 @@ class Answer:
 
     @property
     def findings(self) -> list[tuple[str, str, str]]:
-        """The lines of `check`: level, subject and text."""
-        lines = self.out.splitlines()
+        """The lines of `check`, unwrapped: level, subject and text."""
+        lines = re.sub(r"\n +", " ", self.out).splitlines()
         found = [re.fullmatch(r"(ok|warn|FAIL) +(\S+) +(\S.*)", line) for line in lines]
         assert all(found), self.out + self.err
         return [(line[1], line[2], line[3]) for line in found if line]
@@ -75,7 +76,7 @@ class Answer:
     def complaints(self) -> list[tuple[str, str, str]]:
         """Those of them that are not ok, except that no daemon runs."""
         findings = [finding for finding in self.findings if finding[0] != "ok"]
-        return [finding for finding in findings if "not running" not in finding[2]]
+        return [finding for finding in findings if not finding[2].startswith("not running")]
 
 
 @dataclass
@@ -109,22 +110,18 @@ class Host:
     def run(self, *words: str, **environ: str) -> Answer:
         """Run the program to its end, in a process that has imported it already.
 
-        Attributes can fail, and the second between two looks is a beat of the cards' firmware.
+        Attributes can fail. Without RUNTIME_DIRECTORY, the service's is `root`, not the machine's.
         """
         given = environment() | self.environ | environ
-        return forked([*words, *self.flags], given, self.node)
+        return forked([*words, *self.flags], given, runtime_directory=str(self.root))
 
     async def ask(self, *words: str) -> Answer:
         return await asyncio.to_thread(self.run, *words)
 
     def run_as_process(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
-        """Run the program as it is installed, in real time, while the cards' firmware lives.
-
-        as_other: without root's right to look everywhere.
-        """
+        """Run the program as it is installed. as_other: without root's right to look everywhere."""
         command = [*(AS_OTHERS if as_other else []), *PROGRAM, *words, *self.flags]
-        with Ticker(self.node, 0.2):
-            ended = finished(command, {**self.environ, **environ})
+        ended = finished(command, {**self.environ, **environ})
         return Answer(ended.returncode, ended.stdout, ended.stderr)
 
     def run_in_terminal(self, columns: int, *words: str) -> str:
@@ -135,10 +132,7 @@ class Host:
         command = [*PROGRAM, *words, *self.flags]
         environ = environment() | self.environ
         null = subprocess.DEVNULL
-        with (
-            Ticker(self.node, 0.2),
-            subprocess.Popen(command, env=environ, stdin=null, stdout=end, stderr=null),
-        ):
+        with subprocess.Popen(command, env=environ, stdin=null, stdout=end, stderr=null):
             os.close(end)
             out = b""
             with contextlib.suppress(OSError):  # EIO at the end
@@ -159,28 +153,32 @@ class Host:
 
 
 def forked(
-    words: Sequence[str], environ: Mapping[str, str], node: SimulatedNode | None = None
+    words: Sequence[str], environ: Mapping[str, str], *, runtime_directory: str = "/nowhere"
 ) -> Answer:
-    """Run the program to its end, in a process that has imported it already."""
+    """Run the program to its end, in a process that has imported it already.
+
+    runtime_directory: of the service, where commands look without a variable.
+    """
     with tempfile.TemporaryDirectory() as home:
-        heartbeats = node.heartbeats() if node else []
-        arguments = (words, environ, heartbeats, *(f"{home}/{name}" for name in "oe"))
-        process = _forks.Process(target=_be_the_program, args=arguments, daemon=True)
+        outputs = [f"{home}/{name}" for name in "oe"]
+        process = _forks.Process(
+            target=_be_the_program, args=(words, environ, runtime_directory, *outputs), daemon=True
+        )
         process.start()
         process.join(4 * PATIENCE)
         assert process.exitcode is not None, f"{words} does not end"
-        return Answer(process.exitcode, *(Path(f"{home}/{name}").read_text() for name in "oe"))
+        return Answer(process.exitcode, *(Path(path).read_text() for path in outputs))
 
 
 def _be_the_program(
-    words: Sequence[str], environ: Mapping[str, str], heartbeats: Sequence[Path], *outputs: str
+    words: Sequence[str], environ: Mapping[str, str], runtime_directory: str, *outputs: str
 ) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.clear()
     os.environ.update(environ)
-    with simulation.hastened(heartbeats):
-        sys.exit(simulation.main(words))
+    ttdp.RUNTIME_DIR = runtime_directory
+    sys.exit(simulation.main(words))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def plugin_sockets(directory: Path) -> list[str]:
     return [name for name in names if name != "kubelet.sock"]
 
 
-def no_descriptors(*_: object) -> int:
+def no_descriptors(*_: object, **__: object) -> int:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 

@@ -46,7 +46,7 @@ DEADLINE = 15  # seconds until everything must be in line
 CARDS = ("p300c", "n150", "p300c", "p150a")
 CHIPS = [pure_chip(bus, CARDS[bus // 2], serial=f"{bus // 2}") for bus in range(2 * len(CARDS))]
 HURRIED = patch.multiple(  # seconds: evidence ends sooner, metrics are written at each poll
-    ttdp, ANSWER_VALIDITY=2, GRACE_PERIOD=1, LOOK_INTERVAL=0.2, GATE_TIMEOUT=1, METRICS_INTERVAL=0
+    ttdp, EVIDENCE_LASTS=2, START_TIMEOUT=10, START_CHECK_TIMEOUT=1, METRICS_INTERVAL=0
 )
 
 
@@ -81,6 +81,7 @@ class World:
         self.chips = [chip for card in CARDS for chip in self.node.add(card)]
         for name in ("cdi", "features.d", "metrics", "run"):
             (home / name).mkdir()
+        has_pause = draw.random() < 0.5
         self.kubelet = Kubelet(
             home / "dp",
             version=draw.choice([(1, 31), (1, 33), (1, 36), (1, 37)]),
@@ -88,6 +89,8 @@ class World:
             layout=draw.choice(["cgroupfs", "systemd", "v1"]),
             cgroups=self.node.root / "sys/fs/cgroup",
             host=self.node,
+            has_pause=has_pause,
+            create_seconds=0.0 if has_pause else draw.choice([0.05, 0.3]),
             back_off=0.05,
             pods_come=1.0,
             seed=seed,
@@ -125,7 +128,7 @@ class World:
     async def start_daemon(self) -> None:
         """Start it, and wait until it is ready, as systemd does."""
         places = {"state_dir": str(self.home), "runtime_dir": str(self.home / "run")}
-        health = {"heartbeat_misses": ttdp.MISSES_MAX}  # heartbeats stand still
+        health = {"heartbeat_misses": 1_000_000}  # heartbeats stand still
         others = {**places, "health": health, **self.configuration}
         settings = settings_of(self.node, self.home / "dp", interval=0.1, **others)
         self.daemon = await RunningDaemon(self.node, settings).__aenter__()
@@ -134,10 +137,9 @@ class World:
     async def restart_daemon(self) -> None:
         """Restart it with another configuration, perhaps with the kubelet, by a power cut."""
         how = self.random.choice(["alone", "with the kubelet", "power cut"])
-        names = [*self.daemon.sessions]
         await self.daemon.__aexit__()
-        is_listed = self.kubelet.manager.plugins.is_listed
-        await until(lambda: not any(map(is_listed, names)))  # a start takes longer in reality
+        # A start takes longer in reality.
+        await until(lambda: not self.kubelet.manager.plugins.open_streams)
         self.configuration = draw_configuration(self.random)
         if how == "power cut":
             await self.kubelet.power_cut()
@@ -264,8 +266,8 @@ def compare_with_node(view: dict[str, Any], world: World) -> Differences:
 
 def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
     settings, kubelet, rows = world.daemon.settings, world.kubelet, view["chips"]
-    cdi = ttdp.try_read(f"{settings.cdi_dir}/{ttdp.CDI_FILE}") or ""
-    metrics = ttdp.try_read(settings.metrics_file) or ""
+    cdi = ttdp.read_text(f"{settings.cdi_dir}/{ttdp.CDI_FILE}") or ""
+    metrics = ttdp.read_text(settings.metrics_file) or ""
     yield "CDI", ttdp.cdi_nodes(cdi), {row["bdf"]: row["path"] for row in rows if row["path"]}
     faults = sorted([bdf, fault.lower()] for bdf, fault in view["faults"].items())
     yield "unhealthy chips", [row["bdf"] for row in rows if row["reason"]], [*view["faults"]]
@@ -274,11 +276,12 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
     held = samples(metrics, "tt_device_allocated", "device", "pod_name")
     yield "users in the metrics", held, users
     counts = samples(metrics, "tt_resource_devices", "resource", "health", "")
-    for name, session in world.daemon.sessions.items():
-        yield f"{name} in the kubelet", kubelet.healthy(name), session.stream.healthy
-    for resource in view["resources"]:
-        name = resource["name"]
-        yield f"state of {name}", resource["state"], ttdp.REGISTERED
+    for name, resource in world.daemon.decision.resources.items():
+        healthy = {ident for ident, device in resource.devices.items() if not device.reason}
+        yield f"{name} in the kubelet", kubelet.healthy(name), healthy
+    for row in view["resources"]:
+        name = row["name"]
+        yield f"state of {name}", row["state"], ttdp.REGISTERED
         sick = len(kubelet.unhealthy(name))
         known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
         yield f"{name} in the metrics", [each for each in counts if each[0] == name], known
@@ -326,7 +329,9 @@ async def run_fuzz(seed: int, steps: int = sys.maxsize, seconds: float = inf) ->
     with workspace() as home, HURRIED, no_signals:
         world = World(home, seed)
         config = world.kubelet.config
-        print(f"seed {seed}, kubelet {config.version}, policy {config.policy}", flush=True)
+        runtime = "with" if world.kubelet.runtime.has_pause else "without"
+        about = f"kubelet {config.version}, policy {config.policy}, {runtime} pause processes"
+        print(f"seed {seed}, {about}", flush=True)
         logging.getLogger().addHandler(world.log)
         async with world.kubelet:
             await world.start_daemon()

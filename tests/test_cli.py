@@ -31,10 +31,18 @@ def test_help_mentions_every_command_flag_variable_and_default() -> None:
         default = getattr(ttdp.Settings(), option.key)
         assert option.flag in text and f"[{option.variable}]" in text
         assert f"default {str(default).lower() if option.is_switch else default}" in text
-    for word in ("run", "list", "check", "--json", "--config-only", "--version", "--config-file",
-                 "TTDP_CONFIG_FILE", ttdp.DEFAULT_CONFIG_FILE, "[health]", "[sharing]",
-                 "[[mounts]]"):  # fmt: skip
+        if choices := option.rule.choices:
+            assert f"{option.flag} {'|'.join(choices)} " in text
+    for word in ("run", "list", "check", "--json", "--quiet", "--config-only", "--version",
+                 "--config-file", "TTDP_CONFIG_FILE", ttdp.DEFAULT_CONFIG_FILE, "[health]",
+                 "[sharing]", "[[mounts]]"):  # fmt: skip
         assert word in text
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_help_fits_80_columns(columns: str) -> None:
+    """Whatever the terminal has, so that a manual can quote it."""
+    assert max(map(len, run("--help", COLUMNS=columns).out.splitlines())) <= 80
 
 
 def test_no_command_is_the_help_on_stderr() -> None:
@@ -47,8 +55,9 @@ def test_no_command_is_the_help_on_stderr() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["run", "--json"], "--json is an option of list"),
-        (["list", "--config-only"], "--config-only is an option of check"),
+        (["run", "--json"], "--json is valid only with list"),
+        (["list", "--config-only"], "--config-only is valid only with check"),
+        (["list", "--quiet"], "--quiet is valid only with check"),
         (["list", "run"], "unrecognized arguments: run"),
         (["lst"], "invalid choice: 'lst'"),
         (["run", "--uni", "board"], "unrecognized arguments: --uni"),
@@ -71,7 +80,11 @@ def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
         ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
         (["--config-file=/nowhere"], {}, "--config-file: /nowhere does not exist"),
         ([], {"TTDP_CONFIG_FILE": "/no"}, "TTDP_CONFIG_FILE: /no does not exist"),
-        (["--device-list-strategy=cdi", "--cdi-dir="], {}, "--device-list-strategy: 'cdi'"),
+        (
+            ["--device-list-strategy=cdi", "--cdi-dir="],
+            {},
+            '--device-list-strategy: "cdi" needs cdi_dir',
+        ),
     ],
 )
 def test_a_bad_value_is_status_78_and_one_line(

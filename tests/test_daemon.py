@@ -45,7 +45,10 @@ async def test_each_board_is_a_resource_with_a_device_per_device_file(
 async def test_a_container_gets_device_file_addresses_and_hugepages(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """The device file by its link on the host, under the host's number in the container."""
+    """The device file by its link on the host, under the host's number in the container.
+
+    The hugepages are in directories of the device's own.
+    """
     (chip,) = node.add("n300")
     node.set_hugepages(8)
     await start()
@@ -55,8 +58,8 @@ async def test_a_container_gets_device_file_addresses_and_hugepages(
     devices = [(d.host_path, d.container_path, d.permissions) for d in got.devices]
     assert devices == [(str(chip.by_pci), "/dev/tenstorrent/0", "rw")]
     assert [(m.host_path, m.container_path, m.read_only) for m in got.mounts] == [
-        (f"{node.root}/dev/hugepages-1G", "/dev/hugepages-1G", False),
-        (f"{node.root}/dev/hugepages", "/dev/hugepages", False),
+        (f"{node.root}{path}/tt-device-plugin/{chip.bdf}", path, False)
+        for path in ("/dev/hugepages-1G", "/dev/hugepages")
     ]
 
 
@@ -162,18 +165,15 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
 async def test_the_link_of_udev_is_waited_for(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """READY=1 and Allocate wait for it if the rule is in force: the kubelet keeps the answer."""
+    """Allocate waits for it if the rule is in force, as the kubelet keeps the answer."""
     monkeypatch.setattr("ttdp.LINK_TIMEOUT", PATIENCE)
     chip, _ = node.add("n150") + node.add("n150")
     (chip.by_pci.parent / "0000:09:00.0").symlink_to("../9")  # the rule is in force
-    chip.mislead()
+    chip.mislead("../7")  # to another chip's
     later = asyncio.get_running_loop().call_later
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
-    assert not daemon.notified("READY=1")
-    chip.mislead(f"../{chip.ordinal}")
     await ready(daemon)
-    chip.mislead("../7")  # to another chip's
     later(0.1, chip.mislead, f"../{chip.ordinal}")
     answer = await kubelet.admit("pod", "main", {N150: 2})
     assert str(chip.by_pci) in [device.host_path for device in answer.devices]
@@ -212,7 +212,7 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     def allocate() -> None:
         for chip in chips:
             if is_scanning:
-                daemon.daemon.node.look(periodic=False)
+                daemon.daemon.node.read_chips(is_poll=False)
             request = daemon.daemon.sessions.allocator.allocate(N150, [[chip.bdf]])
             try:
                 request.send(None)
@@ -231,18 +231,19 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
         node.on_step = allocate
         for _ in range(3):
             node.swap_ordinals(chips[0].bdf, chips[1].bdf)
-            await until(lambda: all(daemon.chip(c.bdf).present for c in chips))
+            await until(lambda: all(daemon.chip(c.bdf).is_present for c in chips))
         node.on_step = None
     assert {*results} == {"answered", "refused"}
 
 
 async def test_a_refusal_names_the_device(
-    node: SimulatedNode, start: StartDaemon, directory: Path
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
     """Another resource's device is not found; one without its device file fails at that moment."""
     good, gone = node.add("n150") + node.add("n150")
     (other,) = node.add("p150a")
-    await ready(await start(interval=3600))
+    await start(interval=3600)
+    await kubelet.registered(N150)
     node.on_uevent = None
     gone.device_node.unlink()
     (name,) = (each for each in plugin_sockets(directory) if "n150" in each)
@@ -304,7 +305,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
     assert len(failed) <= 3 + (failed[-1] - failed[0]) / 0.05  # and one for each event
     assert daemon.notified("WATCHDOG=1")
-    lines = [line for line in caplog.messages if "observe" in line]
+    lines = [line for line in caplog.messages if "the node's state" in line]
     assert len(lines) == 2 and "Too many open files" in lines[0]
 
 
@@ -317,8 +318,7 @@ async def test_a_device_that_is_not_listed_is_none(
     bad.device_node.unlink()
     bad.device_node.touch()
     daemon = await start(interval=0.1, fail_on_init_error=True)
-    await until(lambda: daemon.notified("READY=1") or daemon.daemon._condition.exit_status)
-    assert daemon.daemon._condition.exit_status == 1
+    assert await asyncio.wait_for(daemon.ended(), PATIENCE) == 1
 
 
 async def test_the_remedy_of_a_module_that_is_removed_reaches_the_log(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
+import select
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any
@@ -212,9 +214,9 @@ def test_an_allocated_chip_has_its_containers() -> None:
 
 def test_functions_are_counted_by_driver_and_the_driver_is_shown_while_it_is_loaded() -> None:
     """An empty label is a function without a driver; one that left the bus does not count."""
-    chips = []
-    for bus, name in enumerate(["tenstorrent", "tenstorrent", "vfio-pci", "", None]):
-        each = chip(bus, present=name == "tenstorrent")
+    chips = [chip(99, present=False)]
+    for bus, name in enumerate(["tenstorrent", "tenstorrent", "vfio-pci", None]):
+        each = chip(bus)
         chips.append(each._replace(function=each.function._replace(driver=name)))
     counts = {"tenstorrent": 2, "vfio-pci": 1, "": 1}
     wanted = {f'tt_pci_functions{{driver="{name}"}}': count for name, count in counts.items()}
@@ -299,21 +301,64 @@ async def test_sensors_are_read_every_15_seconds_at_most_and_only_for_metrics(
     assert "tt_device_power_watts" in file.read_text()
 
 
+@pytest.fixture
+def file(directory: Path) -> Path:
+    """The metrics file, whose directory exists."""
+    path = Path(outlets(directory.parent)["metrics_file"])
+    path.parent.mkdir()
+    return path
+
+
 @pytest.mark.usefixtures("ticking")
-async def test_the_file_is_written_again_though_nothing_changes_and_is_never_empty(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+async def test_the_file_is_written_again_though_nothing_changes(
+    node: SimulatedNode, start: StartDaemon, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its age shows whether a daemon is running; a late rendering is written the next time."""
+    """Its age shows whether a daemon is running."""
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.1)
-    monkeypatch.setattr("ttdp.MetricsServer.RENDER_TIMEOUT", 0)
-    file = Path(outlets(directory.parent)["metrics_file"])
-    file.parent.mkdir()
     node.add("n150")
     await start(interval=0.02, health=NEVER_STALLED)
     await until(file.exists)
     text, first = file.read_text(), file.stat().st_mtime_ns
     await until(lambda: file.stat().st_mtime_ns > first)
     assert file.read_text() == text != ""
+
+
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize("how", ["fails", "is late"])
+async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
+    node: SimulatedNode, start: StartDaemon, file: Path, monkeypatch: pytest.MonkeyPatch,
+    listening: CountingSocket, how: str,
+) -> None:  # fmt: skip
+    """Figures are never passed off as newer than they are."""
+    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.05)
+    node.add("n150")
+    await start(interval=0.02, health=NEVER_STALLED)
+    await until(file.exists)
+    attempts: list[int] = []
+
+    def fail(*_: object) -> str:
+        attempts.append(0)
+        raise ZeroDivisionError
+
+    async def wait(*_: object) -> None:
+        attempts.append(0)
+        await asyncio.sleep(3600)
+
+    with monkeypatch.context() as patch:
+        if how == "fails":
+            patch.setattr("ttdp.plugin_metrics", fail)
+        else:
+            patch.setattr("ttdp.SharedText.TIMEOUT", 0.05)
+            patch.setattr("ttdp.Reporter._read_details", wait)
+        await until(lambda: attempts)
+        written = file.stat().st_mtime_ns
+        reason = ("HTTP/1.1 503 Service Unavailable", "the metrics cannot be collected\n")
+        for _ in range(3):
+            assert await answer(listening) == reason
+        assert file.stat().st_mtime_ns == written and file.read_text() != ""
+    if how == "fails":
+        await until(lambda: file.stat().st_mtime_ns > written)
+        assert (await answer(listening))[0] == OK
 
 
 KINDS = "gone node resetting no_response blocked read_error stalled hot tripped silent"
@@ -362,10 +407,11 @@ def test_no_series_appears_twice_and_no_metric_without_a_sample() -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(render: Callable[[], Awaitable[str]]) -> AsyncIterator[CountingSocket]:
+async def serving(render: Callable[[], Coroutine[Any, Any, str]]) -> AsyncIterator[CountingSocket]:
     """Serve what `render` returns; the socket's address is the server's."""
     listening = CountingSocket()
-    task = asyncio.create_task(ttdp.MetricsServer(render).serve(listening))  # type: ignore[arg-type]
+    server = ttdp.MetricsServer(ttdp.SharedText(render))
+    task = asyncio.create_task(server.serve(listening))
     yield listening
     task.cancel()
     listening.close()
@@ -398,7 +444,7 @@ async def test_a_request_is_answered_or_costs_only_its_connection(
     request_line: bytes, wanted: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One without an end is closed after its time, a long one at once."""
-    monkeypatch.setattr(ttdp.MetricsServer, "TIMEOUT", 0.5 if len(request_line) < 99 else 3600)
+    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 0.5 if len(request_line) < 99 else 3600)
     async with serving(render_at_once) as listening:
         with contextlib.suppress(ConnectionResetError):
             assert await answer(listening, request_line) == wanted
@@ -406,7 +452,7 @@ async def test_a_request_is_answered_or_costs_only_its_connection(
 
 
 async def test_simultaneous_requests_share_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it takes too long they get the last one, even if that also came too late."""
+    """If it takes too long they get none; the next request gets a new one."""
     may_end = asyncio.Event()
     ended = 0
 
@@ -416,17 +462,18 @@ async def test_simultaneous_requests_share_one_rendering(monkeypatch: pytest.Mon
         ended += 1
         return f"x {ended}\n"
 
-    server = ttdp.MetricsServer(render)
-    requests = asyncio.gather(*(server.text() for _ in range(30)))
+    text = ttdp.SharedText(render)
+    requests = asyncio.gather(*(text.get() for _ in range(30)))
     await asyncio.sleep(0)
     may_end.set()
     assert await requests == ["x 1\n"] * 30
-    monkeypatch.setattr(server, "RENDER_TIMEOUT", 0.05)
-    for number in (1, 2):
-        may_end.clear()
-        assert await asyncio.wait_for(server.text(), PATIENCE) == f"x {number}\n"
-        may_end.set()
-        await until(lambda: ended == number + 1)  # noqa: B023
+    may_end.clear()
+    monkeypatch.setattr(text, "TIMEOUT", 0.05)
+    assert [await text.get(), await text.get()] == [None, None]
+    may_end.set()
+    await until(lambda: ended == 2)
+    monkeypatch.setattr(text, "TIMEOUT", PATIENCE)
+    assert await text.get() == "x 3\n"
 
 
 @contextlib.contextmanager
@@ -477,8 +524,8 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
     caplog.clear()
     is_read = asyncio.Event()
     monkeypatch.setattr(ttdp.Reporter, "_read_details", lambda *_: is_read.wait())
-    for name in ("TIMEOUT", "RENDER_TIMEOUT"):
-        monkeypatch.setattr(ttdp.MetricsServer, name, 3600)
+    for server in (ttdp.ConnectionServer, ttdp.SharedText):
+        monkeypatch.setattr(server, "TIMEOUT", 3600)
     async with burst(listening, count, request_line):
         assert listening.most == 32 and len(listening.open) <= 32
         await kubelet.admit("pod", "main", {N150: 1})
@@ -488,11 +535,51 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
     assert complaints(caplog) == []
 
 
+def hung_up(clients: list[socket.socket]) -> int:
+    """Return how many of these the other side has closed; nothing is read from them."""
+    polled = select.poll()
+    for client in clients:
+        polled.register(client, 0)
+    return sum(bool(event & select.POLLHUP) for _, event in polled.poll(0))
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_clients_of_the_view_that_never_read_cost_32_connections(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Their view is larger than a socket's buffer. The loop goes on, and the next one is served."""
+    node.add("n150")
+    daemon = await start(interval=3600, runtime_dir=str(short_tmp))
+    await kubelet.registered(N150)
+    await until(lambda: daemon.notified("READY=1"))
+    caplog.clear()
+    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 3600)
+    genuine = ttdp.view_of_node
+
+    def large(*arguments: Any, **named: Any) -> dict[str, Any]:
+        return {**genuine(*arguments, **named), "filler": "x" * 1_000_000}
+
+    monkeypatch.setattr(ttdp, "view_of_node", large)
+    path = str(short_tmp / ttdp.STATUS_SOCKET)
+    with descriptors(4096), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(500)]
+        for client in clients:
+            await asyncio.to_thread(client.connect, path)
+        await until(lambda: hung_up(clients) >= 500 - 32)
+        await kubelet.admit("pod", "main", {N150: 1})
+        reader, writer = await asyncio.open_unix_connection(path)
+        view = json.loads(await asyncio.wait_for(reader.read(), PATIENCE))
+        writer.close()
+        assert view["chips"] and hung_up(clients) <= 500 - 30  # room for one is always made
+    assert complaints(caplog) == []
+
+
 async def test_without_descriptors_the_server_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a line in the log and no traceback; then it answers the client that waits."""
-    monkeypatch.setattr(ttdp.MetricsServer, "TIMEOUT", 1.0)
+    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 1.0)
     async with serving(render_at_once) as listening:
         with socket.create_connection(listening.getsockname()) as client:
             client.sendall(GET)
@@ -505,5 +592,5 @@ async def test_without_descriptors_the_server_waits(
                 assert listening.tries < 100
             received = await asyncio.to_thread(client.recv, 1000)
             assert received.startswith(OK.encode())
-    assert {*complaints(caplog)} == {"metrics: cannot accept a connection: Too many open files"}
+    assert {*complaints(caplog)} == {"cannot accept a connection: Too many open files"}
     assert not any(record.exc_info for record in caplog.records)

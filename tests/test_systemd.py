@@ -52,12 +52,6 @@ async def launch(node: SimulatedNode, directory: Path, config: Path) -> AsyncIte
         yield start
 
 
-def serves(directory: Path, resource: str) -> bool:
-    """Return whether there is a socket for this resource."""
-    names = plugin_sockets(directory) if directory.exists() else []
-    return any(name.startswith(f"tt-{resource}.") for name in names)
-
-
 def latest_status(service: Service) -> str:
     statuses = [text for text in service.heard if text.startswith("STATUS=")]
     return statuses[-1].removeprefix("STATUS=")
@@ -88,16 +82,19 @@ async def end_without_traceback(service: Service, number: int = signal.SIGTERM) 
 async def test_is_ready_without_a_kubelet(
     node: SimulatedNode, launch: Launch, directory: Path
 ) -> None:
-    """At READY=1 both sockets exist, in a directory that the daemon has created (0750)."""
+    """In a directory that the daemon has created (0750); the kubelet is registered with later."""
     node.add("n300")
     node.add("p300c")
     service = await launch()
     await service.note("READY=1")
-    assert len(plugin_sockets(directory)) == 2
     assert stat.S_IMODE(directory.stat().st_mode) == 0o750
     devices = "1 × tenstorrent.com/n300, 1 healthy; 2 × tenstorrent.com/p300, 2 healthy"
     waiting = f"waiting for kubelet ({directory}/kubelet.sock does not exist)"
     assert await service.status("waiting") == f"{devices}; {waiting}"
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered("tenstorrent.com/n300")
+        await kubelet.registered("tenstorrent.com/p300")
+        assert len(plugin_sockets(directory)) == 2
     assert service.heard.count("READY=1") == 1
 
 
@@ -137,7 +134,7 @@ async def test_the_status_is_a_summary_for_operators(
     service = await launch()
     await service.note("STATUS=2 × tenstorrent.com/n300, 2 healthy; registered with kubelet")
     node.chips[1].freeze()
-    reason = r"0000:02:00.0: heartbeat stalled .*; reset it: tt-smi -r 0000:02:00.0"
+    reason = r"0000:02:00.0: heartbeat stalled .*; run: tt-smi -r 0000:02:00.0"
     form = rf"2 × tenstorrent.com/n300, 1 healthy \({reason}\); registered with kubelet"
     assert re.fullmatch(form, await service.status("1 healthy"))
     node.chips[1].thaw()
@@ -154,7 +151,7 @@ async def test_no_device_is_an_error_if_that_is_configured(
     service = await launch("--fail-on-init-error")
     assert await service.ended() == 1 and "READY=1" not in service.heard
     (line,) = service.said
-    assert line.endswith(f"driver {'2.10.1-pre' if has_driver else 'is not loaded'}, 0 devices")
+    assert line.endswith(f"driver {'2.10.1-pre' if has_driver else 'is not loaded'}, 0 chips")
 
 
 # -- watchdog --------------------------------------------------------------------------------------
@@ -224,8 +221,9 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
 
 
 async def test_a_new_directory_takes_a_restart(
-    node: SimulatedNode, launch: Launch, short_tmp: Path, directory: Path, config: Path
-) -> None:
+    node: SimulatedNode, launch: Launch, kubelet: Kubelet, short_tmp: Path, directory: Path,
+    config: Path,
+) -> None:  # fmt: skip
     """One line reports it; every other key takes effect, and the sockets stay where they are."""
     node.add("n150")
     service = await launch()
@@ -233,11 +231,11 @@ async def test_a_new_directory_takes_a_restart(
     elsewhere = short_tmp / "elsewhere"
     config.write_text(f'device_plugin_dir = "{elsewhere}"\nresource_naming = "arch"\n')
     await reload(service)
-    await until(lambda: serves(directory, "wormhole"))
+    await kubelet.registered("tenstorrent.com/wormhole")
     assert not elsewhere.exists()
     await service.stop()
-    (line,) = [line for line in service.said if "changes only with a restart" in line]
-    assert line.endswith(f"device_plugin_dir changes only with a restart; still {directory}")
+    (line,) = [line for line in service.said if "needs a restart to change" in line]
+    assert line.endswith(f"device_plugin_dir needs a restart to change; still using {directory}")
 
 
 def handles_hup(pid: int) -> bool:
@@ -321,13 +319,15 @@ async def test_a_directory_that_is_deleted_is_created_and_served_again(
     """As by `kubeadm reset`, between turns; within one, status 74 and systemd's restart do it."""
     node.add("n150")
     service = await launch(WATCHDOG_USEC="60000000")
+    await service.note("READY=1")
     for _ in range(2):
-        await until(lambda: serves(directory, "n150"))
+        await until(directory.exists)
         turns = service.heard.count("WATCHDOG=1")
         await until(lambda: service.heard.count("WATCHDOG=1") > turns)  # noqa: B023
         gone = directory.rename(directory.with_name("gone"))  # at one moment
         shutil.rmtree(gone, ignore_errors=True)
-    await until(lambda: serves(directory, "n150"))
+    await until(directory.exists)
+    await service.note("WATCHDOG=1")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o750
     with pytest.raises(BlockingIOError):
         fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -357,7 +357,7 @@ async def test_a_directory_that_cannot_be_used_ends_it(
 
 
 async def test_a_second_daemon_ends_and_names_the_first(
-    node: SimulatedNode, launch: Launch, directory: Path, short_tmp: Path
+    node: SimulatedNode, launch: Launch, kubelet: Kubelet, directory: Path, short_tmp: Path
 ) -> None:
     """Status 75, and one line with directory, PID and command; the first daemon goes on."""
     node.add("n150")
@@ -367,12 +367,13 @@ async def test_a_second_daemon_ends_and_names_the_first(
     assert await second.ended() == 75
     (line,) = second.said
     command = Path(f"/proc/{first.pid}/comm").read_text().strip()
-    assert line.endswith(f"{directory} is locked by process {first.pid} ({command!r}); exiting")
+    assert line.endswith(f"{directory} is in use by process {first.pid} ({command!r}); exiting")
     assert not any(text.startswith("READY") for text in second.heard)
-    assert serves(directory, "n150")
+    await kubelet.registered(N150)
     await first.stop(signal.SIGKILL)
     third = await launch(notify=str(short_tmp / "third"))  # the lock has ended with its process
     await third.note("READY=1")
+    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2)
     assert len(plugin_sockets(directory)) == 1
 
 
@@ -380,7 +381,7 @@ async def test_a_second_daemon_ends_and_names_the_first(
 
 
 async def test_a_manager_that_does_not_read_blocks_nothing(
-    node: SimulatedNode, launch: Launch, directory: Path, short_tmp: Path
+    node: SimulatedNode, launch: Launch, kubelet: Kubelet, short_tmp: Path
 ) -> None:
     """While its socket's queue is full, the daemon serves and ends as usual."""
     node.add("n150")
@@ -392,13 +393,13 @@ async def test_a_manager_that_does_not_read_blocks_nothing(
             for _ in range(100_000):
                 probe.sendto(b"X=1", full)
         service = await launch(NOTIFY_SOCKET=full, WATCHDOG_USEC="2000")
-        await until(lambda: serves(directory, "n150"))
+        await kubelet.registered(N150)
         await end_without_traceback(service)
 
 
 @pytest.mark.parametrize("address", ["", "/nowhere/notify", "@abstract"])
 async def test_it_runs_with_any_manager_and_without_one(
-    node: SimulatedNode, launch: Launch, address: str, directory: Path
+    node: SimulatedNode, launch: Launch, kubelet: Kubelet, address: str, directory: Path
 ) -> None:
     """Started by hand, with a socket that is gone, or with an abstract one."""
     node.add("n150")
@@ -407,6 +408,6 @@ async def test_it_runs_with_any_manager_and_without_one(
         await service.note("READY=1")
     else:
         service = await launch(NOTIFY_SOCKET=address)
-        await until(lambda: serves(directory, "n150"))
+        await kubelet.registered(N150)
     await end_without_traceback(service)
     assert plugin_sockets(directory) == []

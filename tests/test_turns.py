@@ -12,7 +12,15 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import WATCHDOG, StartDaemon, no_descriptors, plugin_sockets, turns
+from tests.conftest import (
+    WATCHDOG,
+    StartDaemon,
+    kubelet_of,
+    no_descriptors,
+    plugin_sockets,
+    turns,
+)
+from tests.test_session import rival
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -27,21 +35,21 @@ def node(node: SimulatedNode) -> SimulatedNode:
 
 
 async def test_an_unreadable_checkpoint_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, start: StartDaemon, directory: Path
 ) -> None:
-    """The IDs that it contained before are compared with no list."""
-    monkeypatch.setattr("ttdp.CHECKPOINT_TIMEOUT", 0.05)
+    """Nor does the one before it, which has another plugin's IDs."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
-    await kubelet.registered(NAME)
-    await until(lambda: daemon.daemon.node.allocations.checkpoint.registered)
-    path, kubelet.file.path = kubelet.file.path, kubelet.file.path.with_name("elsewhere")
-    path.write_text("{")
-    node.chip(0).die()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(NAME))
-    begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 8 * ttdp.CHECKPOINT_TIMEOUT)
-    await turns(daemon)
-    assert len(kubelet.find("registered")) == 1
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(NAME)
+        async with rival(kubelet, NAME, "theirs"):
+            await until(lambda: "stop that plugin" in daemon.sessions[NAME].registration.text)
+            path, kubelet.file.path = kubelet.file.path, directory.with_name("elsewhere")
+            await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED)
+            registrations = len(kubelet.find("registered"))
+            path.write_text("{")
+            await until(lambda: daemon.daemon.node.allocations.unreadable)
+            await turns(daemon, 20)
+        assert len(kubelet.find("registered")) == registrations
 
 
 async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
@@ -51,7 +59,7 @@ async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
     entry = ttdp.SharedResource("n150", 2, "n150-half", devices=("0000:99:00.0",))
     daemon = await start(sharing=ttdp.Sharing(resources=(entry,)))
     await until(lambda: daemon.notified("READY"))
-    assert "no such device: '0000:99:00.0'" in caplog.text
+    assert "sharing: n150 has no device '0000:99:00.0'" in caplog.messages
 
 
 async def test_a_reload_ends_even_if_the_turn_fails(
@@ -78,7 +86,7 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     daemon = await start(state_dir=str(tmp_path))
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.node.allocations.in_force(time.monotonic())[0].pod)
+    await until(lambda: daemon.daemon.node.allocations.counting(time.monotonic())[0].pod)
     await until(lambda: (tmp_path / "state.json").exists())
     await daemon.stop()
     caplog.clear()
@@ -97,7 +105,7 @@ async def test_a_chip_that_a_pod_holds_has_one_reason_after_a_restart_without_th
     daemon = await start(state_dir=state_dir)
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.node.allocations.in_force(time.monotonic())[0].pod)
+    await until(lambda: daemon.daemon.node.allocations.counting(time.monotonic())[0].pod)
     await until(lambda: not has_state or (tmp_path / "state.json").exists())
     await daemon.stop()
     node.on_uevent = None
@@ -172,11 +180,11 @@ async def test_looks_after_an_error_are_no_polls(
     observed = daemon.daemon.node
     look = observed.read_chips
 
-    def record(*, periodic: bool) -> None:
-        looks.append(periodic)
-        look(periodic=periodic)
+    def record(*, is_poll: bool) -> None:
+        looks.append(is_poll)
+        look(is_poll=is_poll)
 
-    monkeypatch.setattr(observed, "look", record)
+    monkeypatch.setattr(observed, "read_chips", record)
     with monkeypatch.context() as patch:
         patch.setattr(observed.allocations, "observe", no_descriptors)
         (directory / "any").touch()
@@ -215,13 +223,13 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     first.fail("tt_heartbeat", "EMFILE")
     await start(interval=3600)
     await until(lambda: len(scans) > 3)
-    lines = [line for line in caplog.messages if "observe" in line]
-    assert len(lines) == 1 and "cannot observe the node" in lines[0]
+    lines = [line for line in caplog.messages if "the node's state" in line]
+    assert len(lines) == 1 and lines[0].startswith("cannot read the node's state; keeping the last")
     first.restore("tt_heartbeat")
     await kubelet.wait_for(lambda: kubelet.find("list", NAME))
     found = kubelet.find("list", NAME)[0].fields
     assert found["healthy_ids"] == sorted([first.bdf, second.bdf])
-    assert "the node can be observed again" in caplog.messages
+    assert "reading the node's state again" in caplog.messages
 
 
 async def test_the_cdi_file_is_current_when_chips_are_advertised(

@@ -350,6 +350,10 @@ class _Running(_Observed):
         else:
             self._mounting.set()
 
+    def hold_creation(self, held: bool = True) -> None:
+        """Let containers that are being created have no process yet, until not `held`."""
+        self.runtime.hold_creation(held)
+
     def keep_cgroups(self, kept: bool = True) -> None:
         """Keep the empty cgroups of pods that end, until not `kept`."""
         self._keeps_cgroups = kept
@@ -388,10 +392,20 @@ class Kubelet(_Running):
         cgroups: Path | None = None,
         layout: Layout = "cgroupfs",
         host: SimulatedNode | None = None,
+        has_pause: bool = True,
+        create_seconds: float = 0.0,
     ) -> None:
         config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
         log = EventLog(on_event)
-        super().__init__(config, log, Runtime(cgroups, layout, host, Judge(log)), back_off)
+        runtime = Runtime(
+            cgroups,
+            layout,
+            host,
+            Judge(log),
+            has_pause=has_pause,
+            create_seconds=create_seconds,
+        )
+        super().__init__(config, log, runtime, back_off)
         beside = config.directory.parent / "pod-resources/kubelet.sock"
         self.pod_resources = beside if pod_resources == "beside" else pod_resources
         self.pods_come = pods_come

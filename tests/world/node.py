@@ -633,10 +633,6 @@ class SimulatedNode:
             if not chip.frozen:
                 chip.beat()
 
-    def heartbeats(self) -> list[Path]:
-        """Return the files of the heartbeats that tick, for processes that must tick by hand."""
-        return [c.attribute("tt_heartbeat") for c in self.chips if c.beats and not c.frozen]
-
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
     ) -> None:

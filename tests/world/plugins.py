@@ -364,6 +364,11 @@ class Plugins:
 
     # What others ask and do
 
+    @property
+    def open_streams(self) -> int:
+        """The number of streams whose end the kubelet has not noticed."""
+        return len(self._streams)
+
     def is_listed(self, resource: str) -> bool:
         """Return whether a plugin of the resource is connected and has sent its first list."""
         endpoint = self.endpoints.get(resource)

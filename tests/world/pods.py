@@ -54,7 +54,7 @@ class Pod:
     static: bool
     quality: Quality
     containers: dict[str, Container] = field(default_factory=dict)
-    sandbox: int | None = None  # PID of its sandbox's process, while that runs
+    sandbox: int | None = None  # while it exists: PID of its process, 0 if it has none
     wanted: bool = True  # its object is in the API server, or its manifest is there
     known: bool = False  # this kubelet, in this life, has learned of it
     over: bool = False  # rejected, completed, or terminated
@@ -73,7 +73,7 @@ class Pod:
     @property
     def has_processes(self) -> bool:
         """Whether its cgroup has processes, the sandbox's or a container's."""
-        return self.sandbox is not None or self.has_containers
+        return bool(self.sandbox) or self.has_containers
 
     @property
     def request(self) -> Counter[str]:
@@ -218,12 +218,27 @@ class Runtime:
     version 2 with either of the kubelet's cgroup drivers, or version 1, where each controller has
     its own hierarchy. A pod's cgroup has `cgroup.events` with `populated` (version 2, whose root
     has `cgroup.controllers`), or `tasks` (version 1).
+
+    With `has_pause` a sandbox has a process, as containerd's. CRI-O's has none by default
+    (drop_infra_ctr), so that the pod's cgroup is empty until its first container is created, which
+    takes `create_seconds` after PreStartContainer, and whenever none of its containers runs.
     """
 
     def __init__(
-        self, cgroups: Path | None, layout: Layout, host: SimulatedNode | None, judge: Judge
+        self,
+        cgroups: Path | None,
+        layout: Layout,
+        host: SimulatedNode | None,
+        judge: Judge,
+        *,
+        has_pause: bool = True,
+        create_seconds: float = 0.0,
     ) -> None:
         self._layout = layout
+        self.has_pause = has_pause
+        self._create_seconds = create_seconds
+        self._can_create = asyncio.Event()
+        self._can_create.set()
         self._host = host
         self._judge = judge
         self._next = FIRST_PID
@@ -279,16 +294,29 @@ class Runtime:
     # Processes
 
     def start_sandbox(self, pod: Pod) -> None:
-        """Start the pod's sandbox, whose process stays until the pod has ended."""
-        pod.sandbox = self._new_process(pod)
+        """Start the pod's sandbox, whose process, if any, stays until the pod has ended."""
+        pod.sandbox = self._new_process(pod) if self.has_pause else 0
         self._show_populated(pod)
 
     def stop_sandbox(self, pod: Pod) -> None:
         """End the pod's sandbox after its containers; its cgroup is empty then."""
-        if pod.sandbox is not None:
+        if pod.sandbox:
             self._end_process(pod, pod.sandbox)
         pod.sandbox = None
         self._show_populated(pod)
+
+    def hold_creation(self, held: bool) -> None:
+        """Let containers that are being created wait for their process, until not `held`."""
+        if held:
+            self._can_create.clear()
+        else:
+            self._can_create.set()
+
+    async def create(self) -> None:
+        """Take the time until a container's process exists."""
+        if self._create_seconds:
+            await asyncio.sleep(self._create_seconds)
+        await self._can_create.wait()
 
     def start(self, pod: Pod, container: Container, allocation: Allocation) -> None:
         """Run a container, which opens its device files. FileNotFoundError: one does not exist."""
@@ -296,6 +324,7 @@ class Runtime:
             nodes = [*(spec.host_path for spec in allocation.devices), *allocation.cdi_devices]
             self._host.start_process(self._next, self._proc_cgroup(pod, self._next), nodes)
         container.pid = self._new_process(pod)
+        self._show_populated(pod)
         self._judge.started(pod, container.pid, allocation)
 
     def stop(self, pod: Pod, container: Container) -> None:
@@ -307,6 +336,7 @@ class Runtime:
         self._end_process(pod, container.pid)
         self._judge.ended(container.pid)
         container.pid = None
+        self._show_populated(pod)
 
     def _new_process(self, pod: Pod) -> int:
         pid = self._next
@@ -436,6 +466,9 @@ class Worker:
             allocation = await self._prepare(self._pod, container)
             if self._then:
                 return True
+            # The deletion of a pod does not end what the runtime has begun.
+            self._log.record("creating", **where)
+            await self._runtime.create()
             self._runtime.start(self._pod, container, allocation)
         except (Failure, FileNotFoundError) as error:
             kind = "Config" if isinstance(error, Failure) else ""

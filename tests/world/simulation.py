@@ -1,9 +1,8 @@
 """Runs the daemon on a simulated node: plays the parts of the kernel that a tree cannot play.
 
-An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree); os.open() and
-os.pread() raise that error here. An attribute that is kept open shows what is at its path now, and
-ENODEV when that is gone. And the kernel's uevents, which nobody but the kernel can send over
-netlink, come in over a unix datagram socket instead.
+An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree): os.open() raises that
+error here. And uevents, which only the kernel can send over netlink, come from a unix datagram
+socket instead.
 
     python -m tests.world.simulation [--uevents SOCKET] …     # the rest is tt-device-plugin's own
 """
@@ -25,45 +24,26 @@ from typing import Any
 import ttdp
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets
-from tests.world.tree import errno_of, put
+from tests.world.tree import errno_of
 
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """os.open() and os.pread() fail as the simulated node says."""
-    genuine_open, genuine_pread = os.open, os.pread
-    paths: dict[int, Any] = {}  # by descriptor
-
-    def fail(path: Any, otherwise: int) -> OSError:
-        number = errno_of(path) or otherwise
-        return OSError(number, os.strerror(number), path)
+    """os.open() fails as the simulated node says."""
+    genuine = os.open
 
     def simulated_open(path: Any, *arguments: Any, **keywords: Any) -> int:
         try:
-            descriptor = genuine_open(path, *arguments, **keywords)
+            return genuine(path, *arguments, **keywords)
         except FileNotFoundError:
-            raise fail(path, errno.ENOENT) from None
-        paths[descriptor] = path
-        return descriptor
+            number = errno_of(path) or errno.ENOENT
+            raise OSError(number, os.strerror(number), path) from None
 
-    def simulated_pread(descriptor: int, size: int, offset: int) -> bytes:
-        path = paths.get(descriptor)
-        if path is None:  # of a thread that outlives its daemon
-            return genuine_pread(descriptor, size, offset)
-        try:
-            anew = genuine_open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise fail(path, errno.ENODEV) from None
-        try:
-            return os.read(anew, size)
-        finally:
-            os.close(anew)
-
-    os.open, os.pread = simulated_open, simulated_pread
+    os.open = simulated_open
     try:
         yield
     finally:
-        os.open, os.pread = genuine_open, genuine_pread
+        os.open = genuine
 
 
 class SimulatedUevents(socket.socket):
@@ -145,6 +125,10 @@ class RunningDaemon:
     def _send(self, message: bytes) -> None:
         self._kernel.send(message)
 
+    async def ended(self) -> int:
+        """Return its exit status, once it has ended."""
+        return await asyncio.shield(self._run)
+
     async def stop(self) -> int:
         self.daemon.end(0)
         return await self._run
@@ -157,27 +141,13 @@ class RunningDaemon:
     def sessions(self) -> dict[str, ttdp.KubeletSession]:
         return self.daemon.sessions.by_name
 
+    @property
+    def decision(self) -> ttdp.Decision:
+        """What is to be advertised and reported at this moment."""
+        return self.daemon.node.decide(time.monotonic())
+
     def chip(self, bdf: str) -> ttdp.Chip:
-        return self.daemon.node.decide(time.monotonic()).chips[bdf]
-
-
-@contextlib.contextmanager
-def hastened(heartbeats: Sequence[Path]) -> Iterator[None]:
-    """Let a second that `list` and `check` wait be a beat of the cards' firmware, and no time."""
-    genuine = asyncio.sleep
-
-    async def sleep(seconds: float) -> None:
-        if seconds == 1.0:
-            for file in heartbeats:
-                put(file, str(int(file.read_text()) + 1))
-            seconds = 0
-        await genuine(seconds)
-
-    asyncio.sleep = sleep  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        asyncio.sleep = genuine
+        return self.decision.chips[bdf]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -272,3 +272,28 @@ async def test_cgroups_show_whether_a_pod_has_processes(
     kubelet.delete("pod")
     kubelet.keep_cgroups(False)
     assert found() is None
+
+
+@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
+async def test_without_a_pause_process_a_pod_has_those_of_its_containers(
+    bench: Bench, layout: Any
+) -> None:
+    """Its cgroup is empty until the first one is created, also if it is deleted meanwhile."""
+    root = bench.directory.parent / "cgroups"
+    kubelet = await bench.kubelet(cgroups=root, layout=layout, has_pause=False)
+    await bench.registered(kubelet, A)
+
+    def found() -> bool | None:
+        return is_populated(root, layout, kubelet.uid("pod"))
+
+    kubelet.hold_creation()
+    await kubelet.admit("pod", "main", {N150: 1})
+    await kubelet.wait_for(lambda: kubelet.find("creating"))
+    kubelet.force_delete("pod")
+    assert found() is False
+    kubelet.hold_creation(False)
+    await kubelet.running("pod", "main")
+    assert found()
+    kubelet.keep_cgroups()
+    kubelet.end("pod")
+    assert found() is False
