@@ -1513,7 +1513,7 @@ Chips = Iterable[Chip]
 def saved_value(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
     """Return a value of the saved state; raises KeyError, ValueError.
 
-    Texts that cannot be printed and numbers beyond each attribute's are damage, too.
+    Texts that cannot be printed and numbers that no attribute can have are damage, too.
     """
     value = table[key]
     if value is None and optional:
