@@ -71,7 +71,7 @@ else:
 __version__ = "0.2.0"
 
 Json = dict[str, Any]
-Addresses = frozenset[str]  # PCI addresses of chips, "0000:03:00.0"
+ChipAddresses = frozenset[str]  # PCI addresses, "0000:03:00.0"
 DeviceIds = frozenset[str]  # what the kubelet allocates; for an unshared chip its PCI address
 Task = asyncio.Task[None]
 
@@ -104,7 +104,8 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the servic
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 
 # A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
-# are called "tt-<resource>.<pid>-<number>.sock"; of the resource's name they have 20 characters.
+# are called "tt-<resource>.<pid>-<number>.sock". Of the resource's name they have 20 characters;
+# the largest process ID is 4194304 (proc(5)), and numbers begin again after 99999.
 SOCKET_PATH_MAX = 107
 ENDPOINT_NAME_MAX = 20
 PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".4194304-99999.sock")
@@ -115,18 +116,25 @@ FALSE = ("false", "no", "off", "0")
 # Keys that other plugins have for dividing a device.
 PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
 
-# Keys of former releases: the value that the program follows anyway, and what became of the others.
-FORMER_KEYS = {
-    "device_id_strategy": (
-        "bdf",
-        "the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the node and "
-        "remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
-    ),
-}
-
 
 class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
+
+
+class FormerKey(NamedTuple):
+    """A key of a former release."""
+
+    same_as_now: str  # the value that the program follows anyway
+    explanation: str  # for all other values
+
+
+FORMER_KEYS = {
+    "device_id_strategy": FormerKey(
+        same_as_now="bdf",
+        explanation="the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the "
+        "node and remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
+    ),
+}
 
 
 class Rule(NamedTuple):
@@ -139,6 +147,7 @@ class Rule(NamedTuple):
 
 
 def _require(holds: object) -> None:
+    """Raise ValueError, which _checked() turns into a message with the rule's valid values."""
     if not holds:
         raise ValueError
 
@@ -151,7 +160,7 @@ def _choice(*choices: str) -> Rule:
     return Rule(f"{', '.join(choices[:-1])} or {choices[-1]}", parse, choices)
 
 
-def _number(valid: str, least: float, most: float, *kinds: type) -> Rule:
+def _number(valid: str, least: float, most: float, kinds: tuple[type, ...] = (int,)) -> Rule:
     def parse(value: Any) -> Any:
         # type() and not isinstance(), for which a boolean is an integer.
         _require(type(value) in kinds and least <= value <= most)
@@ -241,7 +250,7 @@ CONTAINER_PATH = _absolute_path(
     f"an absolute path other than {', '.join(RESERVED_PATHS)}", RESERVED_PATHS
 )
 SWITCH = Rule("true or false", _boolean)
-SWITCH_TEXT = _choice(*TRUE, *FALSE)
+SWITCH_TEXT = _choice(*TRUE, *FALSE)  # of a switch in a flag or variable
 DIRECTORY = _host_path("the path of a directory")
 OPTIONAL_PATH = _host_path("a path, or empty", may_be_empty=True)
 RESOURCE_NAME = _text(
@@ -251,7 +260,7 @@ RESOURCE_NAME = _text(
 
 
 def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
-    """Return the field of a setting: a key of the configuration file."""
+    """Return the field of a setting: a key of the file. With MISSING as default it is required."""
     metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
     return field(default=default, metadata=metadata)
 
@@ -261,9 +270,9 @@ def _table(kind: type) -> Any:
     return field(default_factory=kind, metadata={"table": kind})
 
 
-def _tables(kind: type) -> Any:
+def _array_of_tables(kind: type) -> Any:
     """Return the field of an array of tables in the configuration file."""
-    return field(default=(), metadata={"tables": kind})
+    return field(default=(), metadata={"array_of": kind})
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +293,7 @@ class HealthSettings:
 
     interval: float = _key(
         5.0,  # a firmware's heartbeat changes every 0.1 s
-        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, int, float),
+        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, kinds=(int, float)),
         "seconds between two polls of each chip",
     )
     temperature_limit: Any = _key(
@@ -295,12 +304,12 @@ class HealthSettings:
     )
     heartbeat_misses: int = _key(
         2,
-        _number("a whole number, at least 1", 1, 1_000_000, int),
+        _number("a whole number, at least 1", 1, 1_000_000),
         "consecutive polls without a heartbeat after which a chip counts as stalled",
     )
     trip_holdoff: float = _key(
         300.0,
-        _number("a number of seconds, at least 0", 0, 1e9, int, float),
+        _number("a number of seconds, at least 0", 0, 1e9, kinds=(int, float)),
         "seconds for which a chip stays unhealthy after a thermal trip",
     )
 
@@ -311,7 +320,7 @@ class SharedResource:
 
     name: str = _key(MISSING, RESOURCE_NAME, "name of the resource to share")
     replicas: int = _key(
-        MISSING, _number("a whole number from 2 to 100", 2, 100, int), "containers per device"
+        MISSING, _number("a whole number from 2 to 100", 2, 100), "containers per device"
     )
     rename: str | None = _key(None, RESOURCE_NAME, "name of the shared resource")
     devices: str | int | tuple[str, ...] = _key(
@@ -340,7 +349,7 @@ class Sharing:
         "host directory that containers on shared devices get as /dev/shm, for their locks; "
         "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
     )
-    resources: tuple[SharedResource, ...] = _tables(SharedResource)
+    resources: tuple[SharedResource, ...] = _array_of_tables(SharedResource)
 
     def shared_name(self, entry: SharedResource) -> str:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
@@ -423,7 +432,7 @@ class Settings:
     )
     health: HealthSettings = _table(HealthSettings)
     sharing: Sharing = _table(Sharing)
-    mounts: Mounts = _tables(Mount)
+    mounts: Mounts = _array_of_tables(Mount)
 
     # Not in the file: the directories that systemd sets, and keys to be warned of.
     state_dir: str | None = None  # None: the state is not saved
@@ -472,6 +481,7 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
     sources = {key: f"{file.shown}: {key}" for key in values}
 
     for option in OPTIONS:
+        # A flag outweighs the variable, and both outweigh the file.
         for source, text in (
             (option.flag, flags.get(option.key)),
             (option.variable, environ.get(option.variable)),
@@ -567,13 +577,13 @@ def _read_config_file(file: ConfigFile) -> Json:
 def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
     """Remove keys of former releases; return warnings about them; raises ConfigError."""
     warnings = []
-    for key, (same_as_now, explanation) in FORMER_KEYS.items():
+    for key, former in FORMER_KEYS.items():
         if key not in document:
             continue
 
         value = document.pop(key)
-        if value != same_as_now:
-            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {explanation}")
+        if value != former.same_as_now:
+            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {former.explanation}")
         warnings.append(f"{source}{key} has no effect any more; remove the key")
     return tuple(warnings)
 
@@ -609,7 +619,7 @@ def _table_values(kind: Any, table: object, file: str, heading: str = "") -> Jso
         else:
             if not isinstance(value, list):
                 raise _invalid(f"{file}{path}", value, f"tables: [[{path}]]")
-            inner = metadata["tables"]
+            inner = metadata["array_of"]
             rows = [_table_values(inner, row, file, f"[[{path}]]") for row in value]
             values[key] = tuple(inner(**row) for row in rows)
     return values
@@ -664,19 +674,19 @@ def _sharing_conflict(
         return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices != "all" and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
-    is_a_board = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
-    if shared != entry.name and re.fullmatch(is_a_board, shared):
+    board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
+    if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
 
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"two entries have the name {shared}; choose a different rename for one of them"
-        if other.name == entry.name:
-            duplicates = sorted(entry.named_devices & other.named_devices)
-            if "all" in (entry.devices, other.devices):
-                return "every device is selected twice"
-            if duplicates:
-                return f"{abbreviate(duplicates)} is selected twice"
+        if other.name != entry.name:
+            continue
+        if "all" in (entry.devices, other.devices):
+            return "every device is selected twice"
+        if duplicates := sorted(entry.named_devices & other.named_devices):
+            return f"{abbreviate(duplicates)} is selected twice"
     return None
 
 
@@ -729,7 +739,7 @@ OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileIdentity = tuple[int, int, int]  # device, inode, time of the last change: inodes are reused
+FileIdentity = tuple[int, int, int]  # device, inode, mtime: inodes are reused
 Result = TypeVar("Result")
 
 
@@ -741,7 +751,11 @@ class FileFault(NamedTuple):
 
 
 class PciFunction(NamedTuple):
-    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them."""
+    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them.
+
+    Number and path of the device file are set together. A bound driver can lack the file for a
+    moment, while it appears or is removed.
+    """
 
     bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
     arch: str | None = None  # None: only the address is known
@@ -759,14 +773,18 @@ class PciFunction(NamedTuple):
         """Return the sysfs directory that has the tt_* attributes."""
         return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
 
-    def is_same_card(self, other: PciFunction) -> bool:
+    def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
+
+    def has_same_file(self, other: PciFunction) -> bool:
+        """Return whether only the NUMA node differs, which an administrator can correct."""
+        return self._replace(numa_node=other.numa_node) == other
 
     def without_device_file(self, driver: str | None = None) -> PciFunction:
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# The functions on the PCI bus by address; None for other vendors', which are looked at once only.
+# What is on the PCI bus, by address: None for other vendors' functions.
 Bus = dict[str, PciFunction | None]
 
 
@@ -812,7 +830,7 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     at: float  # seconds of the monotonic clock
-    is_poll: bool = True  # counts missing heartbeats; readings for other reasons come too early
+    is_poll: bool = True  # else it can follow the last one sooner than the heartbeat's 0.1 s
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
@@ -823,10 +841,10 @@ def address_numbers(bdf: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", bdf))
 
 
-def if_exists(look: Callable[[str], Result], path: str) -> Result | None:
-    """Return look(path), None if nothing exists there; raises OSError for any other reason."""
+def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
+    """Return call(path), None if nothing exists there; raises OSError for any other reason."""
     try:
-        return look(path)
+        return call(path)
     except OSError as error:
         if error.errno in ABSENT:
             return None
@@ -875,8 +893,9 @@ def to_natural(text: str | None, *, less_than: int) -> int | None:
 
 
 def to_celsius(text: str | None) -> float | None:
+    """Return a temperature; None if there is none, as for a limit of 0."""
     millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None  # 0: the firmware has no such limit
+    return millidegrees / 1000 if millidegrees else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -903,7 +922,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def scan(settings: Settings, known: Bus) -> Bus:
-    """Return the functions that are on the PCI bus now. `known` is the last result."""
+    """Return what is on the PCI bus now. `known` is the last result: IDs are read only once."""
     found = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         function = known[bdf] if bdf in known else _identify(settings, bdf)
@@ -931,6 +950,8 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     """Return a function with its present NUMA node, driver and device file."""
     text = if_exists(read_attribute, f"{function.directory}/numa_node")
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
+
+    # The usual case: the device file that is known is the chip's still.
     if function.path and not function.file_fault and not file_fault_now(function):
         return function
 
@@ -940,8 +961,8 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
         ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
             path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
-            function = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
-            return function._replace(file_fault=file_fault_now(function))
+            present = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
+            return present._replace(file_fault=file_fault_now(present))
 
     driver = if_exists(os.readlink, f"{function.directory}/driver")
     return function.without_device_file(basename(driver) if driver else None)
@@ -951,12 +972,12 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
     """Return why the device file cannot be used at this moment."""
     path = function.path
     number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
-    status = if_exists(os.stat, path)
     if number is None:
         return FileFault(f"{path} is being removed")
 
     # udev does not make device files: devtmpfs made it when the device appeared.
     create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
+    status = if_exists(os.stat, path)
     if status is None and os.path.lexists(path):
         return FileFault(f"{path} is a link to nothing", f"rm {path} && {create}")
     if status is None:
@@ -980,7 +1001,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     if text is None:
         return None
     pids = {int(pid) for pid in re.findall(r"\d+", text)}
-    if 0 in pids:  # the process is of another PID namespace
+    if 0 in pids:  # this is another PID namespace than that of the processes
         return None
 
     rows = []
@@ -1051,8 +1072,9 @@ _DEAD_TEXTS = {  # of a chip that does not respond
 
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    are_dead = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
-    if len(are_dead) > 1 and all(are_dead):
+    # One text alone proves nothing: a living chip can have the card type "unknown".
+    matches = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
+    if len(matches) > 1 and all(matches):
         return Telemetry(all_ones=True)
 
     identity = []
@@ -1062,7 +1084,8 @@ def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
 
     return Telemetry(
         identity=Identity(*identity),
-        heartbeat=to_integer(texts.get("tt_heartbeat")),  # all ones, too: it does not change
+        # Also if it is all ones: as that does not change, the chip counts as stalled.
+        heartbeat=to_integer(texts.get("tt_heartbeat")),
         temperature=to_celsius(texts.get("temp1_input")),
         throttles_at=to_celsius(texts.get("temp1_max")),
         trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
@@ -1090,18 +1113,21 @@ def _read_attributes(function: PciFunction) -> Telemetry:
         try:
             texts[name] = read_attribute(f"{directory}/{name}")
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                continue  # the firmware does not report it
             # During a reset every attribute answers ENODATA. After one into firmware that reports
             # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
-            is_lost_tag = error.errno == errno.ENODATA and name != "tt_heartbeat"
-            if not is_lost_tag and error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
+            if error.errno == errno.ENODATA and name != "tt_heartbeat":
+                continue
+            raise
 
     if texts:
         return parse_telemetry(texts)
+
+    # Without any attribute the device has just been removed, or its firmware is silent: it is
+    # late, or the chip was dead when the driver was bound. PCI's own registers show which.
     if not isdir(function.class_device):
         return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
-
-    # Late firmware, or a chip that was dead when the driver was bound: PCI's own registers tell.
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1117,6 +1143,7 @@ def hwmon_directory(function: PciFunction) -> str | None:
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
+    place: str  # "hwmon", "class" device or "pci" function
     attribute: str
     metric: str  # without "tt_device_"
     help: str
@@ -1130,58 +1157,59 @@ _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
 # hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
 SENSORS = (
-    Sensor("power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
-    Sensor("power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
-    Sensor("curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
-    Sensor("curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
-    Sensor("in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
-    Sensor("in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
-    Sensor("fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
-    Sensor("tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
-    Sensor("tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
-    Sensor("tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
-    Sensor("current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
-    Sensor("max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
-    Sensor("max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
-    Sensor("aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}),
-    Sensor("aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
-    Sensor("aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
+    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
+    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
+    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
+    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
+    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
+    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
+    Sensor(
+        "pci", "aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}
+    ),
+    Sensor("pci", "aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
+    Sensor("pci", "aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
     """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
-    hwmon = hwmon_directory(function)
+    directories = {
+        "hwmon": hwmon_directory(function) or "",
+        "class": function.class_device,
+        "pci": function.directory,
+    }
     values = {}
     for sensor in SENSORS:
-        name = sensor.attribute
-        directory = function.directory
-        if name.startswith("tt_"):
-            directory = function.class_device
-        elif name.startswith(("power1", "curr1", "in0", "fan1")):
-            directory = hwmon or ""
-
         with suppress(OSError):
-            value = _sensor_value(name, read_attribute(f"{directory}/{name}"))
+            text = read_attribute(f"{directories[sensor.place]}/{sensor.attribute}")
+            value = _sensor_value(sensor.attribute, text)
             if value is not None:
-                values[name] = value * sensor.factor
+                values[sensor.attribute] = value * sensor.factor
     return values
 
 
 def _sensor_value(attribute: str, text: str) -> float | None:
-    match = None
+    """Return a sensor's number; None if it has none, or that of a dead chip."""
     if attribute.endswith("_link_speed"):
         match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
-    elif attribute.startswith("aer_"):
+        return float(match[1]) if match else None
+    if attribute.startswith("aer_"):
         match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-    elif attribute.endswith("_link_width"):
-        return to_natural(text, less_than=63)  # 63: all ones of a 6-bit field
-    elif attribute == "in0_max":
+        return float(match[1]) if match else None
+
+    if attribute.endswith("_link_width"):
+        return to_natural(text, less_than=63)  # all ones of a 6-bit field
+    if attribute == "in0_max":
         return to_natural(text, less_than=DEAD_VOLTAGE)
-    else:
-        return to_natural(text, less_than=DEAD_VALUE)
-    return float(match[1]) if match else None
+    return to_natural(text, less_than=DEAD_VALUE)
 
 
 # ==== HEALTH: per chip, with a reason. Pure =======================================================
@@ -1206,8 +1234,8 @@ class Fault(Enum):
     SILENT = "silent"
 
 
-# Faults of a chip whose present sensors cannot be known.
-UNREADABLE = (
+# Faults of a chip whose sensors cannot be known at the moment.
+UNKNOWN_SENSORS = (
     Fault.GONE,
     Fault.BLOCKED,
     Fault.NO_RESPONSE,
@@ -1235,6 +1263,7 @@ REBIND = Remedy(
 )
 LOAD_DRIVER = Remedy("modprobe tenstorrent")
 RESCAN = Remedy("echo 1 > /sys/bus/pci/rescan")
+# Those of GONE and NODE depend on what is found (see explain()); HOT and TRIPPED have no command.
 REMEDIES = {
     Fault.RESETTING: REBIND,
     Fault.NO_RESPONSE: RESET,
@@ -1309,8 +1338,8 @@ def judge(
         problem = "chip does not respond (registers read as ones)"
         return Verdict(Fault.NO_RESPONSE, problem), vitals
 
-    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, if
-    # the device was gone. A chip that never had telemetry may have old firmware.
+    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, as
+    # ChipRecord.vanish() has set it. A chip that never had telemetry may have old firmware.
     if telemetry.is_empty and had_telemetry:
         since = reading.at if vitals.empty_since is None else vitals.empty_since
         if reading.at - since >= FIRMWARE_TIMEOUT:
@@ -1342,8 +1371,9 @@ def judge(
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     telemetry = reading.telemetry
 
-    # Any change of the heartbeat shows life: after a reset it begins anew, lower. Only polls are
-    # far enough apart to count a heartbeat that has not changed.
+    # Any change of the heartbeat shows life: after a reset it begins again, lower. Only polls are
+    # far enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and
+    # 8 at the next poll is a chip that is alive.
     heartbeat, misses = vitals.heartbeat, vitals.misses
     if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
         misses = 0
@@ -1362,7 +1392,7 @@ def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vital
         is_throttling=_reaches(degrees, telemetry.throttles_at, vitals.is_throttling),
         trips=trips,
         tripped_at=reading.at if has_tripped else vitals.tripped_at,
-        empty_since=None,
+        empty_since=None,  # there is telemetry
     )
 
 
@@ -1388,14 +1418,19 @@ class GalaxyPlace(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """A Tenstorrent PCI function, known until the daemon ends."""
+    """A Tenstorrent PCI function, known until the daemon ends.
+
+    It is *present* while it has a device file, and *listed*, so a device of a resource, from the
+    time that it had a valid one. Its verdict counts only while the device file can be used.
+    Measured values are not here: they change all the time, and no decision depends on them.
+    """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
     verdict: Verdict = Verdict()
-    is_throttling: bool = False
+    is_throttling: bool = False  # for the log
     had_device_file: bool = False  # at any time since boot
-    is_listed: bool = False  # it is a device of a resource; see ChipRecord.start_listing()
+    is_listed: bool = False  # see ChipRecord.start_listing()
     reason: Reason | None = None  # why it is unhealthy; see explain()
 
     @property
@@ -1419,7 +1454,7 @@ class Chip(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        return self.fault not in UNREADABLE
+        return self.fault not in UNKNOWN_SENSORS
 
     @property
     def card_type(self) -> str | None:
@@ -1455,7 +1490,7 @@ class Chip(NamedTuple):
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return what the chips of its board have in common."""
+        """Return what the chips of its board have in common, within a Galaxy's tray."""
         return (self.tray, self.identity.serial or self.bdf)
 
     @property
@@ -1467,7 +1502,7 @@ class Chip(NamedTuple):
 
     @property
     def board_id(self) -> str | None:
-        """Return the device ID of its board: a tray's buses ("0000:c0"), else its serial."""
+        """Return the ID of its board as a device: a tray's buses ("0000:c0"), or a serial."""
         place = self.galaxy_place
         return f"{place.domain:04x}:{place.tray:02x}" if place else self.identity.serial
 
@@ -1475,10 +1510,10 @@ class Chip(NamedTuple):
 Chips = Iterable[Chip]
 
 
-def typed(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
+def saved_value(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
     """Return a value of the saved state; raises KeyError, ValueError.
 
-    Texts that cannot be printed and numbers beyond each attribute's are damage, too.
+    Texts that cannot be printed and numbers that no attribute can have are damage, too.
     """
     value = table[key]
     if value is None and optional:
@@ -1505,7 +1540,7 @@ class ChipRecord:
     processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file."""
+        """Record a new device file. The slot can have another card by now."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
         self.telemetry = None
 
@@ -1516,8 +1551,7 @@ class ChipRecord:
             verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
             self.chip = self.chip._replace(verdict=verdict)
             self.vitals = self.vitals._replace(empty_since=None)
-        if function != self.chip.function:
-            self.chip = self.chip._replace(function=function)
+        self.chip = self.chip._replace(function=function)
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
@@ -1529,26 +1563,26 @@ class ChipRecord:
             had_telemetry=self.had_telemetry,
         )
 
+        # The first identity after the device file has appeared replaces the known one as a whole.
+        # Later, values that the firmware does not report at the moment stay.
         identity = self.chip.identity
         if telemetry.identity != Identity():
-            # Values that the firmware does not report at this moment stay, but not beyond a new
-            # device file: the slot can have another card then.
-            former = identity if self.telemetry else Identity()
+            is_first = self.telemetry is None
+            former = Identity() if is_first else identity
             pairs = zip(telemetry.identity, former, strict=True)
             identity = Identity(*(new or old for new, old in pairs))
 
-        if not telemetry.is_empty and not telemetry.error and not telemetry.all_ones:
+        has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
+        if has_values:
             self.telemetry = telemetry
             self.had_telemetry = True
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
 
-        changed = self.chip._replace(
+        self.chip = self.chip._replace(
             identity=identity, verdict=verdict, is_throttling=self.vitals.is_throttling
         )
-        if changed != self.chip:
-            self.chip = changed
         self.start_listing()
 
     def start_listing(self) -> None:
@@ -1583,29 +1617,31 @@ class ChipRecord:
         """Return a chip that has not been seen yet; raises KeyError, ValueError."""
         if not BDF.fullmatch(bdf):
             raise ValueError(f"{bdf!r} is not a PCI address")
-        numa_node = typed(saved, "numa_node", int, optional=True)
+        numa_node = saved_value(saved, "numa_node", int, optional=True)
         if numa_node is not None and not 0 <= numa_node < ALL_ONES:
             raise ValueError("numa_node is out of range")
         function = PciFunction(
             bdf,
-            arch=typed(saved, "arch", str, optional=True),
-            subsystem=typed(saved, "subsystem", int),
+            arch=saved_value(saved, "arch", str, optional=True),
+            subsystem=saved_value(saved, "subsystem", int),
             numa_node=numa_node,
             on_bus=False,
         )
-        identity = Identity(*(typed(saved, key, str, optional=True) for key in Identity._fields))
+        identity = Identity(
+            *(saved_value(saved, key, str, optional=True) for key in Identity._fields)
+        )
 
         # If the first reading has the heartbeat of a chip that had stalled, it is stalled still.
-        stalled_at = typed(saved, "stalled_at", int, optional=True)
+        stalled_at = saved_value(saved, "stalled_at", int, optional=True)
         vitals = Vitals(
             heartbeat=stalled_at,
             misses=0 if stalled_at is None else settings.heartbeat_misses,
-            trips=typed(saved, "trips", int, optional=True),
-            tripped_at=typed(saved, "tripped_at", float, optional=True),
-            empty_since=typed(saved, "empty_since", float, optional=True),
+            trips=saved_value(saved, "trips", int, optional=True),
+            tripped_at=saved_value(saved, "tripped_at", float, optional=True),
+            empty_since=saved_value(saved, "empty_since", float, optional=True),
         )
         chip = Chip(function, identity, had_device_file=True)
-        return cls(chip, vitals, typed(saved, "had_telemetry", bool))
+        return cls(chip, vitals, saved_value(saved, "had_telemetry", bool))
 
 
 class Inventory:
@@ -1634,21 +1670,22 @@ class Inventory:
         functions = {bdf: function for bdf, function in self._bus.items() if function}
         for bdf, function in functions.items():
             record = self.records.get(bdf)
-            if record is None or not record.chip.function.is_same_card(function):
+            if record is None or not record.chip.function.is_same_model(function):
                 record = self.records[bdf] = ChipRecord(Chip(function))
 
-            former = record.chip.function
-            is_same_file = function._replace(numa_node=former.numa_node) == former
             if function.ordinal is None:
                 record.vanish(function)
-            elif not is_same_file or not record.chip.had_device_file:
+            elif not record.chip.had_device_file or not function.has_same_file(
+                record.chip.function
+            ):
                 record.appear(function)
-            elif function != former:  # an administrator has corrected the NUMA node
+            else:
                 record.chip = record.chip._replace(function=function)
 
+        # Records stay until the daemon ends.
         for bdf in self.records.keys() - functions.keys():
-            former = self.records[bdf].chip.function
-            self.records[bdf].vanish(former.without_device_file()._replace(on_bus=False))
+            last = self.records[bdf].chip.function
+            self.records[bdf].vanish(last.without_device_file()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record what was read of chips."""
@@ -1675,8 +1712,8 @@ class Inventory:
 #     the checkpoint    cgroup          in it     evidence
 #     --------------    ------------    -------   ------------------------------------------------
 #     not yet           -               -         the response itself, at the moment it is given
-#     yes               not seen yet    -         yes: a pod that is being admitted, or that has not
-#                                                 been started since the node was booted
+#     yes               not seen        -         yes: a pod that is being admitted, or that has not
+#                       since boot                been started since then
 #     yes               exists          any       yes: an empty one, too, while volumes are mounted
 #                                                 or the sandbox is replaced
 #     yes               seen, gone      -         no: the pod has ended (an entry goes at the next
@@ -1689,12 +1726,16 @@ class Inventory:
 #
 # If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
 # that count go on counting.
+#
+# Counting keeps chips from other pods' lists. Whether a pod *runs* is another question, which
+# delays the starts of other pods' containers: see AllocationTracker.is_running().
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a container's chips
 EVIDENCE_LASTS = 30.0  # seconds for which an allocation counts after the last evidence
 START_TIMEOUT = 60.0  # seconds that a runtime has to create a container's first process
+KUBEPODS = re.compile(r"kubepods(\.slice)?|.+-kubepods\.slice")
 QOS_DIRECTORY = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
 POD_DIRECTORY = re.compile(r"pod(.+)|.+-pod([^-]+)\.slice")
 
@@ -1710,11 +1751,14 @@ AllocationKey = tuple[str, str, str]  # pod, container, resource
 
 
 class Allocation(NamedTuple):
-    """A container's devices of one resource, from one response to Allocate."""
+    """A container's devices of one resource, from one response to Allocate.
+
+    Either the chips are known or, of another plugin's response, the device files.
+    """
 
     resource: str
     ids: DeviceIds
-    chips: Addresses
+    chips: ChipAddresses
     pod: str = ""  # UID; empty while no checkpoint contains the response
     container: str = ""
     device_files: tuple[str, ...] = ()  # of another plugin's response, which names no addresses
@@ -1733,7 +1777,7 @@ class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     entries: Sequence[Allocation] = ()
-    rivals: frozenset[str] = frozenset()  # resources with healthy IDs that another plugin gave
+    rivals: frozenset[str] = frozenset()  # resources with IDs that cannot be the daemon's
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
@@ -1792,7 +1836,7 @@ def _name(value: object) -> str:
 
 
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same responses
-def _parse_response(encoded: str) -> tuple[Addresses, tuple[str, ...]]:
+def _parse_response(encoded: str) -> tuple[ChipAddresses, tuple[str, ...]]:
     """Return the chips of a response, else its device files; raises ValueError."""
     content = base64.b64decode(encoded)
     if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
@@ -1804,7 +1848,7 @@ def _parse_response(encoded: str) -> tuple[Addresses, tuple[str, ...]]:
         raise ValueError(str(error)) from None
     chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
     device_files = tuple(device.host_path for device in response.devices)
-    return chips, () if chips else device_files
+    return chips, (() if chips else device_files)
 
 
 @lru_cache(maxsize=16384)  # 128 chips of 100 replicas
@@ -1840,22 +1884,28 @@ class Cgroups:
         self._is_v2 = "cgroup.controllers" in names
         top = self._mount
         if not self._is_v2:
-            for controller in ("devices", "memory", "systemd"):
+            # Not "devices" first: there a pod's directory appears with its first process only.
+            for controller in ("memory", "devices", "systemd"):
                 if controller in names:
                     top = f"{self._mount}/{controller}"
                     break
 
         roots = []
-        for directory in _directories_of_root(top):
-            inner = [] if _is_kubepods(directory) else _directories_of_root(directory)
-            roots += [path for path in (directory, *inner) if _is_kubepods(path)]
+        for name in names_in(top):
+            path = f"{top}/{name}"
+            if KUBEPODS.fullmatch(name) and _is_roots_directory(path):
+                roots.append(path)
+            elif name != "user.slice":  # users' sessions
+                inner = [f"{path}/{each}" for each in names_in(path) if KUBEPODS.fullmatch(each)]
+                if inner and _is_roots_directory(path):
+                    roots += filter(_is_roots_directory, inner)
         return roots
 
     def exists(self, pod: str) -> bool:
         return bool(self._directories.get(pod.replace("-", "_")))
 
     def has_processes(self, pod: str) -> bool:
-        """Return whether a process was in a pod's cgroup since the last look."""
+        """Return whether a process is in a pod's cgroup, read at most once for each look."""
         if pod not in self._populated:
             # After a change of the cgroup driver a pod has two directories.
             directories = self._directories.get(pod.replace("-", "_"), ())
@@ -1880,21 +1930,10 @@ class Cgroups:
         return any(map(self._is_populated, below))
 
 
-def _is_kubepods(path: str) -> bool:
-    name = basename(path)
-    return name in ("kubepods", "kubepods.slice") or name.endswith("-kubepods.slice")
-
-
-def _directories_of_root(directory: str) -> Iterator[str]:
-    """Yield the directories that belong to root, but not those of users' sessions.
-
-    A user can make a directory `kubepods` in the own session, or in a subtree that is delegated.
-    """
-    for name in names_in(directory):
-        path = f"{directory}/{name}"
-        status = if_exists(os.lstat, path) if name != "user.slice" else None
-        if status and stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()):
-            yield path
+def _is_roots_directory(path: str) -> bool:
+    """Return whether a directory is root's: a user can make `kubepods` in a subtree of the own."""
+    status = if_exists(os.lstat, path)
+    return bool(status and stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()))
 
 
 @dataclass(slots=True)
@@ -1905,8 +1944,7 @@ class AllocationRecord:
     evident_at: float | None = None  # when there was evidence for the last time
     had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
     has_started: bool = False  # the start of a container was allowed since the node was booted
-    # When the start of a container was allowed; None once a process was seen, or the cgroup has
-    # gone. Without a pause process (CRI-O) a pod has no process until then.
+    # When the start of a container was allowed; None once a process was seen (see is_running()).
     start_allowed_at: float | None = None
 
     def counts(self, now: float) -> bool:
@@ -1931,27 +1969,27 @@ class AllocationRecord:
     @classmethod
     def from_state(cls, saved: Json, now: float) -> AllocationRecord:
         """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
-        chips = frozenset(typed(saved, "chips", list))
+        chips = frozenset(saved_value(saved, "chips", list))
         if not all(map(BDF.fullmatch, chips)):
             raise ValueError("chips are not PCI addresses")
-        device_files = tuple(typed(saved, "device_files", list))
+        device_files = tuple(saved_value(saved, "device_files", list))
         if not all(isinstance(path, str) for path in device_files):
             raise ValueError("device_files are not paths")
 
         allocation = Allocation(
-            typed(saved, "resource", str),
-            frozenset(map(_name, typed(saved, "ids", list))),
+            saved_value(saved, "resource", str),
+            frozenset(map(_name, saved_value(saved, "ids", list))),
             chips,
-            typed(saved, "pod", str),
-            typed(saved, "container", str),
+            saved_value(saved, "pod", str),
+            saved_value(saved, "container", str),
             device_files,
         )
         return cls(
             allocation,
-            evident_at=now if typed(saved, "counts", bool) else None,
-            had_cgroup=typed(saved, "had_cgroup", bool),
-            has_started=typed(saved, "has_started", bool),
-            start_allowed_at=typed(saved, "start_allowed_at", float, optional=True),
+            evident_at=now if saved_value(saved, "counts", bool) else None,
+            had_cgroup=saved_value(saved, "had_cgroup", bool),
+            has_started=saved_value(saved, "has_started", bool),
+            start_allowed_at=saved_value(saved, "start_allowed_at", float, optional=True),
         )
 
 
@@ -2025,11 +2063,13 @@ class AllocationTracker:
             if record and record.allocation == allocation:
                 continue
 
-            # Of a response that another daemon has given it is not known whether the container has
-            # started: then it is taken to have.
-            pending = self._pending.pop((allocation.resource, allocation.ids), None)
-            record = pending or AllocationRecord(allocation, has_started=True)
-            record.allocation = allocation
+            record = self._pending.pop((allocation.resource, allocation.ids), None)
+            if record:
+                record.allocation = allocation
+            else:
+                # Another daemon has given this response. It is not known whether the container
+                # has started; if in doubt, it has, and its hugepage files stay.
+                record = AllocationRecord(allocation, has_started=True)
             self._records.pop(key, None)  # so that the new record is the last
             self._records[key] = record
             self._must_look = True
@@ -2051,7 +2091,8 @@ class AllocationTracker:
                 if record.counts(now):
                     record.evident_at = now
 
-        # An entry without evidence stays recorded: it had a cgroup, which the next look must know.
+        # The record of an entry stays, also without evidence. Otherwise the next look would take
+        # a pod that has ended for one that has not been started.
         for key in [*self._records]:
             if key not in self._entries and not self._records[key].counts(now):
                 del self._records[key]
@@ -2092,7 +2133,12 @@ class AllocationTracker:
         return chain(self._records.values(), self._pending.values())
 
     def is_running(self, allocation: Allocation) -> bool:
-        """Return whether, at the last look, the pod ran or a container of it was starting."""
+        """Return whether, at the last look, the pod ran or a container of it was starting.
+
+        With containerd a pod has its pause process from the beginning. CRI-O runs none, so a pod
+        has no process from the moment at which the start of its first container was allowed until
+        that container was created.
+        """
         pod = allocation.pod
         if not pod:
             record = self._record_of(allocation)
@@ -2113,7 +2159,7 @@ class AllocationTracker:
         )
 
     def allow_start(self, allocation: Allocation, now: float) -> None:
-        """Record that a container of this allocation may start now."""
+        """Record that a container of this allocation may start now: see is_running()."""
         if record := self._record_of(allocation):
             record.has_started = True
             if not self._cgroups.has_processes(allocation.pod):
@@ -2149,33 +2195,43 @@ class AllocationTracker:
 
 # ==== RESOURCES: which devices exist, and their names. Pure =======================================
 
+Status = grpc.StatusCode
+
+
+class RequestError(Exception):
+    """A request of the kubelet's that is rejected: gRPC status code and reason."""
+
 
 class Device(NamedTuple):
     """A chip or a board; if it is shared, it has several IDs."""
 
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
-    whole: int = 1  # number of chips that it should have
+    expected_chips: int = 1  # how many it should have
     holder: str | None = None  # the pod for which it is withheld
     withheld: str | None = None  # the reason, if it is
     is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
 
     @property
-    def addresses(self) -> Addresses:
+    def addresses(self) -> ChipAddresses:
         return frozenset(chip.bdf for chip in self.chips)
 
     @property
     def incomplete(self) -> str | None:
         """Return why it cannot be used yet: a chip of its board has never been seen."""
         known = len(self.chips)
-        return None if known == self.whole else f"only {known} of {self.whole} chips found"
+        return (
+            None
+            if known == self.expected_chips
+            else f"only {known} of {self.expected_chips} chips found"
+        )
 
     @property
     def reason(self) -> str | None:
         """Return why the kubelet sees it as unhealthy."""
         for chip in self.chips:
             if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if self.whole > 1 else str(chip.reason)
+                return f"{chip.bdf}: {chip.reason}" if self.expected_chips > 1 else str(chip.reason)
         return self.incomplete or self.withheld
 
     @property
@@ -2200,7 +2256,10 @@ class Resource:
 
     @cached_property
     def ids_by_device(self) -> list[list[str]]:
-        """Return the IDs of each device: more than one, if it is shared."""
+        """Return the IDs of each device: more than one, if it is shared.
+
+        A held ID can have a device's name, but other chips; it is a device of its own.
+        """
         found = defaultdict(list)
         for identifier, device in self.devices.items():
             found[device.identifier, device.addresses].append(identifier)
@@ -2289,12 +2348,13 @@ def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]
 
     devices = defaultdict(list)
     for (name, identifier), members in groups.items():
-        whole = members[0].chips_per_board if by_board else 1
-        if len(members) > whole:
-            # The board has been moved to another slot, and has left absent chips behind.
+        expected = members[0].chips_per_board if by_board else 1
+        if len(members) > expected:
+            # The board was moved to another slot: its former addresses are absent. If it is absent
+            # there, too, any of its addresses will do.
             present = [chip for chip in members if chip.is_present]
-            members = present or members[-whole:]
-        devices[name].append(Device(identifier, tuple(members), whole))
+            members = present or members[-expected:]
+        devices[name].append(Device(identifier, tuple(members), expected))
     return dict(sorted(devices.items()))
 
 
@@ -2373,6 +2433,7 @@ def advertise(
     listed (topology_hints.go), and without it the pod's containers cannot start again. Every other
     ID is withheld while a pod holds one of its chips under another name.
     """
+    # The usual case: each ID that a pod holds is one of the configuration, with the same chips.
     if all(_is_as_configured(allocation, configured) for allocation in allocations):
         return configured
 
@@ -2386,7 +2447,7 @@ def advertise(
     for name, resource in configured.items():
         devices = _free_devices(resource, holders, label) | held.get(name, {})
         advertised[name] = replace(resource, devices=devices)
-    for name in held.keys() - configured.keys():
+    for name in sorted(held.keys() - configured.keys()):
         advertised[name] = Resource(name, held[name])
     return advertised
 
@@ -2424,11 +2485,12 @@ def _held_devices(
     return held
 
 
-def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, Addresses]:
+def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, ChipAddresses]:
     """Return the chips of each ID of an allocation.
 
     An ID that is known now, or is a PCI address, stands for its own chips. The others stand for
-    all chips that are left: of the chips {a, b, c} with the IDs {a, X}, X has {b, c}.
+    all chips that are left, or for all if none is left: of the chips {a, b, c} with the IDs
+    {a, X}, X has {b, c}.
     """
     found = {}
     for identifier in allocation.ids:
@@ -2469,19 +2531,20 @@ def _free_devices(
 # and between choices of equal cost the lower PCI addresses win.
 #
 # It is found by dynamic programming, as for a knapsack, in a tree of groups: devices are in boards,
-# boards in trays, trays in parts of the machine with common NUMA nodes. A group knows the best
-# choice of 0, 1, 2, … of its IDs from those of its members, and adds what it costs to use it.
+# boards in trays, trays in parts of the machine that have no NUMA node in common. A group finds its
+# best choice of n IDs by trying each way to divide n among its members, and adds what it costs to
+# use the group at all.
 #
-# Some costs depend on which places are used together: the links between the chips of a Galaxy's
-# tray, the number of NUMA nodes, trays beside each other. So a choice has marks, one bit for each
-# such place, and the best choice for each set of marks is kept until that cost is added. The
-# leading criteria do not depend on marks. Their lowest costs are known first, so that only
-# choices that have them are looked at.
+# The cost by the criteria down to the number of trays depends only on how many IDs each member
+# contributes. So these numbers are known first, and only ways to divide n that reach the lowest
+# are looked at. The other criteria depend on which places are used together. For example, the links
+# between the chips of a tray are known only when all of its chips are chosen. Until then a choice
+# has a mark (a bit) for each such place, and the best choice for each set of marks is kept.
 
 CRITERIA = (
-    "optional",  # IDs that are not must-include: those that are come first
+    "optional",  # IDs that are chosen though they are not must-include
     "occupied",  # IDs on which a pod runs that the kubelet does not know
-    "repeats",  # replicas of a device that is chosen already
+    "repeats",  # 0 for the first replica of a device, 1 for the second, …
     "users",  # other containers on shared devices
     "boards",
     "trays",
@@ -2491,12 +2554,12 @@ CRITERIA = (
     "whole_numa_nodes",
     "tray_groups",  # groups of a Galaxy's trays that are linked to each other
     "scattered_trays",  # trays in which the chosen chips are not connected
-    "missing_links",  # links of a tray that are not between two chosen chips
+    "other_links",  # links of a tray that are not between two chosen chips
     "whole_halves",  # halves of trays all of whose listed devices are available
 )
 DIGIT = 32  # bits of a criterion in a cost
 SHIFTS = {name: DIGIT * number for number, name in enumerate(reversed(CRITERIA))}
-LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
+LEADING = SHIFTS["trays"]  # a cost, shifted by this, is that of "optional" to "trays"
 
 # The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
 # 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one. Trays are
@@ -2504,18 +2567,6 @@ LEADING = SHIFTS["trays"]  # marks matter only for the criteria after this one
 TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
 TRAY_HALVES = ({1, 2, 5, 6}, {3, 4, 7, 8})
 RING_LINKS = [{0x00, 0x40}, {0x40, 0x80}, {0x80, 0xC0}, {0xC0, 0x00}]
-
-Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
-POSITION_BITS = 0xFFFF
-Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
-Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
-NOTHING: Choices = {0: (0, ())}
-
-Status = grpc.StatusCode
-
-
-class RequestError(Exception):
-    """A request that is rejected: gRPC status code and reason."""
 
 
 def cost(**numbers: int) -> int:
@@ -2586,7 +2637,8 @@ def preferred_allocation(
             partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
             partly_used.add(candidate.place)
 
-    _, chosen = min(_Machine(candidates, partly_used).tree(size).choices(size).values())
+    # At the root of the tree all marks have been judged: one choice is left.
+    ((_, chosen),) = _Machine(candidates, partly_used).tree(size).choices(size).values()
     return [ids[number] for number in chosen]
 
 
@@ -2607,8 +2659,15 @@ def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, si
         raise RequestError(invalid, f"cannot choose {size} of {devices}")
 
 
+Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
+POSITION_BITS = 0xFFFF
+Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
+Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
+NOTHING: Choices = {0: (0, ())}
+
+
 class _Device:
-    """A device: the choices of its first 0, 1, 2, … IDs."""
+    """A device, with the same attributes as a group: the choices of its first 0, 1, 2, … IDs."""
 
     def __init__(self, ids: Iterable[tuple[int, int]], marks: Marks) -> None:
         self._choices = [NOTHING]
@@ -2626,32 +2685,38 @@ class _Device:
 
 
 class _Group:
-    """Devices or groups: the best choices of 0, 1, 2, … of their IDs."""
+    """Devices, or groups of them: the best choices of 0, 1, 2, … of their IDs.
+
+    `use_cost` is the cost of using the group at all. When its choices are complete, `judge` returns
+    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`:
+    of a tray, the positions of chips by the tray itself.
+    """
 
     def __init__(
         self,
         members: Sequence[_Device | _Group],
         max_size: int,
         *,
-        cost: int = 0,  # of using the group at all
-        judge: Callable[[Marks], int] | None = None,  # returns the cost of these marks
-        judged_marks: Marks = 0,  # which are dropped then
+        use_cost: int = 0,
+        judge: Callable[[Marks], int] | None = None,
+        judged_marks: Marks = 0,
         own_mark: Marks = 0,
     ) -> None:
         self._members = members
-        self._cost = cost
+        self._use_cost = use_cost
         self._judge = judge
         self._judged_marks = judged_marks
         self._own_mark = own_mark
-        self._choices = {0: NOTHING}  # by size
+        self._choices = {0: NOTHING}  # by size; no IDs cost nothing
         self._choices_among: dict[tuple[int, int], Choices] = {}
 
-        # The lowest cost by the leading criteria of each number of IDs among the first members.
-        self._lowest = [[0]]
+        # The lowest leading cost of each number of IDs: among the first 0, 1, 2, … members, and of
+        # the group.
+        self._lowest_among = [[0]]
         for member in members:
-            self._lowest.append(_combined(self._lowest[-1], member.lowest, max_size))
-        own = cost >> LEADING
-        self.lowest: list[int] = [0, *(each + own for each in self._lowest[-1][1:])]
+            self._lowest_among.append(_combined(self._lowest_among[-1], member.lowest, max_size))
+        own = use_cost >> LEADING
+        self.lowest: list[int] = [0, *(each + own for each in self._lowest_among[-1][1:])]
 
     def choices(self, size: int) -> Choices:
         """Return the best choices of this many IDs, by their marks."""
@@ -2660,32 +2725,39 @@ class _Group:
 
         best: Choices = {}
         for marks, (members_cost, ids) in self._among(len(self._members), size).items():
-            total = members_cost + self._cost
+            total = members_cost + self._use_cost
             if self._judge:
                 total += self._judge(marks & self._judged_marks)
             rest = marks & ~self._judged_marks | self._own_mark
             if rest not in best or (total, ids) < best[rest]:
                 best[rest] = (total, ids)
+
         self._choices[size] = best
         return best
 
     def _among(self, number: int, size: int) -> Choices:
-        """Return the best choices of IDs of the first members."""
+        """Return the best choices of IDs of the first members, by their marks.
+
+        Only divisions between the last of these members and the others are looked at that reach
+        the lowest leading cost.
+        """
         if number == 0:
             return NOTHING
         if (number, size) in self._choices_among:
             return self._choices_among[number, size]
 
         member = self._members[number - 1]
-        others_lowest = self._lowest[number - 1]
-        lowest = self._lowest[number][size]
+        lowest = self._lowest_among[number][size]
+        lowest_of_others = self._lowest_among[number - 1]
         best: Choices = {}
-        for own in range(min(size + 1, len(member.lowest))):
-            others = size - own
-            if others >= len(others_lowest):
+        for own_size in range(min(size + 1, len(member.lowest))):
+            others_size = size - own_size
+            if others_size >= len(lowest_of_others):
                 continue
-            if member.lowest[own] + others_lowest[others] == lowest:
-                _join(self._among(number - 1, others), member.choices(own), best)
+            if member.lowest[own_size] + lowest_of_others[others_size] == lowest:
+                others = self._among(number - 1, others_size)
+                _join(others, member.choices(own_size), best)
+
         self._choices_among[number, size] = best
         return best
 
@@ -2697,12 +2769,14 @@ class _Machine:
         self._candidates = candidates
         self._partly_used = partly_used
 
+        # See Marks: the bits above the positions.
         nodes = sorted({node for each in candidates for node in each.numa_nodes})
         places = [each.place for each in candidates if each.place]
         trays = sorted({place._replace(position=0) for place in places})
         self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
         first = 16 + len(nodes)
         self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
+        self._known_halves: dict[tuple[object, ...], list[Marks]] = {}
 
     def tree(self, size: int) -> _Group:
         """Return the group of all candidates, for choices of up to `size` IDs."""
@@ -2719,16 +2793,16 @@ class _Machine:
         boards = _grouped(candidates, lambda each: each.board)
         members = [self._board(board, size) for board in boards]
         is_whole = candidates[0].tray not in self._partly_used
-        group_cost = cost(trays=1, whole_trays=is_whole)
+        use_cost = cost(trays=1, whole_trays=is_whole)
 
         place = candidates[0].place
         if place is None:
-            return _Group(members, size, cost=group_cost)
+            return _Group(members, size, use_cost=use_cost)
         return _Group(
             members,
             size,
-            cost=group_cost,
-            judge=self._shape_cost(place),
+            use_cost=use_cost,
+            judge=partial(self._shape_cost, place),
             judged_marks=POSITION_BITS,
             own_mark=self._tray_marks[place._replace(position=0)],
         )
@@ -2736,7 +2810,7 @@ class _Machine:
     def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
         is_whole = candidates[0].board not in self._partly_used
         members = [_Device(each.ids, self._marks(each)) for each in candidates]
-        return _Group(members, size, cost=cost(boards=1, whole_boards=is_whole))
+        return _Group(members, size, use_cost=cost(boards=1, whole_boards=is_whole))
 
     def _marks(self, candidate: Candidate) -> Marks:
         marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
@@ -2744,23 +2818,21 @@ class _Machine:
             marks |= 1 << candidate.place.position
         return marks
 
-    def _shape_cost(self, tray: GalaxyPlace) -> Callable[[Marks], int]:
-        """Return the function for the cost of the chosen chips' places in a tray."""
-        whole_halves = []
-        for half in TRAY_HALVES:
-            places = {tray._replace(position=position) for position in half}
-            if places.isdisjoint(self._partly_used):
-                whole_halves.append(_bits(half))
-        half_cost = cost(whole_halves=1)
+    def _shape_cost(self, tray: GalaxyPlace, positions: Marks) -> int:
+        """Return the cost of the chosen chips' places in a tray."""
+        whole_halves = [half for half in self._whole_halves(tray) if half & positions]
+        return _link_cost(positions) + len(whole_halves) * cost(whole_halves=1)
 
-        def judge(positions: Marks) -> int:
-            total = _link_cost(positions)
-            for half in whole_halves:
-                if half & positions:
-                    total += half_cost
-            return total
-
-        return judge
+    def _whole_halves(self, tray: GalaxyPlace) -> list[Marks]:
+        """Return the halves of a tray of which no chip is taken."""
+        if tray[:3] not in self._known_halves:
+            halves = []
+            for half in TRAY_HALVES:
+                places = {tray._replace(position=position) for position in half}
+                if places.isdisjoint(self._partly_used):
+                    halves.append(_bits(half))
+            self._known_halves[tray[:3]] = halves
+        return self._known_halves[tray[:3]]
 
     def _numa_cost(self, marks: Marks) -> int:
         nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
@@ -2807,7 +2879,7 @@ def _link_cost(positions: Marks) -> int:
     chips = [position for position in range(16) if positions >> position & 1]
     links = [link for link in TRAY_LINKS if _bits(link) & ~positions == 0]
     is_scattered = _count_groups(chips, links) > 1
-    return cost(scattered_trays=is_scattered, missing_links=len(TRAY_LINKS) - len(links))
+    return cost(scattered_trays=is_scattered, other_links=len(TRAY_LINKS) - len(links))
 
 
 def _bits(positions: Iterable[int]) -> Marks:
@@ -2998,9 +3070,8 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
-    # By chips: an ID that a pod holds beside a configured one adds no device.
-    unique = {device.addresses: device for device in resource.unique_devices}
-    devices = [each for each in unique.values() if any(chip.is_present for chip in each.chips)]
+    unique = resource.unique_devices
+    devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
     product = common_value(chip.board_type for chip in chips)
@@ -3063,7 +3134,7 @@ class Decision:
     What a call of the kubelet needs is computed at once, the rest when it is asked for.
     """
 
-    seen: Observation
+    observation: Observation
     chips: Mapping[str, Chip]  # with reasons, also those that only a pod's allocation names
     listed: Sequence[Chip]  # those of them that are devices
     allocations: Sequence[Allocation]  # that count, the newest last
@@ -3077,7 +3148,7 @@ class Decision:
         for allocation in self.allocations:
             if not allocation.pod:
                 continue
-            name = self.seen.names.get(allocation.pod, allocation.pod)
+            name = self.observation.names.get(allocation.pod, allocation.pod)
             namespace, _, pod = name.rpartition("/")
 
             for bdf in allocation.chips:
@@ -3090,26 +3161,28 @@ class Decision:
         """Return the CDI file: the chips that have a usable device file."""
         functions = [chip.function for chip in self.listed if chip.is_present]
         usable = [function for function in functions if not function.file_fault]
-        return cdi_spec(usable, self.seen.settings, self.seen.mounts, self.excluded)
+        return cdi_spec(usable, self.observation.settings, self.observation.mounts, self.excluded)
 
     @cached_property
     def labels(self) -> str:
-        seen = self.seen
-        return feature_file(self.configured.values(), self.listed, seen.settings, seen.driver)
+        settings, driver = self.observation.settings, self.observation.driver
+        return feature_file(self.configured.values(), self.listed, settings, driver)
 
     @cached_property
     def in_vain(self) -> Sequence[str]:
         """Return messages about settings that concern nothing on this node."""
-        return list(settings_in_vain(self.listed, self.seen.settings))
+        return list(settings_in_vain(self.listed, self.observation.settings))
 
     @cached_property
-    def excluded(self) -> Addresses:
+    def excluded(self) -> ChipAddresses:
         """Return the chips of devices that the configuration takes out of service."""
-        if not self.seen.settings.exclude:
+        if not self.observation.settings.exclude:
             return frozenset()
-        devices = chain(*devices_by_name(self.listed, self.seen.settings).values())
-        excluded = [each for each in devices if is_excluded(each, self.seen.settings)]
-        by_address = {chip.bdf for chip in self.chips.values()} & {*self.seen.settings.exclude}
+        devices = chain(*devices_by_name(self.listed, self.observation.settings).values())
+        excluded = [each for each in devices if is_excluded(each, self.observation.settings)]
+        by_address = {chip.bdf for chip in self.chips.values()} & {
+            *self.observation.settings.exclude
+        }
         return frozenset(by_address).union(*(device.addresses for device in excluded))
 
     @cached_property
@@ -3139,7 +3212,7 @@ class Decision:
     def has_same_devices(self, other: Decision) -> bool:
         """Return whether only pods differ: who holds which chips, and their names."""
         no_pods: Json = {"allocations": (), "names": {}}
-        is_same_node = self.seen._replace(**no_pods) == other.seen._replace(**no_pods)
+        is_same_node = self.observation._replace(**no_pods) == other.observation._replace(**no_pods)
         return is_same_node and self.resources is other.resources
 
     def advertises(self, chip: Chip) -> bool:
@@ -3149,26 +3222,27 @@ class Decision:
         return chip.is_listed or chip.bdf in self.owners
 
 
-def decide(seen: Observation, former: Decision | None = None) -> Decision:
+def decide(observation: Observation, former: Decision | None = None) -> Decision:
     """Return the desired state. `former` is the last one, of which unchanged parts are used."""
-    label = partial(pod_label, names=seen.names)
-    chips = dict(seen.chips)
-    for allocation in seen.allocations:
+    label = partial(pod_label, names=observation.names)
+    chips = dict(observation.chips)
+    for allocation in observation.allocations:
         for bdf in allocation.chips - chips.keys():
             chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
     if any(chip.fault for chip in chips.values()):
-        chips = _explained_chips(chips, seen, label)
+        chips = _explained_chips(chips, observation, label)
 
+    # A Chip has no measured values, so this is nearly always the case.
     listed = [chip for chip in chips.values() if chip.is_listed]
-    if former and former.seen.settings == seen.settings and former.listed == listed:
+    if former and former.observation.settings == observation.settings and former.listed == listed:
         configured = former.configured
     else:
-        configured = configured_resources(listed, seen.settings)
+        configured = configured_resources(listed, observation.settings)
 
-    allocations = list(_with_chips(seen.allocations, chips, configured))
+    allocations = list(_with_chips(observation.allocations, chips, configured))
     advertised = advertise(configured, chips, allocations, label)
-    return Decision(seen, chips, listed, allocations, configured, advertised)
+    return Decision(observation, chips, listed, allocations, configured, advertised)
 
 
 def _with_chips(
@@ -3198,10 +3272,12 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
     return names.get(allocation.pod, f"pod {allocation.pod}")
 
 
-def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label) -> dict[str, Chip]:
+def _explained_chips(
+    chips: Mapping[str, Chip], observation: Observation, label: Label
+) -> dict[str, Chip]:
     """Return the chips with the reasons of those that are unhealthy."""
     pods = defaultdict(list)
-    for allocation in seen.allocations:
+    for allocation in observation.allocations:
         for bdf in allocation.chips:
             pods[bdf].append(label(allocation))
 
@@ -3214,20 +3290,20 @@ def _explained_chips(chips: Mapping[str, Chip], seen: Observation, label: Label)
     for bdf, chip in chips.items():
         if chip.fault:
             siblings = [each for each in boards[chip.board] if each != bdf]
-            chip = chip._replace(reason=explain(chip, siblings, pods, seen))
+            chip = chip._replace(reason=explain(chip, siblings, pods, observation))
         found[bdf] = chip
     return found
 
 
 def explain(
-    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], seen: Observation
+    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], observation: Observation
 ) -> Reason:
     """Return why a chip is unhealthy, and the remedy with what else it affects.
 
     `siblings` are the other chips of its board; `pods` are those that hold chips, by address.
     """
-    problem, remedy = _problem_and_remedy(chip, seen.driver)
-    if remedy is RESET and seen.machine == "aarch64":
+    problem, remedy = _problem_and_remedy(chip, observation.driver)
+    if remedy is RESET and observation.machine == "aarch64":
         remedy = REBOOT
     if remedy is None:
         return Reason(problem)
@@ -3277,7 +3353,7 @@ def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | N
 
 def driver_problem(decision: Decision) -> Reason | None:
     """Return why cards on the bus are not devices."""
-    driver = decision.seen.driver
+    driver = decision.observation.driver
     unbound = []
     for bdf, chip in decision.chips.items():
         has_no_driver = chip.function.on_bus and chip.function.driver is None
@@ -3305,9 +3381,9 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
             if chip.function.file_fault and has_new_fault and bdf not in decision.excluded:
                 yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
         elif former and former_chip and former.advertises(former_chip):
-            yield from _chip_changes(former_chip, chip, decision.seen.driver)
+            yield from _chip_changes(former_chip, chip, decision.observation.driver)
         else:
-            yield from _chip_changes(None, chip, decision.seen.driver)
+            yield from _chip_changes(None, chip, decision.observation.driver)
 
     withheld_before = former.withheld if former else {}
     for name, reason in decision.withheld.items():
@@ -3487,8 +3563,8 @@ def plugin_metrics(
 ) -> str:
     """Return the metrics of node and daemon, which has started at this Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
-    if decision.seen.driver:
-        samples.add("driver_info", 1, version=decision.seen.driver)
+    if decision.observation.driver:
+        samples.add("driver_info", 1, version=decision.observation.driver)
     functions = [chip.function for chip in decision.chips.values() if chip.function.on_bus]
     for driver, number in Counter(function.driver for function in functions).items():
         samples.add("pci_functions", number, driver=driver or "")
@@ -3520,13 +3596,13 @@ def status_line(
         parts = ["no Tenstorrent device on this node; waiting for one"]
 
     texts = {registration.text for registration in registrations.values()}
-    if len(texts) > 1:  # of those that are not like the others, say which
+    if len(texts) > 1:  # name those that are not registered
         texts = set()
         for name, registration in registrations.items():
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
     parts += sorted(filter(None, texts))
-    parts += filter(None, [decision.seen.unreadable, *problems])
+    parts += filter(None, [decision.observation.unreadable, *problems])
     return "; ".join(parts)
 
 
@@ -3566,11 +3642,11 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(decision.seen.settings, key) for key in NEEDS_RESTART},
+        **{key: getattr(decision.observation.settings, key) for key in NEEDS_RESTART},
         "status": status,
         "rejected": rejected,
-        "driver": decision.seen.driver,
-        "unreadable": decision.seen.unreadable,
+        "driver": decision.observation.driver,
+        "unreadable": decision.observation.unreadable,
         "withheld": decision.withheld,
         "resources": resources,
         "excluded": sorted(decision.excluded),
@@ -3637,23 +3713,27 @@ class ReadJob(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """A read that has ended: with a reading, the daemon's own error, or an internal error."""
+    """A read that has ended. Without a reading and an error, it was an internal error."""
 
     job: ReadJob
     reading: Reading | None = None
-    error: OSError | None = None
+    error: OSError | None = None  # the daemon's own
 
 
 class TelemetryReaders:
     """Reads chips one after the other on a thread; behind one that blocks, another thread goes on.
 
-    The threads get their jobs from a deque and put results into a queue; they share nothing else.
+    The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
+    it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
+    thread, and so on. After READ_TIMEOUT the loop is woken once more: then the read counts as
+    blocked. When it ends, its thread wakes the loop. Threads put results into a queue, and share
+    nothing else.
     """
 
     def __init__(
         self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
     ) -> None:
-        self.pending: dict[str, float] = {}  # chips that are being read, and since when
+        self.pending: dict[str, float] = {}  # since when chips are being read, or wait for that
         self._wake = wake
         self._read = read
         self._results = queue.SimpleQueue[ReadResult]()
@@ -3669,12 +3749,12 @@ class TelemetryReaders:
                 jobs.append(ReadJob(function, is_poll, details))
 
         if jobs:
-            # After this turn of the loop: the two threads would only wait for each other.
+            # After this turn of the loop, as Python runs one thread at a time.
             asyncio.get_running_loop().call_soon(self._start, jobs)
 
     def _start(self, jobs: deque[ReadJob]) -> None:
         loop = asyncio.get_running_loop()
-        for job in jobs:
+        for job in jobs:  # those that a slow read has delayed wait from now on
             self.pending[job.function.bdf] = monotonic()
 
         try:
@@ -3756,7 +3836,7 @@ class TelemetryReaders:
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return len(self.pending) == len(self.slow(now))
+        return all(now - since >= SLOW_AFTER for since in self.pending.values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -3809,7 +3889,7 @@ class OutputFile:
         try:
             self._replace(text)
             self._written = (text, file_identity(self.path))
-        except FileNotFoundError:
+        except FileNotFoundError:  # no reader, so no line in the log
             self.problem = f"{dirname(self.path)} does not exist"
             return
         except OSError as error:
@@ -3868,7 +3948,7 @@ class OutputFiles:
 
         Files that are written by write() are unmanaged here.
         """
-        for path in {*wanted, *self.by_path}.difference(unmanaged):
+        for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
             file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
             if path not in wanted and not os.path.lexists(path):
@@ -3930,19 +4010,19 @@ class StateFile:
     def _parse(self, content: bytes, now: float) -> SavedState:
         """Return the state in a file; raises ValueError and other errors."""
         document = json.loads(content)
-        if typed(document, "version", int) != self.VERSION:
+        if saved_value(document, "version", int) != self.VERSION:
             raise ValueError("another version")
 
-        files = typed(document, "files", list)
+        files = saved_value(document, "files", list)
         if not all(path.startswith("/") and path.isprintable() for path in files):
             raise ValueError("files are not paths")
 
         health = self._settings.health
         chips = {}
-        for bdf, saved in typed(document, "chips", dict).items():
+        for bdf, saved in saved_value(document, "chips", dict).items():
             chips[bdf] = ChipRecord.from_state(bdf, saved, health)
         allocations = []
-        for saved in typed(document, "allocations", list):
+        for saved in saved_value(document, "allocations", list):
             allocations.append(AllocationRecord.from_state(saved, now))
 
         if document["boot"] != self._boot:
@@ -3969,9 +4049,10 @@ def make_lock_directory(path: str) -> None:
             os.chmod(directory, mode)  # despite the umask
 
         status = os.lstat(directory)
-        is_roots = status.st_uid in (0, os.geteuid())
-        may_be_anyones = directory == path  # a container may own its /dev/shm
-        if not stat.S_ISDIR(status.st_mode) or not (is_roots or may_be_anyones):
+        # Whoever could replace the directory could redirect root. The inner one is the container's
+        # /dev/shm, and the container may own it.
+        is_trusted = directory == path or status.st_uid in (0, os.geteuid())
+        if not stat.S_ISDIR(status.st_mode) or not is_trusted:
             raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
 
 
@@ -4247,17 +4328,19 @@ class PluginDirectory:
         self._names: frozenset[str] = frozenset()  # of others' files, without inotify
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
+        self._inotify_errno = 0  # of the last call
 
     def open(self) -> None:
         """Lock and watch the directory; raises DirectoryError."""
         descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._inotify_errno = ctypes.get_errno()
         if descriptor >= 0:
             self._inotify = descriptor
             asyncio.get_running_loop().add_reader(descriptor, self._read)
 
         self.check()
         if not self.is_watched:
-            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
+            reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
             log.warning("cannot watch %s (%s); polling instead", self.path, reason)
 
     def close(self) -> None:
@@ -4286,6 +4369,7 @@ class PluginDirectory:
             mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self._inotify_errno = ctypes.get_errno()
 
     def _lock(self) -> None:
         """Lock the directory; raises DirectoryError if another process has locked it."""
@@ -4388,7 +4472,7 @@ class Node:
         self.hugepages = HugepageDirectories(settings)
         self.readers = TelemetryReaders(wake)
 
-        self.looked = Broadcast()  # at the pods' cgroups
+        self.looked = Broadcast()  # wakes container starts that wait, after each look at pods
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
@@ -4431,6 +4515,7 @@ class Node:
         """Record what was read of chips; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
+            # READY does not wait for a chip whose reads block.
             self.inventory.records[bdf].start_listing()
             if seconds >= READ_TIMEOUT:
                 self.inventory.records[bdf].block()
@@ -4454,7 +4539,7 @@ class Node:
             host_mounts(self.settings),
         )
 
-        if self._decision is None or observation != self._decision.seen:
+        if self._decision is None or observation != self._decision.observation:
             self._decision = decide(observation, self._decision)
         return self._decision
 
@@ -4653,7 +4738,7 @@ class Allocator:
                 map(is_replica, {*allocation.ids, *ids})
             )
             if not shares_device and self._node.allocations.is_running(allocation):
-                return pod_label(allocation, decision.seen.names)
+                return pod_label(allocation, decision.observation.names)
         return None
 
 
@@ -4861,7 +4946,7 @@ class KubeletSession:
         self._endpoint: Endpoint | None = None
         self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
         self._kubelet_exists = asyncio.Event()
-        self._disturbed = asyncio.Event()  # something has happened: do not wait any longer
+        self._disturbed = asyncio.Event()  # something has happened that ends a pause
         self._checkpoint: FileIdentity | None = None  # as the loop has read it
         self._checkpoint_at_register: FileIdentity | None = None
         self._task = asyncio.create_task(self._run())
@@ -4905,12 +4990,13 @@ class KubeletSession:
             self._disturbed.set()
             return
 
-        # Without kubelet.sock there is nothing to register with, and the open stream works on.
-        works = endpoint.is_streaming and self._kubelet is None
-        is_there = endpoint.file is not None and file_identity(endpoint.path) == endpoint.file
-        if not works and not is_there:
-            endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
-            self._disturbed.set()
+        if endpoint.file and file_identity(endpoint.path) == endpoint.file:
+            return
+        # Without kubelet.sock there is nothing to register with, and an open stream works on.
+        if endpoint.is_streaming and self._kubelet is None:
+            return
+        endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
+        self._disturbed.set()
 
     async def _run(self) -> None:
         """Serve until that ends; pause, unless something has happened; and again."""
@@ -4964,6 +5050,7 @@ class KubeletSession:
         finally:
             self._endpoint = None
             is_closing = self._allocator.is_closing
+            # Of another kubelet's stream the new one knows nothing.
             has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
             await completed(server.stop(0.1 if is_closing else None))
             if has_stream and not is_closing:
@@ -5220,6 +5307,17 @@ class MetricsServer:
 
 
 # ==== DAEMON: observe, decide, apply ==============================================================
+#
+# What a turn of the loop looks at:
+#
+#     always            the kubelet's directory, the checkpoint if it has changed, readings that
+#                       have arrived
+#     after a uevent    which chips and device files exist; each chip's telemetry
+#     at a poll         the same, and missing heartbeats are counted ([health] interval)
+#     in a round        everything that sends no event: pods' cgroups, files for others, names of
+#                       pods; at each poll, and at least every ROUND seconds
+#     while a pod       pods' cgroups, every START_CHECK_INTERVAL seconds
+#     waits or starts
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -5242,7 +5340,7 @@ class Reporter:
         self._files = files
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were read
-        self._written_at = -inf  # when the metrics file was due
+        self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
 
     def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
@@ -5302,7 +5400,7 @@ class Reporter:
 
     async def _read_details(self, max_age: float) -> None:
         """Have sensors and processes read, unless they were within `max_age` seconds."""
-        await self._settle()
+        await self._settle()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
             self._details_at = now
@@ -5579,9 +5677,9 @@ class Daemon:
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
-        """Notify READY=1 once all is served; return a status while waiting for the driver."""
+        """Notify READY=1 once all is served; return a status only while waiting for the driver."""
         settings = self.node.settings
-        version = decision.seen.driver
+        version = decision.observation.driver
         driver = f"driver {version or 'is not loaded'}"
         present = pluralize(len(self.node.inventory.present), "chip")
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Builds dist/tt-device-plugin_<version>_<arch>.deb from packaging/deb with dpkg-buildpackage.
 
-Then it runs lintian. Nothing is compiled, so any machine can build for any architecture. The
-version is that of version.py.
+Beside it is the package's SBOM, in CycloneDX's JSON. Then it runs lintian. Nothing is compiled, so
+any machine can build for any architecture. The version is that of version.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import sys
 from pathlib import Path
 
 import build_pyz
+import preinst
+import sbom
 from build_pyz import BUILD, TOP
+from version import PROGRAM
 
 # Files of packaging/deb that are installed, with their paths in the source package. The other files
 # of packaging/deb are its debian/.
@@ -28,6 +31,7 @@ BESIDE = {
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
 }
+SBOM = "tt-device-plugin.cdx.json"
 FOR_DEBHELPER = {
     "tt-device-plugin.service": "tt-device-plugin.service",
     "tt-device-plugin-metrics.socket": "tt-device-plugin-metrics.socket",
@@ -47,7 +51,7 @@ def main() -> int:
     version = options.version or build_pyz.package_version()
     os.environ["SOURCE_DATE_EPOCH"] = str(build_pyz.source_date_epoch())
     top = BUILD / "deb" / options.arch
-    lay_out_source(top / "source", version)
+    lay_out_source(top / "source", options.arch, version)
     build_zipapp(top / "source", options.arch, version)
     build_package(top, options.arch)
     package = top / f"tt-device-plugin_{version}_{options.arch}.deb"
@@ -56,11 +60,12 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     result = options.output / package.name
     shutil.copy(package, result)
-    print(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
+    shutil.copy(top / "source" / SBOM, result.with_suffix(".cdx.json"))
+    print(f"{build_pyz.shown(result)}: {result.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
-def lay_out_source(source: Path, version: str) -> None:
+def lay_out_source(source: Path, arch: str, version: str) -> None:
     """Make the directory of the source package, without the zipapp."""
     shutil.rmtree(source.parent, ignore_errors=True)
     ignore = shutil.ignore_patterns(*BESIDE)
@@ -70,11 +75,15 @@ def lay_out_source(source: Path, version: str) -> None:
         shutil.copy(TOP / "packaging/deb" / name, source / place)
     for script in ("bin/tt-device-plugin", "back-off"):
         (source / script).chmod(0o755)
-    shutil.copy(TOP / "README.md", source)
+    for name in ("README.md", "CHANGELOG.md"):
+        shutil.copy(TOP / name, source)
     shutil.copytree(TOP / "packaging/systemd", source / "systemd")
     for name, place in FOR_DEBHELPER.items():
         (source / "systemd" / name).rename(source / "debian" / place)
-    set_version(source / "debian/changelog", version)
+    text = sbom.text(arch, version, build_pyz.source_date_epoch())
+    (source / SBOM).write_text(text)
+    (source / "debian/preinst").write_text(preinst.preinst((TOP / PROGRAM).read_text()))
+    set_version(source / "debian", version)
     # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.
     epoch = build_pyz.source_date_epoch()
     for path in source.rglob("*"):
@@ -86,7 +95,8 @@ def build_zipapp(source: Path, arch: str, version: str) -> None:
     script = str(TOP / "packaging/build_pyz.py")
     output = str(source / "tt-device-plugin.pyz")
     arguments = ["--arch", arch, "--version", version, "--output", output]
-    subprocess.run([sys.executable, script, *arguments], check=True)
+    if status := subprocess.run([sys.executable, script, *arguments]).returncode:
+        sys.exit(status)  # build_pyz.py has printed the reason
 
 
 def build_package(top: Path, arch: str) -> None:
@@ -111,20 +121,26 @@ def build_package(top: Path, arch: str) -> None:
 def run_lintian(package: Path) -> None:
     """Run lintian, and fail if it finds anything. Print a line if it is not installed."""
     if not shutil.which("lintian"):
-        print("NOT CHECKED by lintian: apt install lintian")
+        print("lintian is not installed: skipped these checks, which are for maintainers")
         return
     print("lintian", flush=True)
     checks = ["--fail-on", "error,warning,info", "--display-info", "--tag-display-limit=0"]
     subprocess.run(["lintian", "--allow-root", *checks, str(package)], check=True)
 
 
-def set_version(changelog: Path, version: str) -> None:
-    """Replace the version of the changelog's first entry by the version that is built."""
-    text, number = re.subn(
-        r"\A(tt-device-plugin) \([^)]+\)", rf"\1 ({version})", changelog.read_text()
-    )
-    assert number == 1
-    changelog.write_text(text)
+def set_version(debian: Path, version: str) -> None:
+    """Replace the version of the changelog's first entry by the version that is built.
+
+    If the first entry of NEWS has the same version, it gets the same heading: apt-listchanges shows
+    the entries that are later than the installed version. NEWS must not contain UNRELEASED.
+    """
+    opened = re.match(r"tt-device-plugin \(([^)]+)\)", (debian / "changelog").read_text())
+    assert opened
+    for name in ("changelog", "NEWS"):
+        path = debian / name
+        of_first = rf"\Att-device-plugin \({re.escape(opened[1])}\) [\w-]+;"
+        heading = f"tt-device-plugin ({version}) unstable;"
+        path.write_text(re.sub(of_first, heading, path.read_text()))
 
 
 if __name__ == "__main__":

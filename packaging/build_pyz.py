@@ -43,7 +43,7 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 def main() -> int:
     """Run the command."""
     options = command_line().parse_args()
-    settings = tomllib.loads(SETTINGS.read_text())
+    settings = read_settings()
     if options.lock:
         return lock(settings)
     if options.bootstrap:
@@ -61,8 +61,7 @@ def main() -> int:
     print("packing", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pack(settings, tree, options.output)
-    size = options.output.stat().st_size
-    print(f"{options.output}: {size / 1e6:.1f} MB, sha256 {_sha256(options.output.read_bytes())}")
+    print(f"{shown(options.output)}: {options.output.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
@@ -81,6 +80,11 @@ def command_line() -> argparse.ArgumentParser:
         "--bootstrap", type=Path, help="only write the program's bootstrap into this directory"
     )
     return parser
+
+
+def read_settings() -> dict[str, Any]:
+    """Return the contents of shiv.toml."""
+    return tomllib.loads(SETTINGS.read_text())
 
 
 def this_abi(settings: Mapping[str, Any]) -> str:
@@ -121,7 +125,18 @@ def fetch(
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         pip += ["--no-deps", "--no-build-isolation", "--dest", str(directory)]
         environment = {**os.environ, "PYTHONPATH": str(BUILD / "tools")}
-        subprocess.run([*pip, "--requirement", str(asked), *more], check=True, env=environment)
+        done = subprocess.run(
+            [*pip, "--requirement", str(asked), *more],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            from offline import explanation
+
+            sys.exit(explanation(next(iter(requirements)), done.stdout))
+        print(done.stdout, end="")
         asked.rename(stamp)
         stamp.write_text(text)
     return sorted(path for path in directory.iterdir() if path != stamp)
@@ -311,6 +326,11 @@ def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dic
         "packed.py": "".join(f"{name} = {value!r}\n" for name, value in constants.items()),
         **{name: (TOP / "packaging" / name).read_text() for name in BOOTSTRAP},
     }
+
+
+def shown(path: Path) -> str:
+    """Return a path as it is printed: below the sources, or absolute."""
+    return str(path.relative_to(TOP)) if path.is_relative_to(TOP) else str(path)
 
 
 def package_version() -> str:

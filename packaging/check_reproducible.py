@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import build_pyz
+from version import PACKED
 
 TOP = Path(__file__).resolve().parent.parent
-SOURCES = ("ttdp.py", "shiv.toml", "README.md", "generated", "packaging")
 WORLDS = (
     ("a", 0o022, {"TZ": "UTC", "LC_ALL": "C"}),
     (
@@ -34,7 +34,7 @@ WORLDS = (
 def build(place: Path, umask: int, variables: dict[str, str], version: str) -> dict[str, str]:
     """Build in a copy of the sources; return the hash of each package by file name."""
     place.mkdir(parents=True)
-    names = sorted(SOURCES, reverse=umask == 0o077)
+    names = sorted(PACKED, reverse=umask == 0o077)
     for name in names:
         if (TOP / name).is_dir():
             shutil.copytree(TOP / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))

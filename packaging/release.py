@@ -26,6 +26,7 @@ import version as versions
 from version import CHANGELOG, PROGRAM, TOP, git
 
 NEWS = "CHANGELOG.md"
+INSTALLED = f"/usr/share/doc/tt-device-plugin/{NEWS}.gz"  # as the package has it
 OPEN = "unreleased"  # in place of the date
 MAINTAINER = "tt-device-plugin maintainers <maintainers@tt-device-plugin.invalid>"
 
@@ -157,7 +158,7 @@ def open_version(top: Path, version: str) -> None:
     program.write_text(versions.with_version(program.read_text(), version))
     now = email.utils.format_datetime(datetime.datetime.now(datetime.timezone.utc))
     changelog = top / CHANGELOG
-    entry = f"tt-device-plugin ({version}) UNRELEASED; urgency=medium\n\n  * See {NEWS}.\n\n"
+    entry = f"tt-device-plugin ({version}) UNRELEASED; urgency=medium\n\n  * See {INSTALLED}.\n\n"
     changelog.write_text(f"{entry} -- {MAINTAINER}  {now}\n\n{changelog.read_text()}")
     news = (top / NEWS).read_text()
     head, first, rest = news.partition("\n## ")

@@ -69,17 +69,17 @@ def main() -> int:
         "--output", type=Path, default=Path("dist/repository"), help="default: %(default)s"
     )
     options = parser.parse_args()
+    if not re.match(r"https?://[^/]|file:/", options.url):
+        sys.exit(f"--url: {options.url} is not an address such as https://apt.example.org")
     if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
-        sys.exit(
-            f"make repository needs more: apt install --no-install-recommends {' '.join(missing)}"
-        )
+        sys.exit(f"repository.py needs: apt install --no-install-recommends {' '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="ttdp-gpg-") as home:
         signer = Signer(options.sign_key, Path(home))
         add_packages(options.output, options.debs)
         write_indexes(options.output)
         write_release(options.output, signer)
         write_for_nodes(options.output, options.url, signer)
-    for line in warnings(options.debs, options.url, options.sign_key):
+    for line in warnings(options.debs, options.sign_key):
         print(f"*** {line}", file=sys.stderr)
     print(f"{options.output}: {', '.join(sorted(os.listdir(options.output / POOL)))}")
     return 0
@@ -218,12 +218,10 @@ def write(path: Path, content: bytes) -> None:
     half.rename(path)
 
 
-def warnings(debs: Sequence[Path], url: str, sign_key: str) -> Iterator[str]:
+def warnings(debs: Sequence[Path], sign_key: str) -> Iterator[str]:
     """Yield the reasons why this repository cannot be published."""
     if not sign_key:
         yield "SIGNED WITH A TEMPORARY KEY: make repository SIGN_KEY=<a key, as gpg knows it>"
-    if url.split("/")[2].endswith(".invalid"):
-        yield f"{url} IS A PLACEHOLDER: set REPOSITORY_URL in packaging/packaging.mk"
     for version in sorted({deb.name.split("_")[1] for deb in debs}):
         if not re.fullmatch(r"\d+\.\d+\.\d+", version):
             yield f"{version} IS NOT A RELEASE"

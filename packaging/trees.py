@@ -85,7 +85,7 @@ def mark(path: str) -> str:
 
 
 def is_noexec(path: str) -> bool:
-    """Return whether a path's file system forbids to load extension modules."""
+    """Return whether a path's file system forbids loading extension modules."""
     return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
 
 

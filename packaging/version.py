@@ -27,7 +27,7 @@ TOP = Path(__file__).resolve().parent.parent
 CHANGELOG = "packaging/deb/changelog"
 PROGRAM = "ttdp.py"
 # The files that the packages are made of.
-PACKED = (PROGRAM, "shiv.toml", "README.md", "generated", "packaging")
+PACKED = (PROGRAM, "shiv.toml", "README.md", "CHANGELOG.md", "generated", "packaging")
 LINE = re.compile(r'^__version__ = "([^"]*)"$', re.MULTILINE)  # in the program
 
 

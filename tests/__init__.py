@@ -22,6 +22,7 @@ Where they lie, by chapter of ttdp.py:
     COMMAND LINE                      test_cli
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
+    the package's files, make         test_preinst, test_sbom, test_examples, test_make
     what only the original can show   e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
 
 What they stand on:

@@ -41,6 +41,7 @@ SAMPLES: dict[str, tuple[Any, str, str, str]] = {
                              "/variable/pods.sock", "/flag/pods.sock"),
     "fail_on_init_error": (False, "true", "false", "true"),
     "log_level": ("info", "error", "warning", "debug"),
+    "hugepages": ("private", "host", "none", "host"),
 }  # fmt: skip
 
 # Texts that are not valid, and the valid values as the message has them.
@@ -63,6 +64,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "pod_resources_socket": (["", "/" + "x" * 107], "the path of a Unix socket, at most 107"),
     "fail_on_init_error": (["", "maybe", "2", "tru"], "true, yes, on, 1, false, no, off or 0"),
     "log_level": (["", "verbose", "INFO", "10"], "debug, info, warning or error"),
+    "hugepages": (["", "shared", "PRIVATE"], "private, host or none"),
 }
 
 
@@ -111,7 +113,7 @@ def test_the_options_are_those_of_the_design() -> None:
     }
     assert defaults.health == HealthSettings(5.0, None, 2, 300.0)
     assert defaults.sharing == Sharing(False, True, "/run/ttdp/shm", ())
-    assert defaults.mounts == ()
+    assert defaults.mounts == () and defaults.exclude == ()
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
@@ -252,7 +254,7 @@ def test_the_strategy_cdi_without_a_directory_is_reported_with_its_source(
 SHARED = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
 HEALTH_KEYS = "interval, temperature_limit, heartbeat_misses, trip_holdoff"
 TABLES = {  # the least of each kind, and its keys
-    "": ("", ", ".join([*SAMPLES, "health", "sharing", "mounts"])),
+    "": ("", ", ".join([*SAMPLES, "exclude", "health", "sharing", "mounts"])),
     "[health] ": ("[health]\n", HEALTH_KEYS),
     "[[mounts]] ": ("[[mounts]]\nhost = '/x'\n", "host, container, read_only"),
     "[[sharing.resources]] ": (SHARED, "name, replicas, rename, devices"),
@@ -278,6 +280,19 @@ def test_an_unknown_key_is_reported_with_the_nearest_one_or_the_valid_keys(
     advice = f"did you mean {nearest}?" if nearest else f"valid keys: {keys}"
     line = rejection(f"{content}{toml(key)} = 1")
     assert line == f"FILE: {table}unknown key {key!r}; {advice}"
+
+
+@pytest.mark.parametrize(
+    "value", ['"0000:01:00.0"', '["01:00.0"]', '["0000:01:00.0\\n"]', "[1]", "true", '["all"]']
+)
+def test_chips_are_excluded_by_a_list_of_addresses(value: str) -> None:
+    """Only in the file: a flag or variable has no lists."""
+    chips = ("0000:01:00.0", "10000:c1:00.0")
+    assert from_file(f"exclude = {toml(chips)}").exclude == chips
+    assert rejection(f"exclude = {value}").endswith(
+        "is not valid; must be a list of PCI addresses, such as 0000:03:00.0"
+    )
+    assert from_file("", environ={"TTDP_EXCLUDE": chips[0]}).exclude == ()
 
 
 def test_a_key_of_a_former_release_is_accepted_if_it_changes_nothing() -> None:

@@ -175,7 +175,9 @@ async def watched(path: Path) -> AsyncIterator[Watched]:
 
 
 async def test_files_of_others_are_changes(tmp_path: Path) -> None:
-    """Created, moved, deleted; not the daemon's own sockets, nor the checkpoint."""
+    """Created, moved, deleted; not the end of the daemon's own sockets, nor the checkpoint."""
+    own = tmp_path / "tt-n150.1-2.sock"
+    own.touch()
     async with watched(tmp_path) as found:
         (tmp_path / "kubelet.sock").touch()
         assert await found.change()
@@ -183,9 +185,22 @@ async def test_files_of_others_are_changes(tmp_path: Path) -> None:
         assert await found.change()
         (tmp_path / "b").unlink()
         assert await found.change()
-        for name in ("tt-n150.1-2.sock", ttdp.CHECKPOINT, ".543210"):
+        (tmp_path / ".543210").touch()
+        own.unlink()
+        assert not await found.change()
+        (tmp_path / ".543210").rename(tmp_path / ttdp.CHECKPOINT)
+        assert not await found.change()
+
+
+async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path) -> None:
+    """The daemon's own new socket, and a checkpoint that is being written."""
+    async with watched(tmp_path) as found:
+        for name in ("tt-n150.1-2.sock", ".543210"):
             (tmp_path / name).touch()
-            assert not await found.change()
+        await asyncio.sleep(0.01)
+        assert not found.woken.is_set()
+        (tmp_path / "other.sock").touch()
+        assert await found.change()
 
 
 async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path: Path) -> None:

@@ -385,7 +385,7 @@ def test_a_cgroup_that_cannot_be_read_counts_as_busy(tracked: Tracked) -> None:
 @pytest.mark.parametrize("whose", ["a user's session", "another user's", "below another user's"])
 def test_cgroups_that_users_can_make_are_no_evidence(tracked: Tracked, whose: str) -> None:
     """A user with a delegated subtree could block any chip by a former pod's name."""
-    if os.geteuid():
+    if os.geteuid() and whose != "a user's session":
         pytest.skip("needs root to give a directory away")
     top = "user.slice" if whose == "a user's session" else "theirs.slice"
     where = f"{top}/kubepods/pod{UID}"
@@ -672,8 +672,8 @@ def test_any_number_of_waiting_containers_cost_one_look(
 def test_foreign_cgroups_are_not_looked_into(
     tracked: Tracked, monkeypatch: pytest.MonkeyPatch, has_pod: bool
 ) -> None:
-    """1,500 of other pods, 1,500 of other services; without a pod with a chip none is listed."""
-    for number in range(1500):
+    """Of a hundred other pods and services; without a pod with a chip none is listed."""
+    for number in range(100):
         (tracked.cgroups / f"system.slice/service-{number}").mkdir(parents=True)
         tracked.make_cgroup(populated=True, where=f"kubepods/burstable/pod{number}")
     if has_pod:

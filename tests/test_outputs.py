@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,21 @@ def test_a_link_is_used_if_it_points_to_the_chips_device_file_now(
     assert found == (str(link) if target in ("../7", "{file}") else None)
 
 
-def test_the_default_mounts_are_hugepages_below_dev_root_that_exist(tmp_path: Path) -> None:
-    """Any configured mount replaces them, and need not exist."""
-    one = Mount("/does/not/exist", "/x")
+def test_the_mounts_of_all_containers_are_the_configured_ones_and_hugepages_that_exist(
+    tmp_path: Path,
+) -> None:
+    """Below dev_root. A configured one need not exist; at the path of another it replaces that."""
+    other, instead = Mount("/does/not/exist", "/x"), Mount("/mine", "/dev/hugepages-1G")
     for names in ([], ["hugepages"], ["hugepages-1G", "hugepages"]):
         for name in names:
             (tmp_path / name).mkdir(exist_ok=True)
-        found = ttdp.existing_mounts(Settings(dev_root=str(tmp_path)))
-        assert found == tuple(Mount(f"{tmp_path}/{name}", f"/dev/{name}") for name in names)
-        assert ttdp.existing_mounts(Settings(dev_root=str(tmp_path), mounts=(one,))) == (one,)
+        settings = Settings(dev_root=str(tmp_path))
+        hugepages = [Mount(f"{tmp_path}/{name}", f"/dev/{name}") for name in names]
+        assert ttdp.host_mounts(settings) == (*hugepages,)
+        configured = replace(settings, mounts=(other, instead))
+        small = [mount for mount in hugepages if mount.container == "/dev/hugepages"]
+        assert ttdp.host_mounts(configured) == (other, instead, *small)
+        assert ttdp.host_mounts(replace(configured, hugepages="none")) == (other, instead)
 
 
 def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
@@ -183,7 +190,7 @@ def test_devices_count_whether_they_are_healthy_or_not_if_they_exist() -> None:
     foreign = allocation("example.org/n150", bdf(1), buses=[1])
     missing = allocation("n300", bdf(9), buses=[9])
     found = labels(N150, allocations=(old, foreign, missing))
-    assert found["n150.count"] == "1" and found["n300.count"] == "0"
+    assert found["n150.count"] == "1" and "n300.count" not in found
     found = labels(P150, allocations=(foreign,), resource_domain="a.b")
     assert {key.partition(".")[0] for key in found} == {"arch", "driver", "plugin", "p150"}
 

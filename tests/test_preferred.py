@@ -365,7 +365,7 @@ def test_two_chips_are_linked_and_four_are_a_square_whenever_that_is_possible() 
             assert {int(each[5:7], 16) & 15 for each in found} in SQUARES, ids
 
 
-@pytest.mark.parametrize("trays", itertools.combinations(RING, 3))
+@pytest.mark.parametrize("trays", [*itertools.combinations(RING, 3)])
 def test_chips_of_several_trays_are_of_trays_that_are_linked(trays: tuple[int, ...]) -> None:
     """Buses that differ by 0x80 are not: of three trays one is beside both others."""
     layout = [on_tray(tray | 1, f"s{tray}") for tray in trays]

@@ -197,12 +197,12 @@ def test_an_id_that_is_not_listed_has_no_chips() -> None:
 def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     """The message names what is missing; the device is shared once it exists."""
     half = SharedResource("n150", 2, "half", (bdf(9), "7", "0"))
-    assert decide(FOUR, shared(half)).unselected == [f"n150 has no device '{bdf(9)}', '7'"]
+    assert decide(FOUR, shared(half)).in_vain == [f"sharing: n150 has no device '{bdf(9)}', '7'"]
     later = decide([*FOUR, chip(9, ordinal=7)], shared(half))
-    assert later.unselected == []
+    assert later.in_vain == []
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
     none = decide(FOUR, shared(SharedResource("p150", 2)))
-    assert none.unselected == ["there is no resource p150; available: n150"]
+    assert none.in_vain == ["sharing: there is no resource p150; available: n150"]
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:

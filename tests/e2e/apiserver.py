@@ -2,7 +2,8 @@
 
 Kubelets differ between the two: static pods are admitted in the first turn, those of an API server
 once the kubelet has found its own node there, which it looks for once a second. Objects are kept as
-they come, without defaults or validation; lists and watches give everything of a kind.
+they come, without defaults or validation; lists and watches give everything of a kind. Standard
+library only, for virtual machines.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import copy
 import datetime
 import itertools
 import json
+import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.e2e.machine import JSON, Machine
+from tests.e2e.steps import JSON
 
 PORT = 8080
 KINDS = {
@@ -39,10 +41,10 @@ class ApiServer:
         self._changed = threading.Condition()
         self._server: _Server | None = None
 
-    def serve(self, machine: Machine) -> None:
-        """Listen on the machine's loopback device, until it loses power or `close`."""
+    def serve(self, listen: Callable[[int], socket.socket]) -> None:
+        """Serve on what listens on a port of a machine, until it loses power or `close`."""
         self.close()
-        self._server = _Server(self, machine)
+        self._server = _Server(self, listen(PORT))
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
@@ -162,6 +164,43 @@ def merged(item: Any, change: Any) -> Any:
     return result
 
 
+def _event_of(content: bytes) -> JSON:
+    """Return the name and the texts of an Event in protobuf, which newer clients send."""
+    unknown = dict(_fields(content.removeprefix(b"k8s\0")))  # runtime.Unknown; 2: raw
+    event = dict(_fields(unknown[2]))  # core/v1 Event
+    texts = {"reason": 3, "message": 4, "type": 9}
+    name = dict(_fields(event[1]))[1].decode()  # ObjectMeta
+    return {
+        "metadata": {"name": name},
+        **{key: event[number].decode() for key, number in texts.items()},
+    }
+
+
+def _fields(message: bytes) -> list[tuple[int, bytes]]:
+    """Return number and content of a message's fields that have a length."""
+    found, place = [], 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(message):
+        key = varint()
+        size = varint() if key & 7 in (0, 2) else 8 if key & 7 == 1 else 4
+        if key & 7 == 2:
+            found.append((key >> 3, message[place : place + size]))
+        if key & 7:
+            place += size
+    return found
+
+
 def _parse(path: str) -> tuple[str, str, str, str]:
     """Return a path's group and version, namespace, plural kind and name ("": a collection)."""
     parts = path.strip("/").split("/")
@@ -183,10 +222,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     closing = False
 
-    def __init__(self, api: ApiServer, machine: Machine) -> None:
+    def __init__(self, api: ApiServer, listener: socket.socket) -> None:
         super().__init__(("127.0.0.1", PORT), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.socket = machine.listen(PORT)
+        self.socket = listener
         self.api = api
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -202,7 +241,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> JSON:
         length = int(self.headers.get("Content-Length") or 0)
-        return dict(json.loads(self.rfile.read(length) or b"{}"))
+        content = self.rfile.read(length)
+        if self.headers.get("Content-Type") == "application/vnd.kubernetes.protobuf":
+            return _event_of(content)
+        return dict(json.loads(content or b"{}"))
 
     @property
     def _object(self) -> str:

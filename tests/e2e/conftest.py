@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.host import Host
+from tests.e2e.container import require_root
+from tests.e2e.host import Host, Packages
 from tests.e2e.machine import VERSIONS, build_kubelet, missing_tools
 from tests.e2e.node import Node, Program, stale_zipapp
 from tests.world.processes import ROOT
@@ -74,6 +76,14 @@ def deb() -> Path:
     if not debs:
         pytest.exit("no package to test: make deb", returncode=1)
     return debs[-1]
+
+
+@pytest.fixture(scope="session")
+def packages(deb: Path) -> Iterator[Packages]:
+    """Return this package, one of a later version, and 0.1.0."""
+    require_root(dpkg_buildpackage="dpkg-dev debhelper")
+    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
+        yield Packages.of(deb, Path(work))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.e2e.container import Container
 from tests.world.node import SimulatedNode, Ticker
@@ -25,6 +26,9 @@ DIRECTORY = "/var/lib/kubelet/device-plugins"
 CONFIG = "/etc/tt-device-plugin/config.toml"
 DROP_IN = f"/etc/systemd/system/{UNIT}.service.d/test.conf"
 NEXT = "9.9.9"  # the version of the upgrade
+# The last commit of 0.1.0 in which its configuration is a conffile, and that commit's time.
+FIRST = "ddddcc428a43bb03aeb0dff0affa8fa88c4b7771"
+FIRST_TIME = "1795340411"
 KUBELET = """
 [Unit]
 Description=Reference kubelet
@@ -66,8 +70,8 @@ class Packages:
         shutil.copy2(deb, directory)
         _build_next(deb, directory, work / "next")
         following = next(path.name for path in directory.iterdir() if f"_{NEXT}_" in path.name)
-        first = _build_first(deb, directory, work / "first")
-        with zipfile.ZipFile(work / f"first/usr/lib/{UNIT}/{UNIT}.pyz") as packed:
+        first = _build_first(directory, work / "first")
+        with zipfile.ZipFile(_zipapp_of(deb, work / "unpacked")) as packed:
             names = [name for name in packed.namelist() if name.startswith("site-packages/")]
             packed.extractall(work, names)
         current, following, first = (f"/srv/packages/{x}" for x in (deb.name, following, first))
@@ -80,7 +84,7 @@ def _build_next(deb: Path, output: Path, source: Path) -> None:
     for name in ("generated", "packaging", "build/wheels"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("ttdp.py", "shiv.toml", "README.md"):
+    for name in ("ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "packaging/build_deb.py", "--output", str(output)]
     command += ["--no-lintian", "--version", NEXT]
@@ -88,18 +92,26 @@ def _build_next(deb: Path, output: Path, source: Path) -> None:
     subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
 
 
-def _build_first(deb: Path, output: Path, tree: Path) -> str:
-    """Build 0.1.0, which had a long configuration as its conffile; return the file's name."""
-    subprocess.run(["dpkg-deb", "--raw-extract", str(deb), str(tree)], check=True)
-    (tree / CONFIG[1:]).parent.mkdir(parents=True)
-    shutil.copy(tree / f"usr/share/doc/{UNIT}/examples/config.toml", tree / CONFIG[1:])
-    (tree / "DEBIAN/conffiles").write_text(f"{CONFIG}\n")
-    control = (tree / "DEBIAN/control").read_text()
-    (tree / "DEBIAN/control").write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.1.0", control))
-    name = re.sub("_.*_", "_0.1.0_", deb.name)
-    command = ["dpkg-deb", "-Znone", "--root-owner-group", "--build", str(tree), str(output / name)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return name
+def _build_first(output: Path, source: Path) -> str:
+    """Build 0.1.0, with the scripts of its own commit; return the file's name."""
+    source.mkdir()
+    archive = source / "archive.tar"
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "archive", f"--output={archive}"]
+    if subprocess.run([*command, FIRST], stderr=subprocess.DEVNULL).returncode:
+        pytest.exit(f"0.1.0 cannot be built: no commit {FIRST}; run: git fetch --unshallow", 1)
+    subprocess.run(["tar", "-C", str(source), "-xf", str(archive)], check=True)
+    if (ROOT / "build/wheels").exists():
+        shutil.copytree(ROOT / "build/wheels", source / "build/wheels")
+    command = [sys.executable, "packaging/build_deb.py", "--no-lintian", "--output", str(output)]
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": FIRST_TIME}
+    subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
+    return next(path.name for path in output.iterdir() if "_0.1.0_" in path.name)
+
+
+def _zipapp_of(deb: Path, tree: Path) -> Path:
+    """Unpack a package, and return its zipapp."""
+    subprocess.run(["dpkg-deb", "--extract", str(deb), str(tree)], check=True)
+    return tree / f"usr/lib/{UNIT}/{UNIT}.pyz"
 
 
 class Host(Container):

@@ -225,6 +225,11 @@ class Machine:
                 return self.scratch / outside / inside[len(directory) + 1 :]
         raise ValueError(f"{inside} is the host's own")
 
+    @property
+    def root(self) -> Path:
+        """Return the machine's root directory, with all that is mounted in it, while it is on."""
+        return Path(f"/proc/{self._init_pid}/root")
+
     def power_on(self) -> None:
         """Make the namespaces, with one process in them that does nothing but keep them."""
         assert self._init is None, "it is on already"
@@ -416,6 +421,7 @@ class Containerd:
         self._binary = shutil.which("containerd", path=self._env["PATH"]) or "containerd"
         self._ctr = shutil.which("ctr", path=self._env["PATH"]) or "ctr"
         self.images: list[Path] = []  # archives of further ones, for the next start
+        self.runtime: Path | None = None  # a program that stands before runc, for the next start
         self.process: Process | None = None
 
     def start(self, timeout: float = 30) -> None:
@@ -465,15 +471,25 @@ class Containerd:
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
+            plugin = "[plugins.'io.containerd.cri.v1.runtime'"
             lines = ["version = 3", "[plugins.'io.containerd.cri.v1.images'.pinned_images]"]
-            lines += [f"sandbox = '{IMAGE}'", "[plugins.'io.containerd.cri.v1.runtime']"]
+            lines += [f"sandbox = '{IMAGE}'", f"{plugin}]"]
         else:
-            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']"]
-            lines += [f"sandbox_image = '{IMAGE}'"]
+            plugin = "[plugins.'io.containerd.grpc.v1.cri'"
+            lines = ["version = 2", f"{plugin}]", f"sandbox_image = '{IMAGE}'"]
             if (int(found[1]), int(found[2])) >= (1, 7):
                 lines.append("enable_cdi = true")  # the default of 2.0
+
         if not _has_capability(_CAP_SYS_RESOURCE):  # runc fails: pods want less than our own
             lines.append("restrict_oom_score_adj = true")
+
+        if self.runtime is not None:
+            lines += [
+                f"{plugin}.containerd.runtimes.runc]",
+                "runtime_type = 'io.containerd.runc.v2'",
+            ]
+            lines += [f"{plugin}.containerd.runtimes.runc.options]"]
+            lines.append(f"BinaryName = '{self.runtime}'")
         return "\n".join(lines) + "\n"
 
 
@@ -489,8 +505,20 @@ def _has_capability(number: int) -> bool:
 _SLEEP = "trap exit TERM; while :; do sleep 3600 & wait; done"
 
 
+def like_umd() -> Path:
+    """Return like_umd.c, compiled."""
+    source = HERE / "like_umd.c"
+    program = CACHE / f"like_umd-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+    if not program.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        half = program.with_name(f"{program.name}.{os.getpid()}")
+        subprocess.run(["gcc", "-static", "-O2", "-o", str(half), str(source)], check=True)
+        half.rename(program)
+    return program
+
+
 def busybox_layer() -> bytes:
-    """Return an image's layer: busybox, static, under the names that the tests use."""
+    """Return an image's layer: busybox, static, under the names that tests use, and like_umd."""
     busybox = shutil.which("busybox")
     assert busybox is not None
     layer = io.BytesIO()
@@ -500,6 +528,7 @@ def busybox_layer() -> bytes:
             directory.type, directory.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(directory)
         tar.add(busybox, "bin/busybox")
+        tar.add(like_umd(), "bin/like_umd")
         applets = "sh sleep ls cat env grep sort stat id dd mount true false test"
         for applet in applets.split(" "):
             link = tarfile.TarInfo(f"bin/{applet}")
@@ -925,5 +954,5 @@ def _klog_time(line: str) -> float:
 if __name__ == "__main__":  # build the kubelets, which takes minutes the first time
     if missing := missing_tools():
         raise SystemExit(missing)
-    for each in VERSIONS:
+    for each in reversed(VERSIONS):  # virtual machines wait for the newest one
         print(build_kubelet(each))

@@ -77,6 +77,12 @@ class Program:
 
     zipapp: bool
 
+    def has_option(self, flag: str) -> bool:
+        """Return whether the program knows an option."""
+        program = str(ZIPAPP if self.zipapp else ROOT / "ttdp.py")
+        command = [sys.executable, program, "run", "--help"]
+        return flag in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     def install(self, directory: Path) -> list[str]:
         """Replace the old one in one step, as dpkg does; return the command."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -209,6 +215,7 @@ class Site:
         self._boot = ""
         self._daemon: Daemon | None = None
         self._cards: SimulatedNode | None = None
+        self._hugepages = 0  # of 2 MiB, in a hugetlbfs of the machine's
         self._ticker = contextlib.ExitStack()
 
     def __enter__(self: N) -> N:
@@ -229,9 +236,10 @@ class Site:
     def _power_on(self) -> None:
         self.machine.power_on()
         self._begin_boot()
+        self._mount_hugetlbfs()
         self.containerd.start()
         if self.api:
-            self.api.serve(self.machine)
+            self.api.serve(self.machine.listen)
 
     def _begin_boot(self) -> None:
         self._boot = str(uuid.uuid4())
@@ -257,6 +265,34 @@ class Site:
             self._show_boot(root)
             self._ticker.enter_context(Ticker(self._cards))
         return self._cards
+
+    def set_hugepages(self, count: int) -> None:
+        """Mount a hugetlbfs of that many pages of 2 MiB at /dev/hugepages, now and at each boot.
+
+        The kernel must have the pages.
+        """
+        self._hugepages = count
+        self._mount_hugetlbfs()
+
+    def _mount_hugetlbfs(self) -> None:
+        if self._hugepages:
+            self._hugetlbfs.mkdir(exist_ok=True)
+            options = f"pagesize=2M,size={2 * self._hugepages}M"
+            command = ["mount", "-t", "hugetlbfs", "-o", options, "none", str(self._hugetlbfs)]
+            done = self.machine.run(command)
+            assert done.returncode == 0, done.stderr
+
+    @property
+    def _hugetlbfs(self) -> Path:
+        return self.cards.root / "dev/hugepages"
+
+    def hugetlbfs(self, *path: str) -> Path:
+        """Return where a file in the machine's hugetlbfs is for the tests."""
+        return self.machine.root.joinpath(str(self._hugetlbfs)[1:], *path)
+
+    def free_hugepages(self) -> int:
+        """Return how many pages of the hugetlbfs no file has."""
+        return os.statvfs(self.hugetlbfs()).f_bfree
 
     @property
     def daemon(self) -> Daemon:
@@ -335,6 +371,7 @@ class Node(Site):
             self._daemon.stop()
         self._ticker.close()
         self._daemon = self._cards = None
+        self._hugepages = 0  # what is mounted stays until the machine's end
 
     def withdraw(self, *names: str) -> None:
         """Take out these pods, or all of them."""
@@ -401,12 +438,16 @@ class Node(Site):
         manifest = pod(name, resources, **others)
         if user is not None:
             manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
-        self._pods.append(name)
+        self.adopt(manifest)
+        return name
+
+    def adopt(self, manifest: JSON) -> None:
+        """Create a pod by its manifest."""
+        self._pods.append(manifest["metadata"]["name"])
         if self.api:
             self.api.add_pod(manifest, NODE_NAME)
         else:
             self.kubelet.run_pod(manifest)
-        return name
 
     def started(self, resources: Mapping[str, int], **others: Any) -> str:
         """Create a pod, and wait until it runs."""

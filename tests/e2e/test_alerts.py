@@ -101,24 +101,33 @@ class Case(NamedTuple):
 
 
 BIND = "/sys/bus/pci/drivers/tenstorrent"
-REBIND = f"rebind the driver: cd {BIND} && echo {P300} > unbind && echo {P300} > bind"
-ALSO = f"also resets {SIBLING} on that board; {USERS[P300]}, pod 8d3cf3e2"
-RESET, RESEAT = f"eset it: tt-smi -r {P300} ({ALSO})", "eseat the card, or check its slot"
-NODE = "Remove the file that is there, then run: udevadm trigger --subsystem-match=tenstorrent"
-LIST = "Run: tt-device-plugin list (it shows the "
+REBIND = f"cd {BIND} && echo {P300} > unbind && echo {P300} > bind"
+P300_USERS = USERS[P300].removeprefix("in use by ")
+ALSO = f"also resets {SIBLING} on that board and interrupts {P300_USERS}, pod 8d3cf3e2"
+RUN = "On arm64, reboot the node; else run: tt-smi -r"
+RESET, RESEAT = f"A reset {ALSO}. {RUN} {P300}", "eseat the card, or check its slot"
 KINDS = {  # alert, minutes, action
-    "gone": ("DeviceGone", 2, "Healthy again when it returns"),
-    "node": ("DeviceFileInvalid", 2, NODE),
-    "resetting": ("DeviceResetting", 5, f"If this persists, {REBIND} ({USERS[P300]})"),
-    "no_response": ("DeviceNoResponse", 1, f"R{RESET}"),
-    "blocked": ("DeviceBlocked", 2, f"If this persists, r{RESET}"),
-    "read_error": ("DeviceReadError", 2, f"R{RESET}"),
-    "stalled": ("DeviceStalled", 1, f"R{RESET}"),
-    "silent": ("DeviceNoTelemetry", 2, f"R{RESET}"),
+    "gone": (
+        "DeviceGone", 2,
+        "If a rescan does not find it, power-cycle the host; run: echo 1 > /sys/bus/pci/rescan",
+    ),
+    "node": (
+        "DeviceFileInvalid", 2, "To see the command that creates it, run: tt-device-plugin list"
+    ),
+    "resetting": (
+        "DeviceResetting", 5, f"Rebind the driver, which interrupts {P300_USERS}; run: {REBIND}"
+    ),
+    "no_response": ("DeviceNoResponse", 1, RESET),
+    "blocked": ("DeviceBlocked", 2, RESET),
+    "read_error": ("DeviceReadError", 2, RESET),
+    "stalled": ("DeviceStalled", 1, RESET),
+    "silent": ("DeviceNoTelemetry", 2, RESET),
     "hot": ("DeviceHot", 2, "Check its cooling"),
     "tripped": ("DeviceTripped", 0, "Check its cooling"),
-    "new": ("DeviceUnhealthy", 2, f"{LIST}reason and the remedy)"),
-}
+    "new": (
+        "DeviceUnhealthy", 2, "To see the reason and the remedy, run: tt-device-plugin list"
+    ),
+}  # fmt: skip
 
 
 def of(chip: str, changes: World, alert: str, minutes: int, action: str, **more: Any) -> Case:
@@ -146,19 +155,21 @@ def cases(output: str) -> dict[str, Case]:
     gone: World = {f"tt_device_fault device={chip} kind=gone": 1 for chip in CHIPS}
     unseen: World = {each: None for each in healthy(output) if each.startswith("tt_device_info")}
     missing = (
-        "TenstorrentDriverNotLoaded", 2, "Run: modprobe tenstorrent",
+        "TenstorrentDriverNotLoaded", 2,
+        "After a kernel update, check DKMS; run: modprobe tenstorrent",
         "Tenstorrent PCI functions without a driver on {where}: 5; "
         f"{USERS[P300]}, default/train, pod 8d3cf3e2",
     )  # fmt: skip
     unloading = Case(unloaded | gone, *missing)
     unregistered = (
-        "TenstorrentResourceNotRegistered", 5, "Run: systemctl status kubelet tt-device-plugin"
+        "TenstorrentResourceNotRegistered", 5,
+        "Check both services; run: systemctl status kubelet tt-device-plugin",
     )  # fmt: skip
-    unused = ("DeviceUnused", 60, "Ask the owner to delete the pod")
-    alone = fault("no_response", action=f"Reset it: tt-smi -r {P300} ({USERS[P300]})")
+    unused = ("DeviceUnused", 60, "Ask the pod's owner whether it still needs the chip")
+    alone = fault("no_response", action=f"A reset interrupts {P300_USERS}. {RUN} {P300}")
     stopped = Case(
         {MTIME: 60.0 * BEGIN} if is_file else down, "TenstorrentPluginNotReporting",
-        6 if is_file else 3, "Start it: systemctl start tt-device-plugin", "{where}",
+        6 if is_file else 3, "To see what fails, run: tt-device-plugin check", "{where}",
     )  # fmt: skip
     elsewhere = fault("hot", N150)
     elsewhere = elsewhere._replace(description=f"{elsewhere.description}-elsewhere")
@@ -166,31 +177,32 @@ def cases(output: str) -> dict[str, Case]:
     probe = "job=blackbox instance=node-1"
     return {
         **{kind: fault(kind) for kind in KINDS},
-        "unbound": fault("gone", P300, f"Run: echo {P300} > {BIND}/bind", {UNBOUND: 1}),
-        "only chip": fault("no_response", N150, f"Reset it: tt-smi -r {N150} ({USERS[N150]})"),
-        "no serial": fault("no_response", NEW, f"Reset it: tt-smi -r {NEW}"),
+        "unbound": fault("gone", P300, f"Bind it; run: echo {P300} > {BIND}/bind", {UNBOUND: 1}),
+        "only chip": fault("no_response", N150, f"A reset interrupts default/train. {RUN} {N150}"),
+        "no serial": fault("no_response", NEW, f"{RUN} {NEW}"),
         "stalled, not unused": fault("stalled", more=working(P300, 800e6, 20))._replace(lasts=65),
         "gone after an error": dead._replace(lasts=65),
         "driver unloaded": unloading,
         "driver missing since boot": Case(unloaded | unseen, *missing),
         "bound to vfio-pci": Case(unloaded | unseen | {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}),
         "never bound": Case(
-            {UNBOUND: 2}, "TenstorrentDriverNotBound", 5, f"{LIST}addresses and the remedies)",
+            {UNBOUND: 2}, "TenstorrentDriverNotBound", 5,
+            "To see each address and its remedy, run: tt-device-plugin list",
             "Tenstorrent PCI functions that never had a driver on {where}: 2",
         ),
         "narrow link": of(
             P300, {f"tt_device_pcie_link_width device={P300}": 4}, "LinkNarrow", 10, f"R{RESEAT}",
-            summary="PCIe link is x4, the card supports more",
+            summary="PCIe link runs at x4, below the card's width, on {instance}",
         ),
         "corrected errors": of(
             P300, many, "LinkErrorsCorrected", 13, f"R{RESEAT}",
-            summary="300 corrected PCIe errors in ten minutes",
+            summary="300 corrected PCIe errors in ten minutes on {instance}",
         ),
         "few errors": Case({f"{ERRORS}correctable": lambda at: at}),
         **{
             f"{each} errors": of(
                 P300, {f"{ERRORS}{severity}": 1 for severity in each.split("+")}, "LinkErrors", 0,
-                f"Check dmesg for AER messages; r{RESEAT}", after=65,
+                f"R{RESEAT}; for AER messages, run: dmesg", after=65,
             )
             for each in ("nonfatal", "fatal", "nonfatal+fatal")
         },
@@ -263,7 +275,9 @@ class Cell(NamedTuple):
         target = self.target(place)
         where = target["instance"] + (f", cluster {place[0]}" if place[0] else "")
         rule = ALERTS[case.alert]
-        texts = {"summary": case.summary or rule["annotations"]["summary"], "action": case.action}
+        summary = case.summary or rule["annotations"]["summary"].replace("{{ $labels.", "{")
+        summary = summary.replace(" }}", "}").replace("{instance}", target["instance"])
+        texts = {"summary": summary, "action": case.action}
         texts["description"] = case.description.replace("{where}", where)
         labels = {"alertname": case.alert, **rule["labels"]}
         labels |= {key: target[key] for key in ("cluster", "job", "instance")}
@@ -344,4 +358,14 @@ def test_the_rules_fit_the_program() -> None:
     others = ALERTS["TenstorrentDeviceUnhealthy"]["expr"].split('"')[1]
     assert kinds == {*others.split("|")}
     for kind, remedy in ttdp.REMEDIES.items():
-        assert KINDS[kind.value][-1].lower().startswith(remedy.format(bdf=P300).lower())
+        command = str(getattr(remedy, "command", remedy)).rpartition(": ")[2]
+        if kind.value != "node":  # the metrics do not have the device file's number
+            assert KINDS[kind.value][-1].lower().endswith(command.replace("{bdf}", P300).lower())
+
+
+def test_each_alert_names_the_node_and_an_action() -> None:
+    """A pager shows the summary alone. A command is at the end, so that it can be pasted."""
+    for rule in ALERTS.values():
+        texts = rule["annotations"]
+        assert texts["summary"].endswith("on {{ $labels.instance }}")
+        assert texts["action"].count("un: ") <= 2 and not re.search(r"[.)]$", texts["action"])

@@ -11,16 +11,17 @@ import itertools
 import json
 import os
 import re
-import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Told
-from tests.e2e.container import optional, require_root
+from tests.e2e.container import optional
 from tests.e2e.host import CONFIG, CONFIGURATION, DIRECTORY, NEXT, RESOURCE, UNIT, Host, Packages
 from tests.e2e.steps import PROBE, assert_sandboxed
 from tests.world.processes import ROOT, wait_until
@@ -41,6 +42,11 @@ WRITTEN = (
 BAD = 'log_level = "loud"\n'
 # Seconds within which even a busy machine does things without delay. `make bench` measures them.
 AT_ONCE = 5.0
+CHECK_BEFORE = """\
+dpkg-deb -x {deb} /tmp/new
+program=/tmp/new/usr/lib/tt-device-plugin/tt-device-plugin.pyz
+SHIV_ROOT=/tmp/new/cache python3 -I -S $program check --config-only
+"""
 GET = """
 import urllib.request
 try:
@@ -49,13 +55,6 @@ try:
 except OSError as error:
     print(error)
 """
-
-
-@pytest.fixture(scope="session")
-def packages(deb: Path) -> Iterator[Packages]:
-    require_root(dpkg_buildpackage="dpkg-dev debhelper")
-    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        yield Packages.of(deb, Path(work))
 
 
 @pytest.fixture(scope="module", params=SUITES)
@@ -121,15 +120,35 @@ def test_the_program_is_extracted_by_the_installation(host: Host, told: Told) ->
 
 @pytest.mark.usefixtures("installed")
 def test_the_documents_are_those_of_the_sources(host: Host) -> None:
-    """Configuration, drop-in, alert rules and others can be used in place; README is there."""
+    """Examples can be used in place; README, and all changes with what an upgrade needs, too."""
     names = {Path(line).name for line in (DEB / "examples").read_text().splitlines()}
     examples = host.path(f"{DOCUMENTS}/examples")
     assert {path.name for path in examples.iterdir()} == names
     for name in names:
         [source] = (ROOT / "packaging").rglob(name)
         assert (examples / name).read_bytes() == source.read_bytes(), name
-    readme = gzip.decompress(host.path(f"{DOCUMENTS}/README.md.gz").read_bytes())
-    assert readme == (ROOT / "README.md").read_bytes()
+    for name in ("README.md", "CHANGELOG.md"):
+        text = gzip.decompress(host.path(f"{DOCUMENTS}/{name}.gz").read_bytes())
+        assert text == (ROOT / name).read_bytes(), name
+    changelog = gzip.decompress(host.path(f"{DOCUMENTS}/changelog.gz").read_bytes()).decode()
+    assert f"{DOCUMENTS}/CHANGELOG.md.gz" in changelog
+    news = gzip.decompress(host.path(f"{DOCUMENTS}/NEWS.Debian.gz").read_bytes()).decode()
+    assert "device_id_strategy" in news
+    assert max(map(len, news.splitlines()[1:-1])) <= 80
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_sbom_lists_what_is_in_the_zipapp(host: Host) -> None:
+    """Its version is the package's; its components are the packed ones, with their versions."""
+    document = json.loads(host.path(f"{DOCUMENTS}/{UNIT}.cdx.json").read_text())
+    version = host("dpkg-query", "--show", "--showformat=${Version}", UNIT)
+    assert document["metadata"]["component"]["version"] == version
+    with zipfile.ZipFile(host.path(PYZ)) as packed:
+        found = re.findall(
+            r"site-packages/([\w.]+-[\w.]+)\.dist-info/", "\n".join(packed.namelist())
+        )
+    listed = {f"{each['name']}-{each['version']}" for each in document["components"]}
+    assert listed == {*found}
 
 
 @pytest.mark.usefixtures("installed")
@@ -407,7 +426,7 @@ def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
 def test_an_invalid_configuration(host: Host, told: Told) -> None:
     """Status 78 and one line, which `systemctl status` shows; systemd does not try again.
 
-    apt can still install the package, with a warning; a start with a valid file succeeds.
+    apt installs no version that would not start either; a start with a valid file succeeds.
     """
     host.write(CONFIG, BAD)
     since = time.monotonic()
@@ -418,16 +437,12 @@ def test_an_invalid_configuration(host: Host, told: Told) -> None:
     [line] = [text for _, priority, text in host.journal(since - 0.5) if priority == 3]
     assert line.startswith(f"{CONFIG}: log_level")
     assert line in host.systemctl("status", UNIT, check=False)
-    output = host.install("--reinstall", host.packages.current)
-    [warning] = [each for each in output.splitlines() if "rejects this configuration" in each]
-    assert CONFIG in warning and "'loud'" in warning
-    state = host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT).strip()
-    assert state == "ii" and host.property("ExecMainStatus") == "78"
+    assert line in refused(host, "--reinstall", host.packages.current)
     host.write(CONFIG, CONFIGURATION)
     since = time.monotonic()
     host.systemctl("start", UNIT)
     host.event(since, "registered", resource=RESOURCE)
-    told(f"journal and systemctl status: {line!r}; apt: {warning!r}")
+    told(f"journal, systemctl status and apt: {line!r}")
 
 
 # -- the extracted program -------------------------------------------------------------------------
@@ -594,6 +609,85 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
     told(f"the kubelet was without the plugin for {ms(back - ended)}")
 
 
+def refused(host: Host, *arguments: str) -> str:
+    """Run apt-get install, which must fail and leave the installed version as it is."""
+    show = ("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}${Version}", UNIT)
+    before = host(*show)
+    done = host.run("apt-get", "install", "--yes", *arguments)
+    output = done.stdout + done.stderr
+    assert done.returncode == 100 and "is not installed, because it would not start" in output
+    assert host(*show) == before and before.startswith("ii "), output
+    assert host("dpkg", "--audit") == ""
+    return output
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An upgrade with a configuration that the new version rejects."""
+
+    installed: str  # a field of Packages, as is the next one
+    wanted: str
+    addition: str  # to the configuration
+    keeps_process: bool
+
+
+REFUSALS = {
+    # The postinst of 0.1.0 restarts its service after an upgrade that was refused.
+    "from 0.1.0": Refusal("first", "current", 'device_id_strategy = "asic"\n', False),
+    # The service runs with the former configuration; a restart would end it.
+    "invalid since its start": Refusal("current", "following", BAD, True),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS.values(), ids=REFUSALS)
+def test_an_upgrade_that_would_not_start_is_refused(host: Host, case: Refusal, told: Told) -> None:
+    """apt fails with the reason, and the service and its devices stay; a valid file is enough."""
+    host.systemctl("stop", "kubelet", check=False)
+    host("dpkg", "--purge", UNIT)
+    host.install(getattr(host.packages, case.installed))
+    host.have_cards()
+    if not case.keeps_process:
+        host.write(CONFIG, case.addition + CONFIGURATION)
+    host.shell(f"systemctl daemon-reload; systemctl restart {UNIT}; systemctl start kubelet")
+    host.status_becomes("registered with kubelet")
+    since, pid = time.monotonic(), host.property("MainPID")
+    if case.keeps_process:
+        host.write(CONFIG, case.addition + CONFIGURATION)
+
+    output = refused(host, getattr(host.packages, case.wanted))
+    [line] = [each for each in output.splitlines() if each.strip().startswith(f"{CONFIG}: ")]
+    assert case.addition.partition(" ")[0] in line
+    assert host.property("ActiveState") == "active"
+    assert (host.property("MainPID") == pid) == case.keeps_process
+    host.status_becomes("registered with kubelet")
+    if case.keeps_process:
+        assert not host.events(since, "ended")
+    else:
+        host.event(since, "list", resource=RESOURCE, healthy=4)
+
+    since = time.monotonic()
+    host.write(CONFIG, CONFIGURATION)
+    output = host.install(getattr(host.packages, case.wanted))
+    host.event(since, "list", resource=RESOURCE, healthy=4)
+    host.status_becomes("registered with kubelet")
+    told(f"apt: {line.strip()!r}")
+
+
+@pytest.mark.usefixtures("running")
+def test_a_configuration_that_a_drop_in_names_is_checked(host: Host) -> None:
+    """preinst reads the environment of the running service."""
+    host.write("/etc/other.toml", CONFIGURATION)
+    host.use_drop_in("[Service]\nEnvironment=TTDP_CONFIG_FILE=/etc/other.toml\n")
+    try:
+        assert host.restarts()
+        host.write("/etc/other.toml", BAD)
+        assert "/etc/other.toml: log_level" in refused(host, "--reinstall", host.packages.following)
+    finally:
+        host.shell("rm /etc/other.toml")
+        host.use_drop_in("")
+        host.systemctl("restart", UNIT)
+
+
 @pytest.mark.usefixtures("running")
 def test_a_kubelet_with_another_directory(host: Host) -> None:
     """The configuration and the example of a drop-in move the service there."""
@@ -657,3 +751,31 @@ def test_purge(host: Host) -> None:
     assert host.shell(f"dpkg-query --list {UNIT} 2>/dev/null || true") == ""
     host.be_installed()
     host.purge()
+
+
+# -- before the installation -----------------------------------------------------------------------
+
+
+def test_an_existing_configuration_is_kept(host: Host) -> None:
+    """A file that a provisioning system wrote before the first installation is used as it is."""
+    text = '# written before\nlog_level = "debug"\n'
+    host("dpkg", "--purge", UNIT)
+    host.write(CONFIG, text)
+    host.install(host.packages.current)
+    assert host.path(CONFIG).read_text() == text and host.property("ActiveState") == "active"
+    host.purge()
+
+
+def test_a_configuration_is_checked_without_an_installation(host: Host, told: Told) -> None:
+    """The commands of the README, with the package that is not installed."""
+    host("dpkg", "--purge", UNIT)
+    before = host.files()
+    for text, status in ((BAD, 1), (CONFIGURATION, 0)):
+        host.write(CONFIG, text)
+        script = CHECK_BEFORE.format(deb=host.packages.current)
+        done = host.run("sh", "-ec", script)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert ("log_level: 'loud'" in done.stdout) == bool(status)
+    host.shell("rm -r /tmp/new /etc/tt-device-plugin")
+    assert host.files() == before
+    told(CHECK_BEFORE.format(deb="tt-device-plugin_*.deb"))

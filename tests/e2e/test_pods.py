@@ -173,6 +173,37 @@ def test_device_fails_and_recovers(program: Program, version: str) -> None:
         assert node.outcome(node.run({N300: 2})) == RUNNING
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_pods_status_has_its_chips_health(program: Program, version: str) -> None:
+    """`allocatedResourcesStatus` is on by default since 1.36, and a feature gate before."""
+    config = {"featureGates": {"ResourceHealthStatus": True}} if version == "1.35" else {}
+    with Node(version, program, static_pods=False, config=config) as node:
+        chips = add(node, 2)
+        node.start_daemon(interval=0.2)
+        name = node.started({N300: 1})
+        (bdf,) = node.devices(N300, name)
+        (other,) = ids(chips) - {bdf}
+
+        def health() -> object:
+            found = node.find(name)
+            assert found is not None
+            (container,) = found["status"]["containerStatuses"]
+            return container.get("allocatedResourcesStatus")
+
+        def wait_health(expected: str) -> None:
+            wanted = [{"name": N300, "resources": [{"resourceID": bdf, "health": expected}]}]
+            wait_until(lambda: health() == wanted, lambda: f"{wanted}, not {health()}", 30)
+
+        wait_health("Healthy")
+        node.cards.chip(other).die()
+        node.kubelet.wait_allocatable(N300, {bdf})
+        for end, again in ((Chip.die, Chip.revive), (Chip.vanish, Chip.come_back)):
+            end(node.cards.chip(bdf))
+            wait_health("Unhealthy")
+            again(node.cards.chip(bdf))
+            wait_health("Healthy")
+
+
 def upgrade(daemon: Daemon) -> None:
     daemon.install()  # dpkg replaces the file under the running daemon, then systemd restarts it
     daemon.stop()

@@ -25,7 +25,6 @@ from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie")
 URL = "http://127.0.0.1:8000"
-TREE = f"{PACKAGES},curl,unattended-upgrades"
 # The commands of the README, with the address of this server.
 INSTALLATION = (
     f"curl -fsSLo /etc/apt/keyrings/{UNIT}-archive-keyring.pgp {URL}/{UNIT}-archive-keyring.pgp",
@@ -66,22 +65,24 @@ class Publisher:
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True
         )
 
-    def publish(self, output: Path, *debs: str | Path, key: str = "publisher") -> str:
+    def publish(
+        self, output: Path, *debs: str | Path, key: str = "publisher", url: str = URL
+    ) -> str:
         """Make or extend a repository; return the error, if any."""
         paths = [
             self.packages.directory / Path(deb).name if isinstance(deb, str) else deb
             for deb in debs
         ]
-        script = (sys.executable, "packaging/repository.py", "--url", URL, "--sign-key", key)
+        script = (sys.executable, "packaging/repository.py", "--url", url, "--sign-key", key)
         done = self.run(*script, "--output", output, *paths)
         return done.stderr if done.returncode else ""
 
 
 @pytest.fixture(scope="session")
-def publisher(deb: Path) -> Iterator[Publisher]:
+def publisher(packages: Packages) -> Iterator[Publisher]:
     require_root(apt_ftparchive="apt-utils", gpg="gpg")
     with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        publisher = Publisher(Path(work), Packages.of(deb, Path(work)))
+        publisher = Publisher(Path(work), packages)
         publisher.make_key("publisher")
         publisher.make_key("another person")
         yield publisher
@@ -91,8 +92,10 @@ def publisher(deb: Path) -> Iterator[Publisher]:
 class Node(Container):
     """A system without Debian's repositories, beside a web server that serves `repository`."""
 
+    TREE = f"{PACKAGES},curl,unattended-upgrades"
+
     def __init__(self, suite: str, publisher: Publisher) -> None:
-        super().__init__(suite, {publisher.packages.directory: "/srv/packages"}, TREE)
+        super().__init__(suite, {publisher.packages.directory: "/srv/packages"}, self.TREE)
         self.repository = self.shared / "repository"
         assert not publisher.publish(self.repository, publisher.packages.current)
 
@@ -178,6 +181,23 @@ def test_back_to_an_earlier_version(node: Node, publisher: Publisher) -> None:
     node("apt-get", "install", "--yes", "--allow-downgrades", name)
     assert node.version() == publisher.version and node.is_active()
     assert (node.root / CONFIG[1:]).read_text() == 'log_level = "debug"\n'
+
+
+def test_unattended_upgrades_with_a_configuration_that_is_rejected(
+    node: Node, publisher: Publisher
+) -> None:
+    """The installed version keeps running; with a valid file, the next run upgrades it."""
+    valid = (node.root / CONFIG[1:]).read_text()
+    pid = node("systemctl", "show", "--value", "--property=MainPID", UNIT)
+    node.write(CONFIG, 'log_level = "loud"\n')
+    output = node("unattended-upgrade", "--verbose", check=False)
+    assert node.version() == publisher.version and node.is_active(), output
+    assert node("systemctl", "show", "--value", "--property=MainPID", UNIT) == pid
+    log = (node.root / "var/log/unattended-upgrades/unattended-upgrades-dpkg.log").read_text()
+    assert f"{CONFIG}: log_level: 'loud'" in log
+    node.write(CONFIG, valid)
+    node.upgrade()
+    assert node.version() == NEXT and node.is_active()
 
 
 @pytest.mark.parametrize("edited", [True, False])
@@ -292,12 +312,14 @@ def test_indexes_of_the_previous_release_are_kept(publisher: Publisher, tmp_path
 def test_make_repository(publisher: Publisher, tmp_path: Path) -> None:
     """It has both architectures; without a key it uses a temporary one, and prints a warning."""
     output = tmp_path / "made"
-    done = publisher.run("make", "--silent", "repository", f"REPOSITORY={output}", "SIGN_KEY=")
+    variables = (f"REPOSITORY={output}", f"REPOSITORY_URL={URL}", "SIGN_KEY=")
+    done = publisher.run("make", "--silent", "repository", *variables)
     assert done.returncode == 0, done.stdout + done.stderr
     for architecture in ("amd64", "arm64"):
         assert [*output.glob(f"pool/**/*_{architecture}.deb")]
         packages = (output / f"dists/stable/main/binary-{architecture}/Packages").read_text()
         assert re.findall(r"(?m)^Architecture: (.*)$", packages) == [architecture]
-    assert "*** SIGNED WITH A TEMPORARY KEY" in done.stderr and "A PLACEHOLDER" in done.stderr
+    assert "*** SIGNED WITH A TEMPORARY KEY" in done.stderr
+    assert f"URIs: {URL}\n" in (output / f"{UNIT}.sources").read_text()
     assert "Valid-Until" not in (output / RELEASE).read_text()
     assert "Architectures:" not in (output / f"{UNIT}.sources").read_text()

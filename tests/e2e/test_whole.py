@@ -129,7 +129,7 @@ class SystemNode(Node):
     def _power_on(self) -> None:
         assert self.api
         api = self.api
-        self.system.begun = lambda: api.serve(self.system)
+        self.system.begun = lambda: api.serve(self.system.listen)
         self._begin_boot()
         self.system.power_on()
         self.containerd.prepare()

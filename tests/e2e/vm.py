@@ -10,24 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.e2e.container import CACHE, Missing, root_tree
+from tests.e2e.container import CACHE, FRESH, Missing, root_tree
 from tests.world.processes import ROOT
 
 Steps = dict[str, dict[str, Any]]
 DRIVER = Path(__file__).with_name("driver")
 TREE = "systemd,systemd-sysv,udev,dbus,kmod,python3"
-TOOLS = {"qemu-system-x86_64": "qemu-system-x86"}
-TOOLS |= {tool: tool for tool in ("gcc", "make", "mmdebstrap")}
+TOOLS = {"qemu-system-x86_64": "qemu-system-x86", "mmdebstrap": "mmdebstrap"}
 BOOTED = 600.0  # seconds for a whole run, on a machine that has much else to do
 
 
@@ -39,8 +38,29 @@ class Kernel:
     driver: Path  # tenstorrent.ko
 
 
-def kernel() -> Kernel:
-    """Return Debian's kernel, unpacked, and the driver, compiled for it; raises Missing.
+# Runs while a tree with the kernel's headers and compiler is made, with apt set up for its suite.
+# Newer kernels are in several packages, which the one with the old name depends on.
+FETCH_KERNEL = r"""
+set -e
+export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"
+cd "$1/srv"
+release=$(basename "$1"/usr/src/linux-headers-*-cloud-amd64 | sed s/linux-headers-//)
+image=linux-image-$release
+apt-get download $image $(
+    apt-cache depends $image | sed -n "s/^ *Depends: \(linux-.*$release\)$/\1/p"
+)
+for package in *.deb; do dpkg-deb --extract "$package" kernel; done
+rm *.deb
+"""
+# With /proc, which tools of the kernel's read, for as long as it runs.
+COMPILE_DRIVER = """
+mount -t proc proc "$1/proc" && exec chroot "$1" /usr/bin/env PATH=/usr/sbin:/usr/bin:/sbin:/bin \\
+    make -C "/usr/src/linux-headers-$2" M=/srv/driver modules
+"""
+
+
+def kernel(suite: str = "bookworm") -> Kernel:
+    """Return a Debian release's kernel, unpacked, and the driver, compiled for it; raises Missing.
 
     They come from the cache, or are made.
     """
@@ -48,50 +68,43 @@ def kernel() -> Kernel:
         raise Missing("the virtual machine is one for amd64")
     if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
         raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
-    depends = _apt("apt-cache", "depends", "linux-image-cloud-amd64")
-    if not (found := re.search(r"Depends: linux-image-(\S+)", depends)):
-        raise Missing("apt knows no linux-image-cloud-amd64: apt-get update")
-    release = found[1]
     sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
-    place = CACHE / f"kernel-{release}-{hashlib.sha256(sources).hexdigest()[:12]}"
-    if not place.exists():
+    place = CACHE / f"kernel-{suite}-{hashlib.sha256(sources).hexdigest()[:12]}"
+    if not place.exists() or time.time() - place.stat().st_mtime > FRESH:
         CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as half:
-            _make_kernel(release, Path(half, "made"))
-            Path(half, "made").rename(place)
-    image = place / f"boot/vmlinuz-{release}"
-    return Kernel(release, image, place / f"lib/modules/{release}", place / "tenstorrent.ko")
+        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
+            made = Path(directory, "made")
+            _make_kernel(suite, Path(directory, "tree"), made)
+            shutil.rmtree(place, ignore_errors=True)
+            made.rename(place)
+    [modules] = (place / "modules").iterdir()
+    return Kernel(modules.name, place / "vmlinuz", modules, place / "tenstorrent.ko")
 
 
-def _make_kernel(release: str, place: Path) -> None:
-    depends = _apt("apt-cache", "depends", f"linux-headers-{release}")
-    headers = re.findall(r"Depends: (linux-\S+)", depends)
-    place.mkdir()
-    place.parent.chmod(0o755)  # apt downloads as a user of its own
-    packages = [f"linux-image-{release}", f"linux-headers-{release}", *headers]
-    _apt("apt-get", "download", *packages, cwd=place)
-    for package in place.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "--extract", str(package), str(place)], check=True)
-        package.unlink()
-    build = place / f"usr/src/linux-headers-{release}"
-    for name in ("Makefile", ".kernelvariables"):  # they name the place where they are installed
-        text = (build / name).read_text()
-        (build / name).write_text(text.replace("/usr/src/", f"{place}/usr/src/"))
-    shutil.copytree(DRIVER, place / "driver")
-    command = ["make", "-C", str(build), f"M={place}/driver", "modules"]
-    made = subprocess.run(command, capture_output=True, text=True)
+def _make_kernel(suite: str, tree: Path, place: Path) -> None:
+    tree.parent.chmod(0o755)  # apt downloads as a user of its own
+    command = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=directory"]
+    command += ["--include=linux-headers-cloud-amd64,make", f"--customize-hook={FETCH_KERNEL}"]
+    command += ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"]
+    fetched = subprocess.run([*command, suite, str(tree)], capture_output=True, text=True)
+    if fetched.returncode:
+        raise Missing(f"no kernel of {suite}: {fetched.stderr.strip()[-500:]}")
+    [headers] = tree.glob("usr/src/linux-headers-*-cloud-amd64")
+    release = headers.name.removeprefix("linux-headers-")
+
+    shutil.copytree(DRIVER, tree / "srv/driver")
+    alone = ["unshare", "--mount", "--propagation=private", "sh", "-c", COMPILE_DRIVER, "sh"]
+    made = subprocess.run([*alone, str(tree), release], capture_output=True, text=True)
     if made.returncode:
         raise Missing(f"the driver cannot be compiled:\n{made.stderr}")
-    (place / "driver/tenstorrent.ko").rename(place / "tenstorrent.ko")
-    for directory in ("usr", "driver"):
-        shutil.rmtree(place / directory)
 
-
-def _apt(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    place.mkdir()
+    kernel = tree / "srv/kernel"
+    [modules] = [*kernel.glob("lib/modules/*"), *kernel.glob("usr/lib/modules/*")]
+    [image] = [*kernel.glob("boot/vmlinuz-*"), *modules.glob("vmlinuz")]
+    shutil.copy(image, place / "vmlinuz")
+    shutil.copytree(modules, place / "modules" / release, symlinks=True)
+    shutil.copy(tree / "srv/driver/tenstorrent.ko", place)
 
 
 def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
@@ -142,7 +155,11 @@ def inside(root: Path, *command: str) -> str:
 
     Raises Missing.
     """
-    return _apt("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command)
+    inside = ("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command)
+    done = subprocess.run(inside, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def run_to_end(qemu: Sequence[str], said: Path, console: Path, patience: float) -> str:
@@ -201,13 +218,14 @@ WantedBy=multi-user.target
 
 
 def put_modules(root: Path) -> None:
-    """Put what a script can import into a root tree: tests.world and tests.e2e.steps."""
+    """Put what scripts can import into a root tree: tests.world, some modules of tests.e2e."""
     project = root / "srv/project"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tests/world", project / "tests/world", ignore=ignored)
     (project / "tests/e2e").mkdir()
-    for name in ("tests/__init__.py", "tests/e2e/__init__.py", "tests/e2e/steps.py"):
-        shutil.copy(ROOT / name, project / name)
+    shutil.copy(ROOT / "tests/__init__.py", project / "tests")
+    for name in ("__init__.py", "steps.py", "apiserver.py", "guestnode.py"):
+        shutil.copy(ROOT / "tests/e2e" / name, project / "tests/e2e")
 
 
 def put_files(root: Path, files: Mapping[str, str], mode: int = 0o644) -> None:

@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
+
 from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc
 from tests.e2e.machine import JSON, NODE_NAME, pod, refusal
 from tests.e2e.node import Node, Program
 from tests.e2e.openers import LOCKS, Openers
@@ -72,9 +75,10 @@ class Pod(NamedTuple):
 class Ward(Node):
     """A node with an API server, of whose pods it is known what they have open."""
 
-    def __init__(self, version: str, program: Program, policy: str = "none") -> None:
+    def __init__(self, version: str, program: Program, policy: str = "none", **others: Any) -> None:
+        """`policy`: the Topology Manager's; `others`: of Node."""
         config = {"topologyManagerPolicy": policy}
-        super().__init__(version, program, static_pods=False, config=config)
+        super().__init__(version, program, static_pods=False, config=config, **others)
         self._openers: Openers | None = None
         self._static: list[str] = []
 
@@ -106,6 +110,25 @@ class Ward(Node):
     def waits(self) -> int:
         """Return how many container starts have waited for a pod, by the daemon's log."""
         return self.daemon.log.read_text().count("container start waits for")
+
+    def times_of_checks(self, holder: Pod, count: int) -> list[float]:
+        """Return seconds that the check before a start of a pod's container takes, each time.
+
+        The daemon is asked as the kubelet asks it. It must have one resource.
+        """
+        (held,) = self.held(holder)
+        request = pb.PreStartContainerRequest(devices_ids=held.ids)
+        sockets = {*self.kubelet.device_plugin_dir.glob("*.sock")}
+        (socket,) = [path for path in sockets if path.name != "kubelet.sock"]
+        times = []
+        with grpc.insecure_channel(f"unix://{socket}") as channel:
+            stub = deviceplugin_pb2_grpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
+            stub.GetDevicePluginOptions(pb.Empty(), timeout=LONG)  # so that it is connected
+            for _ in range(count):
+                since = time.monotonic()
+                stub.PreStartContainer(request, timeout=LONG)
+                times.append(time.monotonic() - since)
+        return times
 
     def reconfigure(self, config: str) -> None:
         """Do what systemctl reload does, with another configuration."""

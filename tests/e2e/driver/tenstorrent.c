@@ -14,6 +14,7 @@
 #include <linux/pid.h>
 #include <linux/proc_fs.h>
 #include <linux/seq_file.h>
+#include <linux/version.h>
 
 #define NODES 32
 
@@ -153,7 +154,11 @@ static int __init start(void)
 	error = cdev_add(&nodes, first, NODES);
 	if (error)
 		goto region;
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 4, 0)
 	class = class_create(THIS_MODULE, "tenstorrent");
+#else
+	class = class_create("tenstorrent");
+#endif
 	error = PTR_ERR_OR_ZERO(class);
 	if (error)
 		goto nodes;

@@ -1,0 +1,420 @@
+"""A node from the inside, on a virtual machine: containerd, the kubelet, an API server, and pods.
+
+Both make cgroups by systemd or by themselves. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.apiserver import PORT, ApiServer
+from tests.e2e.steps import JSON, UNIT, shell, wait_for
+
+CGROUPS = Path("/sys/fs/cgroup")
+CHECKPOINT = Path("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")
+CDI_FILE = Path("/run/cdi/tenstorrent.com-device.json")
+FUNCTIONS = Path("/sys/bus/pci/devices")
+IMAGE = "localhost/realkubelet/busybox:1"
+RESOURCE = "tenstorrent.com/n150"
+NODE_NAME = "node"
+NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
+POD_ADDRESS = "192.0.2.2"
+
+KUBELET = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+    "failSwapOn": False,
+    "address": "127.0.0.1",
+    "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+    "authorization": {"mode": "AlwaysAllow"},
+    "registerNode": True,
+    "contentType": "application/json",
+    "enableControllerAttachDetach": False,
+    "makeIPTablesUtilChains": False,
+    "resolvConf": "",
+    "runtimeRequestTimeout": "15m",  # this machine is slow
+    # A pod is not refused because the disk is small.
+    "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "imagefs.available": "0%"},
+}
+KUBECONFIG = {
+    "apiVersion": "v1",
+    "kind": "Config",
+    "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{PORT}"}}],
+    "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
+    "current-context": "c",
+}
+# By the major version of containerd. Since 2.0 it hands on CDI names without being told to.
+CONTAINERD = {
+    1: f"""
+version = 2
+[debug]
+level = "warn"
+[plugins.'io.containerd.grpc.v1.cri']
+sandbox_image = '{IMAGE}'
+enable_cdi = true
+[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc]
+runtime_type = 'io.containerd.runc.v2'
+[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc.options]
+SystemdCgroup = %s
+""",
+    2: f"""
+version = 3
+[debug]
+level = "warn"
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = '{IMAGE}'
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+runtime_type = 'io.containerd.runc.v2'
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+SystemdCgroup = %s
+""",
+}
+# A network plugin that gives pods an address and nothing else: pods with a user namespace of their
+# own cannot have the host's network.
+NETWORK_PLUGIN = f"""#!/bin/sh
+case $CNI_COMMAND in
+    VERSION) echo '{{"cniVersion": "1.0.0", "supportedVersions": ["0.4.0", "1.0.0"]}}' ;;
+    ADD) cat <<END
+{{
+    "cniVersion": "1.0.0",
+    "interfaces": [{{"name": "$CNI_IFNAME", "sandbox": "$CNI_NETNS"}}],
+    "ips": [{{"interface": 0, "address": "{POD_ADDRESS}/32"}}]
+}}
+END
+esac
+"""
+NETWORK = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "none"}]}
+
+# What containers run: they tell what they have been given, and open each device every second. What
+# goes wrong is told, too.
+OPEN = """
+exec 2>&1
+trap {term} TERM
+trap 'exit 0' USR1
+env | grep ^TT_
+grep -E ' /dev/(hugepages|shm)' /proc/mounts
+for node in /dev/tenstorrent/*; do stat -c 'file %n %t:%T' $node; done
+{then}
+while :; do
+    for node in /dev/tenstorrent/*; do true <>$node && echo opened; done
+    sleep 1
+done
+"""
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    uid: str
+
+
+class GuestNode:
+    """The node, with one API server for all of its life."""
+
+    def __init__(self, driver: str) -> None:
+        """Configure containerd and kubelet; `driver` is the one by which they make cgroups."""
+        self.api = ApiServer()
+        self.serve_api()
+        shell(f"busybox ip address add {NODE_ADDRESS}/32 dev lo")
+
+        kubelet = KUBELET | {"cgroupDriver": driver}
+        _write("/etc/kubernetes/kubelet.json", json.dumps(kubelet, indent=1))
+        _write("/etc/kubernetes/kubeconfig", json.dumps(KUBECONFIG))
+        major = int(re.findall(r" v?(\d)\.\d+\.\d", shell("containerd --version"))[0])
+        _write("/etc/containerd/config.toml", CONTAINERD[major] % str(driver == "systemd").lower())
+        _write("/etc/cni/net.d/10-none.conflist", json.dumps(NETWORK))
+        for name in ("none", "loopback"):  # containerd calls the other one for lo
+            for directory in ("/opt/cni/bin", "/usr/lib/cni"):  # Debian's containerd has its own
+                _write(f"{directory}/{name}", NETWORK_PLUGIN, 0o755)
+
+    def start(self) -> None:
+        """Start containerd and the kubelet, and wait until the daemon is registered."""
+        shell("systemctl start containerd")
+        wait_for(lambda: ctr("version").count("Server:"), "containerd")
+        ctr("images import /srv/image.tar")
+        shell("systemctl start kubelet")
+        self.wait_registered()
+
+    def serve_api(self) -> None:
+        self.api.serve(lambda port: socket.create_server(("127.0.0.1", port)))
+
+    def wait_registered(self) -> None:
+        """Wait until the kubelet has a list of the daemon's."""
+
+        def listed() -> object:
+            try:
+                data = json.loads(CHECKPOINT.read_text())["Data"]
+            except FileNotFoundError:
+                return None
+            return data["RegisteredDevices"].get(RESOURCE)
+
+        wait_for(listed, lambda: f"a list: {shell(f'systemctl status {UNIT}')}")
+
+    @contextlib.contextmanager
+    def restarted_kubelet(self) -> Iterator[None]:
+        """Wait until a kubelet that was restarted in the context has the daemon's list.
+
+        Only then it is told its pods, of before, too. On a machine that is no emulation the list
+        is there long before them: it takes milliseconds, and a kubelet asks once a second for its
+        node before it asks for pods. Here both take as long.
+        """
+        self.api.close()
+        try:
+            yield
+            self.wait_registered()
+        finally:
+            self.serve_api()
+
+    # Pods
+
+    def create(
+        self,
+        name: str,
+        resources: JSON,
+        *,
+        script: str = OPEN,
+        then: str = "",
+        stubborn: bool = False,
+        user: int | None = None,
+        own_users: bool = False,
+        init: bool = False,
+        once: bool = False,
+        grace: int = 1,
+    ) -> Pod:
+        """Create a pod whose container asks for these resources.
+
+        then: what the script does before it opens devices; stubborn: it ignores SIGTERM; user: the
+        container's; own_users: the pod has a user namespace; init: an init container has the
+        resources before it; once: it is not started again.
+        """
+        term = "''" if stubborn else "'exit 0'"
+        container: JSON = {"image": IMAGE, "imagePullPolicy": "Never"}
+        container["resources"] = {"limits": resources}
+        filled = script.replace("{term}", term).replace("{then}", then)
+        command = ["sh", "-c", filled]
+        spec: JSON = {
+            "restartPolicy": "Never" if once else "Always",
+            "terminationGracePeriodSeconds": grace,
+            "enableServiceLinks": False,
+            "automountServiceAccountToken": False,
+            "containers": [container | {"name": "main", "command": command}],
+        }
+        spec |= {"hostUsers": False} if own_users else {"hostNetwork": True}
+        if user is not None:
+            spec["securityContext"] = {"runAsUser": user, "runAsGroup": user}
+        if init:
+            spec["initContainers"] = [container | {"name": "init", "command": ["true"]}]
+        manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+        self.api.add_pod(manifest, NODE_NAME)
+        return Pod(name, self._object(name)["metadata"]["uid"])
+
+    def _object(self, name: str) -> JSON:
+        return self.api.pod(name) or {"metadata": {"uid": ""}, "status": {}}
+
+    def status(self, pod: Pod) -> JSON:
+        return dict(self._object(pod.name)["status"])
+
+    def why(self, pod: Pod) -> str:
+        return f"pod {pod.name}, which is {self.status(pod)}; it wrote {self.output(pod)[-5:]}"
+
+    def container(self, pod: Pod) -> str | None:
+        """Return the ID of a pod's container, if it runs."""
+        status = self.status(pod)
+        assert status.get("phase") != "Failed", self.why(pod)
+        for state in status.get("containerStatuses") or ():
+            if "running" in state["state"]:
+                return str(state["containerID"]).rpartition("/")[2]
+        return None
+
+    def wait_running(self, *pods: Pod) -> list[str]:
+        """Wait until these pods' containers run; return their IDs."""
+
+        def found(pod: Pod) -> str:
+            return wait_for(lambda: self.container(pod), lambda: self.why(pod))
+
+        return [found(pod) for pod in pods]
+
+    def started(self, name: str, resources: JSON, **others: object) -> Pod:
+        """Create a pod, and wait until it runs; others: of create()."""
+        pod = self.create(name, resources, **others)  # type: ignore[arg-type]
+        self.wait_running(pod)
+        return pod
+
+    def wait_restarted(self, pod: Pod, former: str) -> str:
+        """Wait until another container than this one runs; return its ID."""
+
+        def other() -> str | None:
+            found = self.container(pod)
+            return found if found != former else None
+
+        return wait_for(other, lambda: self.why(pod))
+
+    def delete(self, pod: Pod) -> None:
+        """Delete a pod in an orderly manner, and wait until its object has gone."""
+        self.api.delete_pod(pod.name, grace=1)
+        wait_for(lambda: self.api.pod(pod.name) is None, lambda: f"the end of {self.why(pod)}")
+
+    def remove(self, *pods: Pod) -> None:
+        """Delete pods in an orderly manner, and wait until their cgroups have gone."""
+        for pod in pods:
+            self.api.delete_pod(pod.name, grace=1)
+        names = [pod.name for pod in pods]
+        wait_for(lambda: not any(map(cgroup_of, pods)), f"the end of {names}")
+
+    def force_delete(self, pod: Pod) -> None:
+        """Delete a pod's object; wait until the kubelet knows it no longer: its container runs."""
+        self.api.delete_pod(pod.name)
+
+        def is_forgotten() -> bool:
+            time.sleep(0.5)  # its encrypted answers cost the emulated processor much
+            return pod.name not in _kubelets_pods()
+
+        wait_for(is_forgotten, f"the kubelet to forget {pod.name}")
+
+    def output(self, pod: Pod, container: str = "main") -> list[str]:
+        """Return the lines that a pod's containers have written, also of former containers."""
+        place = Path(f"/var/log/pods/default_{pod.name}_{pod.uid}/{container}")
+        files = sorted(place.glob("*.log"), key=lambda file: int(file.stem))
+        lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+
+    def wait_output(self, pod: Pod, *texts: str) -> list[str]:
+        """Wait until a pod's output has each of these texts; return its lines."""
+
+        def written() -> list[str] | None:
+            lines = self.output(pod)
+            return lines if all(any(text in line for line in lines) for text in texts) else None
+
+        return wait_for(written, lambda: f"{texts} of {self.why(pod)}")
+
+    def next_output(self, pods: Sequence[Pod], lines: int = 2) -> dict[str, list[str]]:
+        """Wait until each of these pods has written so many more lines; return those."""
+        before = {pod: len(self.output(pod)) for pod in pods}
+        found = {}
+        for pod in pods:
+            wait_for(
+                lambda pod=pod: len(self.output(pod)) >= before[pod] + lines,  # type: ignore[misc]
+                lambda pod=pod: f"output of {self.why(pod)}",  # type: ignore[misc]
+            )
+            found[pod.name] = self.output(pod)[before[pod] :]
+        return found
+
+
+# --- What the kernel shows ------------------------------------------------------------------------
+
+
+def cgroup_of(pod: Pod) -> Path | None:
+    """Return a pod's cgroup, by either driver's name."""
+    names = (f"pod{pod.uid}", f"-pod{pod.uid.replace('-', '_')}.slice")
+    for root in CGROUPS.glob("kubepods*"):
+        for path, _, _ in os.walk(root):
+            if path.endswith(names):
+                return Path(path)
+    return None
+
+
+class Process:
+    """The first process of a running container."""
+
+    def __init__(self, container: str) -> None:
+        [cgroup] = CGROUPS.glob(f"kubepods*/**/*{container}*/")
+        self.cgroup = str(cgroup.relative_to(CGROUPS))
+        self.pid = int((cgroup / "cgroup.procs").read_text().split()[0])
+
+    @property
+    def exists(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    @property
+    def started_at(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # proc(5), starttime
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+def device_numbers() -> dict[str, str]:
+    """Return the numbers of the chips' device files by address, hexadecimal as busybox has them."""
+    found = {}
+    for file in FUNCTIONS.glob("*/tenstorrent/*/dev"):
+        major, minor = map(int, file.read_text().split(":"))
+        found[file.parents[2].name] = f"{major:x}:{minor:x}"
+    return found
+
+
+def cdi_numbers() -> dict[str, str]:
+    """Return the same as the daemon's CDI file has them."""
+    found = {}
+    for device in json.loads(CDI_FILE.read_text())["devices"]:
+        if device["name"] != "all":
+            [node] = device["containerEdits"]["deviceNodes"]
+            number = os.stat(node["hostPath"]).st_rdev if os.path.exists(node["hostPath"]) else 0
+            found[device["name"]] = f"{os.major(number):x}:{os.minor(number):x}"
+    return found
+
+
+def is_own_file(output: Sequence[str]) -> bool:
+    """Return whether a container's last start found one device file: that of the chip it names."""
+    starts = [index for index, line in enumerate(output) if line.startswith("TT_DEVICE_PLUGIN_")]
+    last = output[starts[-1] :]
+    chips = last[0].partition("=")[2].split(",")
+    files = [line.split()[2] for line in last if line.startswith("file ")]
+    numbers = device_numbers()
+    return sorted(files) == sorted(numbers[chip] for chip in chips)
+
+
+def swap(one: str, other: str) -> None:
+    """Let two chips, by PCI address, exchange the numbers of their device files."""
+    before = device_numbers()
+    driver = "/sys/bus/pci/drivers/tenstorrent"
+    for chip in (one, other):
+        shell(f"echo {chip} > {driver}/unbind")
+    # The lowest free number is given first.
+    numbers = sorted((one, other), key=lambda chip: int(before[chip].partition(":")[2], 16))
+    for chip in reversed(numbers):
+        shell(f"echo {chip} > {driver}/bind")
+    after = device_numbers()
+    assert (after[one], after[other]) == (before[other], before[one]), (before, after)
+
+
+def chip_of(output: Sequence[str]) -> str:
+    """Return the address of the one chip that a container was given."""
+    [chip] = {line.partition("=")[2] for line in output if line.startswith("TT_DEVICE_PLUGIN_")}
+    return chip
+
+
+def ctr(command: str) -> str:
+    return shell(f"ctr --namespace k8s.io {command}")
+
+
+def waits() -> int:
+    """Return how often a container's start has waited for a pod, by the daemon's log."""
+    journal = shell(f"journalctl --identifier={UNIT} --output=cat --no-pager")
+    return journal.count("container start waits for")
+
+
+def _kubelets_pods() -> set[str]:
+    context = ssl._create_unverified_context()  # it signed its certificate itself
+    with urllib.request.urlopen("https://127.0.0.1:10250/pods", context=context) as answer:
+        listed = json.load(answer)
+    return {pod["metadata"]["name"] for pod in listed.get("items") or ()}
+
+
+def _write(name: str, text: str, mode: int = 0o644) -> None:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)

@@ -1,0 +1,155 @@
+"""The example pods of the package, on real kubelets: each is admitted, and gets its devices.
+
+A kubelet validates a static pod as the API server does. Only image and network are replaced: there
+is neither a registry nor a network plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.machine import IMAGE, VERSIONS
+from tests.e2e.node import Node, Program
+from tests.world.processes import ROOT, wait_until
+
+PODS = ROOT / "packaging/deb/pods"
+PAGES = "hugepages-1048576kB"
+PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
+BOARDS = 'unit = "board"\n'
+SHARED = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
+
+
+@dataclass(frozen=True)
+class Example:
+    """What an example needs, and gets."""
+
+    card: str
+    resource: str
+    chips: int = 1
+    config: str = ""
+    devices: int | None = None  # of the kubelet, if not one for each chip of the node
+
+
+EXAMPLES = {
+    "first-n300": Example("n300", "n300"),
+    "one-chip": Example("p150a", "p150"),
+    "several-chips": Example("p300c", "p300", chips=2),
+    "galaxy-tray": Example(
+        "galaxy-wormhole", "galaxy-wormhole-board", chips=8, config=BOARDS, devices=4
+    ),
+    "shared-chip": Example("n300", "n300", config=SHARED, devices=4),
+}
+
+
+def manifest(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((PODS / f"{name}.yaml").read_text())
+    return document
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def node(request: pytest.FixtureRequest, program: Program) -> Iterator[Node]:
+    """A node whose kubelet finds memory and pages of 1 GiB; only the kubelet counts them."""
+    with Node(request.param, program) as node:
+        node.kubelet.stop()
+        pages = node.machine.scratch / "hugepages"
+        for name, count in ((PAGES, 64), ("hugepages-2048kB", 0)):
+            (pages / name).mkdir(parents=True)
+            for file in ("nr_hugepages", "free_hugepages"):
+                (pages / name / file).write_text(f"{count}\n")
+        memory = node.machine.scratch / "meminfo"
+        text = Path("/proc/meminfo").read_text()
+        memory.write_text(re.sub(r"(?m)^MemTotal: .*$", "MemTotal: 536870912 kB", text))
+        mounts = {pages: "/sys/kernel/mm/hugepages", memory: "/proc/meminfo"}
+        for source, target in mounts.items():
+            done = node.machine.run(["mount", "--bind", str(source), target])
+            assert done.returncode == 0, done.stderr
+        node.machine.path("/run/ttdp/shm").mkdir(parents=True)  # the package's mount unit
+        node.kubelet.start()
+        yield node
+
+
+@pytest.fixture
+def empty_node(node: Node) -> Iterator[Node]:
+    node.wait_clear()
+    yield node
+    node.clear()
+
+
+def printed(node: Node, name: str) -> list[str]:
+    """Wait until a pod has succeeded, and return the lines of its container's log."""
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = (node.find(name) or {}).get("status", {})
+        return found
+
+    wait_until(
+        lambda: status().get("phase") in ("Succeeded", "Failed"),
+        lambda: f"the end of {name}: {json.dumps(status())}",
+        60,
+    )
+    assert status()["phase"] == "Succeeded", status()
+    [log] = node.machine.path("/var/log/pods").glob(f"default_{name}*/main/0.log")
+    return [line.split(" ", 3)[3] for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_gets_its_devices(empty_node: Node, name: str) -> None:
+    """It is admitted and ends with success; it prints its device files and its variables."""
+    node, example = empty_node, EXAMPLES[name]
+    node.cards.add(example.card)
+    node.start_daemon(config=example.config, expected={})
+    resource = f"tenstorrent.com/{example.resource}"
+    count = example.devices or len(node.cards.chips)
+    wait_until(
+        lambda: len(node.kubelet.allocatable(resource)) == count, f"{count} × {resource}", 30
+    )
+
+    pod = manifest(name)
+    pod["spec"]["hostNetwork"] = True
+    for container in pod["spec"]["containers"]:
+        container["image"] = IMAGE
+    pod["metadata"]["name"] = instance = f"{name}-{node.version.replace('.', '-')}"
+    pod["metadata"]["namespace"] = "default"
+    node.adopt(pod)
+
+    lines = printed(node, instance)
+    files = [line for line in lines if line.startswith("/dev/tenstorrent/")]
+    variables = dict(line.split("=", 1) for line in lines if line.startswith("TT_"))
+    addresses = variables["TT_DEVICE_PLUGIN_DEVICES"].split(",")
+    assert len(files) == len(addresses) == example.chips
+    ordinals = {f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}" for bdf in addresses}
+    assert ordinals == {*files}
+    assert variables["TT_VISIBLE_DEVICES"] == ",".join(addresses)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_no_privileges(name: str) -> None:
+    """It meets the Pod Security Standard "restricted", and requests pages for each chip."""
+    spec = manifest(name)["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] >= 1000
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in spec["containers"]:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        limits = container["resources"]["limits"]
+        if "hugepages-1Gi" in limits:
+            assert limits["hugepages-1Gi"] == f"{PAGES_PER_CHIP * EXAMPLES[name].chips}Gi"
+            assert "memory" in limits
+
+
+def test_each_example_is_tested() -> None:
+    """And each is installed, and named after its pod."""
+    files = {path.stem for path in PODS.iterdir()}
+    assert files == EXAMPLES.keys()
+    installed = (ROOT / "packaging/deb/examples").read_text()
+    assert {*re.findall(r"(?m)^debian/pods/(.*)\.yaml$", installed)} == files
+    assert all(manifest(name)["metadata"]["name"] == name for name in files)

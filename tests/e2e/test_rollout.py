@@ -1,0 +1,152 @@
+"""Many nodes at once: cloud-init, Ansible and a copied repository, as in the README.
+
+Each release has a clean system, whose only repository is that of `make repository`, on a web server
+in the same system.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from tests.e2e.container import PACKAGES
+from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
+from tests.e2e.test_repository import SUITES, URL, Node, Publisher, publisher
+from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import wait_until
+
+__all__ = ["publisher"]  # a fixture
+EXAMPLE = "https://apt.example.org"  # the web server's address in the README
+CLOUD_INIT = """\
+#cloud-config
+runcmd:
+  - cd /etc/apt
+  - curl -fsSLO --output-dir keyrings https://apt.example.org/tt-device-plugin-archive-keyring.pgp
+  - curl -fsSLO --output-dir sources.list.d https://apt.example.org/tt-device-plugin.sources
+  - apt-get update
+  - apt-get install --yes tt-device-plugin
+"""
+PLAYBOOK = """\
+- hosts: tenstorrent_nodes
+  become: true
+  serial: 10%
+  vars: {server: https://apt.example.org}
+  tasks:
+    - get_url: {url: "{{ server }}/tt-device-plugin-archive-keyring.pgp", dest: /etc/apt/keyrings}
+    - get_url: {url: "{{ server }}/tt-device-plugin.sources", dest: /etc/apt/sources.list.d}
+    - apt: {name: tt-device-plugin, state: latest, update_cache: true}
+    - command: tt-device-plugin check
+"""
+WEB = """\
+[Unit]
+DefaultDependencies=no
+After=local-fs.target
+Before=cloud-init-local.service
+
+[Service]
+ExecStart=/usr/bin/python3 -m http.server --bind=127.0.0.1 --directory=/srv/shared/repository 8000
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def of_this_server(text: str) -> str:
+    return text.replace(EXAMPLE, URL)
+
+
+class ManagedNode(Node):
+    """A system with cloud-init and Ansible; cloud-init installs the package at the first boot."""
+
+    TREE = f"{PACKAGES},curl,cloud-init,ansible-core,python3-apt,sudo,unattended-upgrades"
+
+    def start(self) -> None:
+        self.write("/etc/systemd/system/web.service", WEB)
+        wanted = self.root / "etc/systemd/system/multi-user.target.wants/web.service"
+        wanted.symlink_to("/etc/systemd/system/web.service")
+        for path in self.root.glob("etc/apt/sources.list*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (self.root / "etc/apt/sources.list.d").mkdir()
+        self.write("/var/lib/cloud/seed/nocloud/meta-data", "instance-id: node-1\n")
+        self.write("/var/lib/cloud/seed/nocloud/user-data", of_this_server(CLOUD_INIT))
+        self.boot()
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def node(request: pytest.FixtureRequest, publisher: Publisher) -> Iterator[ManagedNode]:
+    with ManagedNode(request.param, publisher) as node:
+        yield node
+
+
+def be_without(node: Node) -> None:
+    """Remove the package, its repository and the key."""
+    node("dpkg", "--purge", UNIT)
+    node.shell(f"rm -f /etc/apt/keyrings/{UNIT}* /etc/apt/sources.list.d/{UNIT}*")
+    node.update()
+
+
+def test_the_texts_are_short() -> None:
+    """Each has at most ten lines, and is valid YAML."""
+    for text in (CLOUD_INIT, PLAYBOOK):
+        assert yaml.safe_load(text) and len(text.splitlines()) <= 10
+
+
+def test_cloud_init_installs_it_at_the_first_boot(node: ManagedNode, publisher: Publisher) -> None:
+    """The service runs when cloud-init is done."""
+    status = ("cloud-init", "status")
+    wait_until(
+        lambda: re.search("status: (done|error)", node(*status, check=False)),
+        lambda: f"the end of cloud-init\n{node('cat', '/var/log/cloud-init-output.log')}",
+        120,
+    )
+    assert node.version() == publisher.version, node("cat", "/var/log/cloud-init-output.log")
+    assert node.is_active()
+
+
+def test_ansible_installs_it_and_changes_nothing_twice(
+    node: ManagedNode, publisher: Publisher
+) -> None:
+    """The second run changes no task but the check, which stops the roll-out at a bad node."""
+    be_without(node)
+    cards = SimulatedNode(node.shared / "node")
+    cards.add("n300")
+    node.write(CONFIG, CONFIGURATION)
+    node.write("/root/playbook.yml", of_this_server(PLAYBOOK))
+    node.write("/root/hosts", "[tenstorrent_nodes]\nlocalhost ansible_connection=local\n")
+    command = ("ansible-playbook", "--inventory", "/root/hosts", "/root/playbook.yml")
+    with Ticker(cards):
+        for changed in (4, 1):
+            output = node(*command)
+            assert re.search(rf"changed={changed} .*failed=0", output), output
+            assert node.version() == publisher.version and node.is_active()
+        cards.chip(cards.chips[0].bdf).die()
+        wait_until(lambda: node.status_of(UNIT, "check"), "a failed check")
+        assert "does not respond" in node(*command, check=False)
+
+
+def test_a_copied_repository(node: ManagedNode, publisher: Publisher) -> None:
+    """Without a network: `make repository` with a file: address, copied to that directory."""
+    be_without(node)
+    node("systemctl", "stop", "web")
+    copy = "/srv/tt-device-plugin"
+    current = publisher.packages.current
+    assert not publisher.publish(node.shared / "copied", current, url=f"file:{copy}")
+    node.shell(f"cp -r /srv/shared/copied {copy}")
+    node.shell(f"cp {copy}/{UNIT}-archive-keyring.pgp /etc/apt/keyrings")
+    node.shell(f"cp {copy}/{UNIT}.sources /etc/apt/sources.list.d")
+    assert not node.update()
+    node("apt-get", "install", "--yes", UNIT)
+    assert node.version() == publisher.version and node.is_active()
+    node("systemctl", "start", "web")
+    be_without(node)
+
+
+def test_a_copied_package(node: ManagedNode, publisher: Publisher) -> None:
+    """Without any repository: apt installs the file, as everything that it needs is there."""
+    be_without(node)
+    output = node("apt-get", "install", "--yes", publisher.packages.current)
+    assert "0 upgraded, 1 newly installed, 0 to remove" in output and node.is_active()
