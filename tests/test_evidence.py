@@ -683,7 +683,8 @@ def test_foreign_cgroups_are_not_looked_into(
     opened: list[str] = []
 
     def list_names(path: str) -> list[str]:
-        opened.append(path.removeprefix(str(tracked.cgroups)))
+        if os.path.isdir(path):
+            opened.append(path.removeprefix(str(tracked.cgroups)))
         return names_in(path)
 
     names_in = ttdp.names_in

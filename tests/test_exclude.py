@@ -1,0 +1,174 @@
+"""Chips out of service: not offered, live by a reload, and every output agrees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ttdp
+from tests.chips import allocation, bdf, chip, decide
+from tests.commands import Host, host_with
+from tests.conftest import StartDaemon
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
+from tests.world.processes import outlets, until
+from ttdp import Fault, Settings, SharedResource, Sharing
+
+pytestmark = pytest.mark.usefixtures("ticking")
+
+P300 = "tenstorrent.com/p300"
+PAIR = [chip(1, "p300c", serial="A" * 16), chip(2, "p300c", serial="A" * 16, ordinal=1)]
+FOUR = [*PAIR, *(chip(bus, "p300c", serial="B" * 16, ordinal=bus) for bus in (3, 4))]
+
+
+def ids_of(decision: ttdp.Decision, name: str = P300) -> list[str]:
+    return [*decision.resource(name).devices]
+
+
+def without(*buses: int, **settings: Any) -> Settings:
+    return Settings(exclude=tuple(map(bdf, buses)), **settings)
+
+
+# -- what is offered -------------------------------------------------------------------------------
+
+
+def test_an_excluded_chip_is_no_device() -> None:
+    """The others of its resource are."""
+    assert ids_of(decide(FOUR, without(2))) == [bdf(1), bdf(3), bdf(4)]
+
+
+def test_with_whole_boards_the_board_is_excluded() -> None:
+    """Also if it is shared; the other board is offered."""
+    name = f"{P300}-board"
+    assert ids_of(decide(FOUR, without(2, unit="board")), name) == ["B" * 16]
+    sharing = Sharing(resources=(SharedResource("p300-board", 2),))
+    found = decide(FOUR, without(2, unit="board", sharing=sharing))
+    assert ids_of(found, name) == [f"{'B' * 16}::0", f"{'B' * 16}::1"]
+    assert found.excluded == {bdf(1), bdf(2)}
+
+
+def test_an_excluded_chip_is_not_shared_and_not_counted_in_a_selection() -> None:
+    """`devices = 2` shares two chips that are offered."""
+    sharing = Sharing(resources=(SharedResource("p300", 2, "half", 2),))
+    found = decide(FOUR, without(1, sharing=sharing))
+    shared = [f"{bdf(bus)}::{number}" for bus in (2, 3) for number in (0, 1)]
+    assert ids_of(found, "tenstorrent.com/half") == shared
+    assert ids_of(found) == [bdf(4)]
+
+
+def test_an_id_that_a_pod_holds_stays_until_that_pod_ends() -> None:
+    """Healthy, as the pod runs on; it is not given to another one."""
+    held = allocation("p300", bdf(2), buses=[2])
+    found = decide(FOUR, without(2), allocations=[held])
+    device = found.resource(P300).devices[bdf(2)]
+    assert device.is_retained and device.reason is None
+    with pytest.raises(ttdp.RequestError, match="kept only for the pod that holds it"):
+        ttdp.check_request(found.resource(P300), [[bdf(2)]])
+    assert bdf(2) not in ids_of(decide(FOUR, without(2)))
+
+
+def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
+    """It may come."""
+    found = decide(FOUR, without(9))
+    assert found.in_vain == [f"exclude: {bdf(9)} is not a chip of this node"]
+    assert len(ids_of(found)) == 4 and not found.excluded
+
+
+def test_an_excluded_chip_without_a_driver_is_not_reported() -> None:
+    """It was taken out of service for that, or for a virtual machine."""
+    gone = chip(1, present=False)
+    unbound = gone._replace(function=gone.function._replace(on_bus=True), is_listed=False)
+    assert ttdp.driver_problem(decide([unbound])) is not None
+    assert ttdp.driver_problem(decide([unbound], without(1))) is None
+    before = decide([chip(1)], without(1))
+    after = decide([chip(1, fault=Fault.STALLED)], without(1))
+    assert [*ttdp.changes(before, after)] == []
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def test_cdi_has_an_excluded_chip_by_address_only() -> None:
+    """Whoever debugs it names it; `all` is for the others."""
+    spec = json.loads(decide(FOUR[:2], without(2)).cdi or "")
+    paths = {
+        device["name"]: [node["path"] for node in device["containerEdits"]["deviceNodes"]]
+        for device in spec["devices"]
+    }
+    one, two = "/dev/tenstorrent/0", "/dev/tenstorrent/1"
+    assert paths == {bdf(1): [one], bdf(2): [two], "all": [one]}
+    alone = json.loads(decide(FOUR[:1], without(1)).cdi or "")
+    assert [device["name"] for device in alone["devices"]] == [bdf(1)]
+
+
+def test_labels_do_not_count_it_and_metrics_keep_it() -> None:
+    """Also while a pod holds it."""
+    held = [allocation("p300", bdf(2), buses=[2])]
+    for allocations in ([], held):
+        found = decide(FOUR, without(2), allocations=allocations)
+        assert "tenstorrent.com/p300.count=3\n" in found.labels
+        metrics = ttdp.chip_metrics(found, {})
+        assert f'tt_device_healthy{{device="{bdf(2)}"}} 1' in metrics
+
+
+@pytest.fixture
+def host(short_tmp: Path) -> Any:
+    with host_with(short_tmp, "n300", "p150a") as found:
+        yield found
+
+
+def test_list_and_check_show_it(host: Host) -> None:
+    """One word in the column HEALTH, no reason, and it is no failure, even if it is dead."""
+    first, second = host.node.chips
+    config = host.configure(f'exclude = ["{first.bdf}"]')
+    steps: list[Callable[[], object]] = [lambda: None, first.die]
+    for spoil in (*steps, lambda: first.bind_to("vfio-pci")):
+        spoil()
+        answer = host.run("list", f"--config-file={config}")
+        health = {row["ADDRESS"]: row["HEALTH"] for row in answer.table}
+        assert health == {first.bdf: "excluded", second.bdf: "healthy"}, answer.out
+        assert answer.below == "2 chips, 0 unhealthy, 0 in use"
+        answer = host.run("check", f"--config-file={config}")
+        found = [(level, text) for level, subject, text in answer.findings if subject == first.bdf]
+        assert found == [("ok", "n300, excluded by the configuration")]
+    rows = host.run("list", "--json", f"--config-file={config}").rows
+    assert rows[0]["id"] is None and rows[0]["resource"] is None
+
+
+# -- live ------------------------------------------------------------------------------------------
+
+
+async def test_a_reload_takes_a_chip_out_of_service_and_back(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, short_tmp: Path,
+) -> None:  # fmt: skip
+    """A pod that has it keeps it; no other pod gets it; one line each way."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(ttdp, "EVIDENCE_LASTS", 0.3)
+    monkeypatch.setattr(ttdp, "ROUND", 0.1)
+    labels = Path(outlets(short_tmp)["labels_dir"]) / ttdp.LABELS_FILE
+    labels.parent.mkdir()
+    first, second = node.add("p300c")
+    daemon = await start()
+    await kubelet.registered(P300)
+    await kubelet.admit("train", "main", {P300: 1})
+    await kubelet.running("train", "main")
+    (mine,) = kubelet.allocated(P300)
+    other = ({first.bdf, second.bdf} - {mine}).pop()
+
+    daemon.reload(exclude=(mine, other))
+    await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine})
+    await until(lambda: "p300.count" not in labels.read_text())
+    kubelet.crash("train", "main")
+    await kubelet.wait_for(lambda: len(kubelet.find("running")) == 2)
+    kubelet.delete("train")
+    await until(lambda: P300 not in daemon.sessions)
+
+    daemon.reload(exclude=())
+    await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine, other})
+    lines = [line for line in caplog.messages if "excluded" in line]
+    assert len(lines) == 4 and sum("no longer" in line for line in lines) == 2
