@@ -4905,6 +4905,8 @@ async def completed(work: Awaitable[Result]) -> Result:
             cancellation = error
 
     if cancellation:
+        if not future.cancelled():
+            future.exception()  # asyncio logs an error that is never read
         raise cancellation
     return future.result()
 

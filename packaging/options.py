@@ -43,6 +43,7 @@ COMMAND_OPTIONS = {
     "--help": "Print the help text and exit.",
     "--version": "Print the version and exit.",
     "--json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
+    "--quiet": "With\n.Cm check :\nprint only the lines that are not ok.",
     "--config-only": "With\n.Cm check :\ncheck only the configuration.",
 }
 
@@ -92,6 +93,7 @@ class Section(NamedTuple):
     text: str  # for all its keys
 
 
+TOP_OF_FILE = Section("", ttdp.Settings, "")
 SECTIONS = (
     Section("[health]", ttdp.HealthSettings, "How the health of chips is determined."),
     Section(
@@ -109,8 +111,8 @@ SECTIONS = (
     Section(
         "[[mounts]]",
         ttdp.Mount,
-        "One table for each host path that containers with a device get. The default is "
-        "/dev/hugepages-1G and /dev/hugepages, if they exist; any table replaces both.",
+        "One table for each host path that containers with a device get, in addition to their "
+        "hugepages. One at /dev/hugepages-1G or /dev/hugepages replaces that directory.",
     ),
 )
 
@@ -154,6 +156,12 @@ def top_keys() -> Iterator[Key]:
         yield Key("", each.key, default, each.rule, each.help, each.flag, each.variable)
 
 
+def file_keys() -> Iterator[Key]:
+    """Yield the keys above all sections that only the file has."""
+    flagged = {each.key for each in ttdp.OPTIONS}
+    return (key for key in keys_of(TOP_OF_FILE) if key.name not in flagged)
+
+
 def keys_of(section: Section) -> Iterator[Key]:
     """Yield the keys of a section."""
     for each in fields(section.kind):
@@ -163,7 +171,7 @@ def keys_of(section: Section) -> Iterator[Key]:
 
 
 def metavar(key: Key) -> str:
-    """Return the placeholder of a flag's value, as in --help."""
+    """Return the placeholder of a flag's value, unless it has choices."""
     return key.name.rpartition("_")[2]
 
 
@@ -174,6 +182,7 @@ def readme() -> str:
     """Return the table: a row for each flag, and one for each section of the file."""
     rows = [("--config-file", ttdp.DEFAULT_CONFIG_FILE, "configuration file; must exist if named")]
     rows += [(key.flag, key.shown_default, key.text) for key in top_keys()]
+    rows += [(key.name, key.shown_default, f"{key.text} (only in the file)") for key in file_keys()]
     lines = ["| option | default | meaning |", "|---|---|---|"]
     lines += [
         f"| {quoted(flag)} | {quoted(default)} | {escaped(text)} |" for flag, default, text in rows
@@ -212,6 +221,8 @@ def manual() -> str:
         value = f"Ar {metavar(key)}"
         if isinstance(key.default, bool):
             value = "Ns Op = Ns Ar bool"
+        elif key.rule.choices:
+            value = f"Cm {' | '.join(key.rule.choices)}"
         lines += [f".It Fl {key.flag[1:]} {value}", *manual_text(key), *environment(key.variable)]
     return "".join(f"{line}\n" for line in [*lines, ".El"])
 
@@ -222,7 +233,10 @@ def environment(variable: str) -> list[str]:
 
 def manual_keys() -> str:
     """Return the lists of the keys that only the configuration file has, by section."""
-    lines = []
+    lines = [".Bl -tag -width Ds"]
+    for key in file_keys():
+        lines += [f".It Li {key.name}", *manual_text(key)]
+    lines += [".El"]
     for section in SECTIONS:
         lines += [f".Ss {section.heading}\\&"]  # or the bracket would be a trailing delimiter
         lines += [line for each in sentences(section.text) for line in roff(each)]
@@ -260,7 +274,7 @@ def roff(text: str) -> list[str]:
 
 def configuration() -> str:
     """Return all keys with their defaults; each line is a comment."""
-    blocks = [documented(key) for key in top_keys()]
+    blocks = [documented(key) for key in (*top_keys(), *file_keys())]
     for section in SECTIONS:
         heading = f"{comment(section.text)}#{section.heading}\n"
         blocks.append(heading + "".join(map(documented, keys_of(section))))

@@ -280,13 +280,14 @@ class Cards(Story):
 
 
 class Boards(Story):
-    """Whole boards, shared devices, and chips that a pod holds through a reload."""
+    """Neighbours on a Galaxy, whole boards, shared devices, and chips held through a reload."""
 
     async def act(self) -> None:
         for card in ("galaxy-wormhole", "n300"):
             self.node.add(card)
         async with self.daemon:
             await self.a_tray_of_chips()
+            await self.neighbours()
             await self.reload()
             await self.sharing()
 
@@ -300,8 +301,21 @@ class Boards(Story):
         assert len(ids) == 8 and len(trays) == 1, f"the chips {ids} are on the trays {trays}"
         fact("allocated", f"{ids[0]} to {ids[-1]}, which are one tray, {trays.pop()}")
 
+    async def neighbours(self) -> None:
+        """On a tray, 1 to 4 are in one row and 5 to 8 opposite; the bus has tray and position."""
+        step("A pod requests 4 chips: they are linked to each other")
+        got = await self.admit("tune", GALAXY, 4)
+        buses = sorted(int(bdf.split(":")[1], 16) for bdf in got.ids[GALAXY])
+        trays = {bus & 0xF0 for bus in buses}
+        positions = {bus & 0x0F for bus in buses}
+        is_square = positions in ({1, 2, 5, 6}, {2, 3, 6, 7}, {3, 4, 7, 8})
+        assert len(trays) == 1 and is_square, f"chips {positions} of the trays {trays}"
+        row = " ".join(f"[{n}]" if n in positions else f" {n} " for n in range(1, 5))
+        opposite = " ".join(f"[{n}]" if n in positions else f" {n} " for n in range(5, 9))
+        block(f"of the tray 0x{trays.pop():02x}:  {row.rstrip()}\n{opposite.rstrip():>34}")
+
     async def reload(self) -> None:
-        """The tray that the pod holds becomes another device, which no other pod may get."""
+        """Trays with chips that pods hold become other devices, which no other pod may get."""
         kubelet = self.kubelet
         step("systemctl reload: devices are whole boards, and four containers share the n300")
         shared = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
@@ -310,9 +324,9 @@ class Boards(Story):
         self.configuration.write_text(f'unit = "board"\n{rest}{shared}')
         self.daemon.send(signal.SIGHUP)
         healthy = kubelet.healthy
-        await kubelet.wait_for(lambda: (len(healthy(TRAY)), len(healthy(N300))) == (3, 4), STEP)
+        await kubelet.wait_for(lambda: (len(healthy(TRAY)), len(healthy(N300))) == (2, 4), STEP)
         self.show_capacity({TRAY: 4, N300: 4})
-        await self.show_status("held by default/train")
+        await self.show_status("held until default/train ends")
         got = await self.admit("serve", TRAY)
         assert len(got.devices) == 8, f"serve gets {len(got.devices)} device files"
         fact("pod serve", f"requests one tray and gets {len(got.devices)} device files")

@@ -26,8 +26,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from pathlib import Path
 
 import grpc
 
@@ -184,18 +182,9 @@ class Soak:
         looks = []
         for _ in range(6):
             await asyncio.sleep(0.25)
-            found = footprint(self.daemon.pid)
-            looks.append(replace(found, descriptors=self._descriptors()))
+            looks.append(footprint(self.daemon.pid))
         keys = Footprint.__slots__
         return Footprint(*(min(getattr(look, key) for look in looks) for key in keys))
-
-    def _descriptors(self) -> int:
-        """Return how many the daemon has, without those of attributes, which polls keep open."""
-        count = 0
-        for descriptor in Path(f"/proc/{self.daemon.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it has just been closed
-                count += not descriptor.readlink().is_relative_to(self.node.root)
-        return count
 
 
 @contextlib.asynccontextmanager

@@ -398,6 +398,20 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
         assert text == f"{host.cdi_file} is out of date for {stale}; is the service running?"
 
 
+async def test_cdi_without_its_directory_fails_though_the_service_runs(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """Pods cannot get devices, until the directory appears."""
+    await start(runtime_dir=str(served.root), interval=0.1, device_list_strategy="cdi")
+    await kubelet.registered("tenstorrent.com/n150")
+    problem = ("FAIL", "CDI", f"{served.cdi_file} does not exist; is the service running?")
+    assert problem in (await served.ask("check", "--device-list-strategy=cdi")).complaints
+    served.cdi_file.parent.mkdir()
+    await until(served.cdi_file.exists)
+    answer = await served.ask("check", "--device-list-strategy=cdi")
+    assert ("ok", "CDI", f"{served.cdi_file} is up to date") in answer.findings
+
+
 def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
     """Garbage; a missing one, if containers depend on it or its directory exists."""
     missing = f"{host.cdi_file} does not exist; is the service running?"

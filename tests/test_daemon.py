@@ -200,6 +200,50 @@ async def test_without_the_link_a_container_gets_the_device_file(
     assert str(chip.device_node) in [device.host_path for device in answer.devices]
 
 
+async def test_with_cdi_nothing_waits_for_the_link(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The answer has no host path; the runtime takes that from the CDI file."""
+    monkeypatch.setattr("ttdp.LINK_TIMEOUT", 4 * PATIENCE)
+    chip, _ = node.add("n150") + node.add("n150")
+    chip.mislead()
+    (short_tmp / "cdi").mkdir()
+    await start(interval=3600, device_list_strategy="cdi")
+    await kubelet.registered(N150)
+    answer = await asyncio.wait_for(kubelet.admit("pod", "main", {N150: 2}), PATIENCE)
+    assert f"tenstorrent.com/device={chip.bdf}" in answer.cdi_devices and not answer.devices
+
+
+async def test_with_cdi_but_without_its_directory_allocate_is_refused(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, short_tmp: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Log and status report it, until the directory appears; a runtime finds no device before."""
+    (chip,) = node.add("n150")
+    cdi = short_tmp / "cdi"
+    daemon = await start(interval=0.1, device_list_strategy="cdi")
+    await kubelet.registered(N150)
+    file = f"{cdi}/tenstorrent.com-device.json"
+    problem = f"pods cannot get devices through {file}: {cdi} does not exist"
+    status = f"STATUS=1 × {N150}, 1 healthy; registered with kubelet"
+    await until(lambda: f"{status}; {problem}" in daemon.notes)
+    assert caplog.messages.count(problem) == 1
+    (name,) = plugin_sockets(directory)
+    async with grpc.aio.insecure_channel(f"unix:{directory}/{name}") as channel:
+        stub: Any = rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.AllocateRequest()
+        request.container_requests.add(devices_ids=[chip.bdf])
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Allocate(request)
+        assert (refusal.value.code().name, refusal.value.details()) == ("UNAVAILABLE", problem)
+    daemon.forget_notes()
+    cdi.mkdir()
+    await until(lambda: status in daemon.notes)
+    await kubelet.admit("pod", "main", {N150: 1})
+    assert ttdp.cdi_nodes(Path(file).read_text()) == {chip.bdf: str(chip.device_node)}
+
+
 @pytest.mark.parametrize("is_scanning", [True, False])
 async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     tmp_path: Path, directory: Path, is_scanning: bool

@@ -275,7 +275,8 @@ async def test_a_container_waits_for_one_that_is_being_created(
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
         await until(lambda: "container start waits for " in caplog.text)
-        await more_polls(daemon)
+        deleted = kubelet.find("deleted")[0].at
+        await until(lambda: time.monotonic() > deleted + 2 * ttdp.EVIDENCE_LASTS)
         kubelet.hold_creation(False)
         await kubelet.running("first", "main")
         await more_polls(daemon)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc.aio._server import Server
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
@@ -273,3 +277,150 @@ async def test_users_of_a_shared_device_do_not_wait_for_each_other_after_a_reloa
         await kubelet.registered("tenstorrent.com/half")
     kubelet.crash("one", "main")
     await kubelet.running("one", "main")
+
+
+# -- what waits for no poll ------------------------------------------------------------------------
+
+
+async def test_rare_polls_delay_neither_files_nor_names(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They are looked at every 5 s, and metrics written every 15 s, whatever the interval."""
+    assert (ttdp.ROUND, ttdp.METRICS_INTERVAL) == (5, 15)
+    monkeypatch.setattr("ttdp.ROUND", 0.1)
+    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.3)
+    for name in ("cdi", "features.d", "metrics"):
+        (short_tmp / name).mkdir()
+    daemon = await start(interval=600)
+    settings = daemon.settings
+    cdi = Path(settings.cdi_dir, ttdp.CDI_FILE)
+    labels = Path(settings.labels_dir, ttdp.LABELS_FILE)
+    metrics = Path(settings.metrics_file)
+    await kubelet.registered(NAME)
+    await kubelet.admit("pod", "main", {NAME: 1})
+    await until(lambda: daemon.daemon.node.allocations.names)
+    for path in (cdi, labels, metrics):
+        await until(path.exists)
+        path.unlink()
+    for path in (cdi, labels, metrics):
+        await until(path.exists)
+
+
+async def test_a_blocked_read_does_not_keep_the_loop_busy(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop turns when a read becomes slow and when it counts as blocked, and at its rounds."""
+    (slow,) = node.add("n150")
+    slow.block()
+    daemon = await start(interval=3600)
+    await until(lambda: daemon.notified("READY=1"))
+    turns: list[float] = []
+    turn = daemon.daemon._turn
+
+    def count(now: float) -> None:
+        turns.append(now)
+        turn(now)
+
+    monkeypatch.setattr(daemon.daemon, "_turn", count)
+    begin = time.monotonic()
+    await until(lambda: time.monotonic() > begin + 5)
+    assert daemon.chip(slow.bdf).fault is ttdp.Fault.BLOCKED
+    assert len(turns) <= 6
+    slow.unblock()
+
+
+# -- registrations ---------------------------------------------------------------------------------
+
+
+async def test_each_registration_connects_to_the_kubelet_twice_at_most(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """To see whether it listens, and to call Register."""
+    node.add("p150a")
+    connections: list[asyncio.StreamWriter] = []
+    kubelet = kubelet_of(node, directory)
+    public, kubelet.socket = kubelet.socket, directory / "private.sock"
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        their_reader, their_writer = await asyncio.open_unix_connection(kubelet.socket)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(pump(reader, their_writer), pump(their_reader, writer))
+
+    daemon = await start(interval=0.1)
+    await until(lambda: daemon.notified("READY=1"))
+    async with kubelet, await asyncio.start_unix_server(relay, public):
+        for number in (1, 2, 3):
+            await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2 * number)  # noqa: B023
+            await kubelet.registered(NAME)
+            await kubelet.registered("tenstorrent.com/p150")
+            assert 2 * number <= len(connections) <= 4 * number
+            await kubelet.drop_streams()
+    assert kubelet.violations == []
+
+
+async def test_a_server_that_does_not_start_is_logged_and_tried_again(
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """With its traceback; the resource is registered soon after."""
+    failures: list[str] = []
+    genuine = Server.start
+
+    async def begin(self: Server) -> None:
+        if len(failures) < 2:
+            failures.append("failed")
+            raise RuntimeError("no threads")
+        await genuine(self)
+
+    monkeypatch.setattr(Server, "start", begin)
+    await start(interval=3600)
+    await kubelet.registered(NAME)
+    lines = [record for record in caplog.records if "the session of" in record.message]
+    assert len(lines) == 2 and all("no threads" in str(record.exc_info) for record in lines)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_work_that_is_completed_survives_cancellations(fails: bool) -> None:
+    """The task is cancelled after it, and the work's own error is not left unread."""
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+
+    async def work() -> None:
+        await may_end.wait()
+        has_ended.set()
+        if fails:
+            raise ZeroDivisionError
+
+    async def cancel() -> None:
+        task = asyncio.create_task(ttdp.completed(work()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        may_end.set()
+        await asyncio.wait({task})
+        assert task.cancelled() and has_ended.is_set()
+
+    await cancel()
+    gc.collect()
+    assert problems == []
+
+
+async def test_work_that_is_completed_raises_its_error() -> None:
+    """Or returns its result."""
+
+    async def divide(number: int) -> float:
+        return 1 / number
+
+    assert await ttdp.completed(divide(2)) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        await ttdp.completed(divide(0))

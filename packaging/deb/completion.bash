@@ -9,6 +9,7 @@ _tt_device_plugin() {
     local flags='--help
         --version
         --json
+        --quiet
         --config-only
         --config-file
         --device-plugin-dir
@@ -25,7 +26,8 @@ _tt_device_plugin() {
         --metrics-file
         --pod-resources-socket
         --fail-on-init-error
-        --log-level'
+        --log-level
+        --hugepages'
     local -A values=(
         [--config-file]='FILE'
         [--device-plugin-dir]='DIRECTORY'
@@ -43,6 +45,7 @@ _tt_device_plugin() {
         [--pod-resources-socket]='FILE'
         [--fail-on-init-error]='SWITCH'
         [--log-level]='debug info warning error'
+        [--hugepages]='private host none'
     )
     # ---- end of the options
 

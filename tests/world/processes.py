@@ -449,6 +449,11 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
+def loop_seconds(pid: int) -> float:
+    """Return the CPU time of a process's first thread, on which its loop runs, in seconds."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the smallest value that at least `percent` % of the values do not exceed."""
     ordered = sorted(values)
