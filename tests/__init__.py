@@ -11,15 +11,18 @@ Run them:
 Where they lie, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config
-    INVENTORY, HEALTH, CHIPS          test_inventory, test_health
+    INVENTORY                         test_inventory
+    HEALTH, CHIPS                     test_health, test_exclude
     ALLOCATIONS                       test_evidence, test_ownership
     RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
+    DECISION                          each of the above; test_exclude
+    REPORTS, CONNECTIONS              test_metrics, test_list
     THREADS, FILES, KERNEL EVENTS     test_readers, test_files, test_events
-    REQUESTS, SESSION                 test_daemon, test_session, test_garbage
-    SYSTEMD, DAEMON                   test_systemd, test_turns
-    METRICS SERVER, REPORTS           test_metrics, test_list, test_check
-    COMMAND LINE                      test_cli
+    SYSTEMD                           test_systemd
+    NODE, REQUESTS, DAEMON            test_daemon, test_turns, test_hugepages, test_garbage
+    REGISTRATION, POD RESOURCES       test_session, test_ownership
+    COMMAND LINE                      test_cli, test_list, test_check
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_preinst, test_sbom, test_examples, test_make
@@ -31,7 +34,7 @@ What they stand on:
     commands.py        the program as a process, and all that it prints
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
-    world/kubelet.py   the reference kubelet; its argument `version` selects what differs
+    world/kubelet.py   the reference kubelet; its arguments select version and runtime
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/container.py   a booted Debian; e2e/node.py: a node with a real kubelet
     bench.py, soak.py  costs and leaks; demo.py: what make demo shows

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import tests
 import ttdp
 from tests import chips as chips_module
 from tests.e2e.test_metrics import QUERIES
@@ -98,6 +99,16 @@ def test_readme_commands_exist() -> None:
     named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
     words = {word for each in named for word in " ".join(each).split() if "=" not in word}
     assert {"demo", "test", "deb", "release"} <= words <= targets
+
+
+def test_the_table_of_contents_has_every_chapter_and_every_file() -> None:
+    """In tests/__init__.py a stranger finds the tests of what has been changed."""
+    page = tests.__doc__ or ""
+    chapters = re.findall(r"(?m)^# ==== ([A-Z ]+)", (ROOT / "ttdp.py").read_text())
+    files = [path.stem for path in (ROOT / "tests").glob("test_*.py")]
+    missing = [name.strip() for name in chapters if name.strip() not in page]
+    missing += [name for name in files if not re.search(rf"\b{name}\b", page)]
+    assert len(chapters) > 20 and not missing
 
 
 def test_unit_is_ordered_before_every_kubelet_and_requires_none() -> None:
