@@ -6076,6 +6076,7 @@ Findings = Iterator[Finding]
 class Checks:
     """The preflight of a node: what `check` looks at."""
 
+    METRICS_ARE_OLD = 120.0  # seconds
     PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
 
     def __init__(self, settings: Settings, problem: str | None) -> None:
@@ -6094,7 +6095,9 @@ class Checks:
             findings += self._hugepages()
             findings += self._mounts_and_locks()
             findings += self._cdi_file()
+            findings += self._other_files()
             findings += self._kubelet()
+            findings += self._other_allocators()
 
         shown = [each for each in findings if each.level != "ok" or not is_quiet]
         margin = max((len(each.subject) for each in shown), default=0) + 8
@@ -6255,11 +6258,12 @@ class Checks:
         if not settings.cdi_dir or not (is_expected or os.path.lexists(path)):
             return
 
+        why = self._view["files"].get(path) or "is the service running?"
         try:
             described = cdi_nodes(read_others_file(path, 1 << 24).decode())
         except FileNotFoundError:
             if nodes:
-                yield Finding("FAIL", "CDI", f"{path} does not exist; is the service running?")
+                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}")
             return
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -6268,10 +6272,30 @@ class Checks:
 
         bdfs = described.keys() | nodes
         if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
-            text = f"{path} is out of date for {abbreviate(stale)}; is the service running?"
-            yield Finding("FAIL", "CDI", text)
+            yield Finding("FAIL", "CDI", f"{path} is out of date for {abbreviate(stale)}; {why}")
         else:
             yield Finding("ok", "CDI", f"{path} is up to date")
+
+    def _other_files(self) -> Findings:
+        """Check the files for node_exporter and node-feature-discovery, which the daemon writes."""
+        settings, problems = self._settings, self._view["files"]
+        for path, problem in problems.items():
+            if path == settings.metrics_file:
+                continue  # matters once it is old
+            if isdir(dirname(path)) and basename(path) != CDI_FILE:
+                yield Finding("FAIL", "files", f"{path} {problem}")
+
+        if self._view["status"] is None:
+            return  # without a daemon the file is old, of course
+        with suppress(OSError):
+            age = time.time() - os.stat(settings.metrics_file).st_mtime
+            if age > self.METRICS_ARE_OLD:
+                text = f"{settings.metrics_file} is {pluralize(int(age // 60), 'minute')} old"
+                if problem := problems.get(settings.metrics_file):
+                    yield Finding("FAIL", "metrics", f"{text}: it {problem}")
+                else:
+                    command = "journalctl -t tt-device-plugin -p warning"
+                    yield Finding("FAIL", "metrics", text, command, "for the reason")
 
     def _kubelet(self) -> Findings:
         directory = self._settings.device_plugin_dir
@@ -6312,6 +6336,21 @@ class Checks:
                 yield Finding("FAIL", name, f"not registered: {reason}")
             for identifier, reason in resource["incomplete"].items():
                 yield Finding("FAIL", name, f"{identifier}: {reason}")
+
+    def _other_allocators(self) -> Findings:
+        """Look for Tenstorrent's DRA driver, which would give our chips to other pods."""
+        registry = f"{dirname(self._settings.device_plugin_dir)}/plugins_registry"
+        signs = {registry: "tenstorrent", self._settings.cdi_dir: "k8s.tenstorrent.com-"}
+        found = []
+        for directory, sign in signs.items():
+            with suppress(OSError):
+                names = sorted(os.listdir(directory))
+                found += [printable(f"{directory}/{name}") for name in names if sign in name]
+
+        if found:
+            text = f"another allocator of Tenstorrent cards is on this node: {found[0]}"
+            more = f" and {len(found) - 1} more" if found[1:] else ""
+            yield Finding("warn", "kubelet", f"{text}{more}; remove one of the two")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,102 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
+# What the values of each key mean, for the man page: when to choose which, and what depends on it.
+EXPLANATIONS = {
+    "device_plugin_dir": (
+        "The daemon creates its sockets here, and the kubelet its own, kubelet.sock. Set it if "
+        "the kubelet has another root directory than /var/lib/kubelet. The service's sandbox "
+        "must allow it, see EXAMPLES. A change needs a restart."
+    ),
+    "sysfs_root": "Only for tests on a simulated node. A change needs a restart.",
+    "dev_root": (
+        "Only for tests on a simulated node. Inside containers, device files are always in "
+        "/dev/tenstorrent. A change needs a restart."
+    ),
+    "proc_root": "Only for tests on a simulated node. A change needs a restart.",
+    "resource_domain": (
+        "It is also the vendor of the CDI devices and the prefix of the labels. After a change,"
+        " new pods must request the new names; pods that run keep their devices."
+    ),
+    "resource_naming": (
+        "board groups all variants of a board: a request for p150 is met by a p150a, p150b or "
+        "p150c. card separates them. arch groups all cards of an architecture, for programs "
+        "that run on any of them. After a change, new pods must request the new names."
+    ),
+    "visible_devices": (
+        "bdf sets the variable to the PCI addresses of the container's chips, which tt-umd "
+        "v0.9.3 and later understands. index sets it to the numbers 0 to n-1, which count the "
+        "devices inside the container, for older versions. none leaves it to the image."
+    ),
+    "unit": (
+        "chip: each device file is a device. board: the two chips of a p300 are one device, and"
+        " so are the 8 chips of a Galaxy's tray; boards with one device file do not change. "
+        "With board, whole boards are guaranteed under any Topology Manager policy, and the "
+        "names of these resources end in -board."
+    ),
+    "device_list_strategy": (
+        "device-specs: the kubelet passes device files and mounts on to the runtime. cdi: it "
+        "passes on names of CDI devices, and the runtime reads the rest from the CDI file. "
+        "Choose cdi if pods have user namespaces (hostUsers: false) and device numbers can "
+        "change. It needs cdi_dir, kubelet 1.29 or later, and containerd 1.7 or later or CRI-O."
+    ),
+    "cdi_dir": "The file is written if the directory exists.",
+    "labels_dir": "The file is written if the directory exists.",
+    "metrics_file": (
+        "The file is written if its directory exists. Set it to the empty text if you scrape "
+        "the plugin's own port, as both outputs together raise each alert twice."
+    ),
+    "pod_resources_socket": (
+        "Without it, pods are shown by their UIDs; nothing else depends on it."
+    ),
+    "fail_on_init_error": (
+        "By default the daemon waits for a driver and for cards. Use this where a node without "
+        "them is a mistake that systemd should show."
+    ),
+    "log_level": "info has one line for each change. debug also has one for each allocation.",
+    "hugepages": (
+        "private: each device has directories of its own, see HUGEPAGES. host: every container "
+        "has the host's directories, and can open the pages of all others. none: containers get"
+        " no hugepage directory, for example because pods bring volumes of their own."
+    ),
+    "exclude": (
+        'Devices with these chips are not advertised; with unit = "board" that is the whole '
+        "board. A pod that holds such a device keeps it until that pod ends. Metrics and the "
+        "CDI file keep the chips, but not in the CDI device all."
+    ),
+    "interval": (
+        "Each poll reads all telemetry of each chip. A shorter interval finds stopped firmware "
+        "sooner."
+    ),
+    "temperature_limit": (
+        "A chip at the limit is unhealthy, and gets no new pods, until it is 5 °C below the "
+        "limit. By default, a card that reaches its own limit throttles, which is one line of "
+        "the log and not a fault."
+    ),
+    "heartbeat_misses": "The firmware changes its heartbeat every 0.1 seconds.",
+    "trip_holdoff": "A further trip starts the time again.",
+    "rename_by_default": (
+        "With it, pods that want a device alone cannot get a shared one by mistake."
+    ),
+    "fail_requests_greater_than_one": (
+        "Two replicas can be one device, so a request for two is probably a mistake. If false, "
+        "the container gets each distinct device behind its replicas."
+    ),
+    "lock_dir": "See SHARING. Change it only while no container uses a shared device.",
+    "name": "Without replicas and sharing, as kubectl describe node shows it.",
+    "rename": "Needed if only some devices are shared.",
+    "devices": "A count shares the devices with the lowest addresses.",
+}
+README_KEYS = (
+    "unit",
+    "resource_naming",
+    "visible_devices",
+    "device_list_strategy",
+    "hugepages",
+    "exclude",
+    "metrics_file",
+    "device_plugin_dir",
+)
 # Rules that need no sentence: the key's help is enough.
 PLAIN = ("the path of a directory", "a path, or empty", "an absolute path")
 # The options of single commands, whose texts in --help are shorter.
@@ -81,7 +177,7 @@ class Key(NamedTuple):
         if self.default is MISSING:
             return ""
         if self.default is None:
-            return "" if "default:" in self.help else "none"
+            return ""
         return self.default if isinstance(self.default, str) else json.dumps(self.default)
 
 
@@ -95,12 +191,12 @@ class Section(NamedTuple):
 
 TOP_OF_FILE = Section("", ttdp.Settings, "")
 SECTIONS = (
-    Section("[health]", ttdp.HealthSettings, "How the health of chips is determined."),
+    Section("[health]", ttdp.HealthSettings, "Settings for chip health checks."),
     Section(
         "[sharing]",
         ttdp.Sharing,
-        "Several containers on one device: they take turns, without isolation. By default, no "
-        "device is shared.",
+        "Settings for devices that several containers share. They take turns, without isolation. "
+        "By default, no device is shared.",
     ),
     Section(
         "[[sharing.resources]]",
@@ -111,8 +207,8 @@ SECTIONS = (
     Section(
         "[[mounts]]",
         ttdp.Mount,
-        "One table for each host path that containers with a device get, in addition to their "
-        "hugepages. One at /dev/hugepages-1G or /dev/hugepages replaces that directory.",
+        "Each table mounts one host path into every container that has a device, in addition to "
+        "its hugepages. One at /dev/hugepages-1G or /dev/hugepages replaces that directory.",
     ),
 )
 
@@ -179,19 +275,13 @@ def metavar(key: Key) -> str:
 
 
 def readme() -> str:
-    """Return the table: a row for each flag, and one for each section of the file."""
-    rows = [("--config-file", ttdp.DEFAULT_CONFIG_FILE, "configuration file; must exist if named")]
-    rows += [(key.flag, key.shown_default, key.text) for key in top_keys()]
-    rows += [(key.name, key.shown_default, f"{key.text} (only in the file)") for key in file_keys()]
+    """Return the table of the options that operators change."""
+    keys = {key.name: key for key in (*top_keys(), *file_keys())}
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    lines += [
-        f"| {quoted(flag)} | {quoted(default)} | {escaped(text)} |" for flag, default, text in rows
-    ]
-    for section in SECTIONS:
-        keys = [*keys_of(section)]
-        names = " ".join(quoted(key.name) for key in keys)
-        defaults = ", ".join(quoted(key.shown_default) or "–" for key in keys)
-        lines.append(f"| {quoted(section.heading)} {names} | {defaults} | {section.text} |")
+    for name in README_KEYS:
+        key = keys[name]
+        row = (quoted(name), quoted(key.shown_default), escaped(key.text))
+        lines.append(f"| {' | '.join(row)} |")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -249,7 +339,10 @@ def manual_keys() -> str:
 
 def manual_text(key: Key) -> list[str]:
     """Return a key's meaning, valid values and default, each sentence on its own line."""
-    lines = [line for each in key.sentences for line in roff(each)]
+    explanation = sentences(EXPLANATIONS[key.name]) if key.name in EXPLANATIONS else []
+    lines = [line for each in (*key.sentences, *explanation) for line in roff(each)]
+    if key.default is None:
+        lines += [".br", "Default: not set."]
     if key.shown_default:
         macro = ".Pa" if key.shown_default.startswith("/") else ".Li"
         own_line = [".br"] if len(key.shown_default) > 45 else []  # troff cannot break a path

@@ -6,6 +6,7 @@ import os
 import pty
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -404,7 +405,8 @@ async def test_cdi_without_its_directory_fails_though_the_service_runs(
     """Pods cannot get devices, until the directory appears."""
     await start(runtime_dir=str(served.root), interval=0.1, device_list_strategy="cdi")
     await kubelet.registered("tenstorrent.com/n150")
-    problem = ("FAIL", "CDI", f"{served.cdi_file} does not exist; is the service running?")
+    text = f"{served.cdi_file} does not exist; {served.cdi_file.parent} does not exist"
+    problem = ("FAIL", "CDI", text)
     assert problem in (await served.ask("check", "--device-list-strategy=cdi")).complaints
     served.cdi_file.parent.mkdir()
     await until(served.cdi_file.exists)
@@ -423,3 +425,68 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
         host.cdi_file.write_text(content)
         text = complaint(host.run("check"), "FAIL", "CDI")
         assert text.startswith(f"{host.cdi_file} cannot be read: ")
+
+
+# -- files for others ------------------------------------------------------------------------------
+
+
+async def test_a_metrics_file_that_grows_old_fails_with_the_reason(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The log has it; while the file is new there is nothing to report."""
+    file = served.root / "metrics/tt-device-plugin.prom"
+    file.parent.mkdir()
+    await start(runtime_dir=str(served.root), interval=0.1, metrics_file=str(file))
+    await kubelet.registered("tenstorrent.com/n150")
+    await until(file.exists)
+    subjects = {subject for _, subject, _ in (await served.ask("check")).complaints}
+    assert "metrics" not in subjects
+
+    hours_ago = time.time() - 7200
+    os.utime(file, (hours_ago, hours_ago))
+    text = f"{file} is 120 minutes old; for the reason, run: journalctl -t tt-device-plugin -p "
+    assert ("FAIL", "metrics", f"{text}warning") in (await served.ask("check")).complaints
+
+
+async def test_files_that_cannot_be_written_fail(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """Labels: at once. Metrics: with the same reason, once they are old."""
+    labels = served.root / "features.d/tt-device-plugin"
+    metrics = served.root / "metrics/tt-device-plugin.prom"
+    for path in (labels, metrics):
+        path.mkdir(parents=True)
+        (path / "full").touch()
+    settings = {"labels_dir": str(labels.parent), "metrics_file": str(metrics)}
+    await start(runtime_dir=str(served.root), interval=0.1, **settings)
+    await kubelet.registered("tenstorrent.com/n150")
+    problem = "is out of date and cannot be removed: Is a directory"
+
+    assert ("FAIL", "files", f"{labels} {problem}") in (await served.ask("check")).complaints
+    hours_ago = time.time() - 7200
+    os.utime(metrics, (hours_ago, hours_ago))
+    text = f"{metrics} is 120 minutes old: it {problem}"
+    assert ("FAIL", "metrics", text) in (await served.ask("check")).complaints
+
+
+# -- other allocators ------------------------------------------------------------------------------
+
+
+def test_another_allocator_of_these_cards_is_named(host: Host) -> None:
+    """Tenstorrent's DRA driver, by its registration socket or its CDI files; others are fine."""
+    registry = host.root / "plugins_registry"
+    for other in (registry / "nvidia.com-gpu-reg.sock", host.root / "cdi/nvidia.com-gpu.yaml"):
+        other.parent.mkdir()
+        other.touch()
+    nodes = {FIRST: str(host.node.chips[0].device_node)}
+    write_cdi(host, nodes)
+    assert host.run("check").complaints == []
+
+    described = host.root / "cdi/k8s.tenstorrent.com-tenstorrent.com_0.json"
+    described.touch()
+    text = "another allocator of Tenstorrent cards is on this node: {}; remove one of the two"
+    assert complaint(host.run("check"), "warn", "kubelet") == text.format(described)
+    socket_ = registry / "tenstorrent.com-reg.sock"
+    socket_.touch()
+    text = text.format(f"{socket_} and 1 more")
+    assert complaint(host.run("check"), "warn", "kubelet") == text
