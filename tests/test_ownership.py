@@ -183,7 +183,7 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
             await kubelet.admit("other", "main", {P150A: 1}, static=True)
         assert f"withheld: held until pod {kubelet.uid('train')} ends (as {P150}" in caplog.text
         await kubelet.api_server_back()
-        await until(lambda: "held until default/train ends" in daemon.notes[-1])
+        await until(lambda: "held until default/train ends" in "".join(daemon.notes))
     assert not ever_offered(kubelet, P150A)
 
 
@@ -408,7 +408,7 @@ async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
         await kubelet.wait_for(lambda: len(kubelet.healthy(new) - {mine}) == free)
         await kubelet.wait_for(lambda: mine in kubelet.healthy(old))
         reason = f"held until default/train ends (as {old} {mine})"
-        await until(lambda: reason in daemon.notes[-1])
+        await until(lambda: reason in "".join(daemon.notes))
         for number in range(free):
             await kubelet.admit(f"other-{number}", "main", {new: 1})
             assert not chips_of(kubelet, f"other-{number}") & held
