@@ -19,12 +19,13 @@ from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import SharedResource, Sharing
 
-pytestmark = pytest.mark.usefixtures("ticking", "hurried")
+pytestmark = pytest.mark.usefixtures("hurried")
 
 DOMAIN = "tenstorrent.com"
 P300, P300C, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/p300c", f"{DOMAIN}/n150"
 P150, P150A = f"{DOMAIN}/p150", f"{DOMAIN}/p150a"
-FAST = 0.1  # seconds between two polls
+NEVER_STALLED = {"heartbeat_misses": 1_000_000}  # heartbeats stand still
+FAST: dict[str, Any] = {"interval": 0.1, "health": NEVER_STALLED}
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     monkeypatch.setattr("ttdp.START_CHECK_TIMEOUT", 0.3)
     chips = {node.add("p150a")[0].bdf for _ in range(7)}
     pods = [f"pod-{number}" for number in range(6)]
-    running = RunningDaemon(node, settings_of(node, directory, interval=FAST))
+    running = RunningDaemon(node, settings_of(node, directory, **FAST))
     async with kubelet_of(node, directory, version=version) as kubelet, running as daemon:
         for pod in pods:
             await run_pod(kubelet, pod)
@@ -120,7 +121,7 @@ async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forg
 ) -> None:
     """They are in its state file."""
     chips = {node.add("p150a")[0].bdf for _ in range(2)}
-    settings = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
+    settings = settings_of(node, directory, **FAST, state_dir=str(short_tmp))
     async with RunningDaemon(node, settings):
         await run_pod(kubelet, "train")
         held = chips_of(kubelet, "train")
@@ -151,13 +152,13 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
     elif change == "another unit":
         changes = {"unit": "board"}
     async with kubelet_of(node, directory, version=(1, 37), policy=policy) as kubelet:
-        async with RunningDaemon(node, settings_of(node, directory)):
+        async with RunningDaemon(node, settings_of(node, directory, **FAST)):
             await run_pod(kubelet, "train", P300)
             (mine,) = kubelet.allocated(P300)
         await kubelet.power_cut()
         if change == "a card is missing":
             node.chip(mine).vanish()
-        async with RunningDaemon(node, settings_of(node, directory, interval=FAST, **changes)):
+        async with RunningDaemon(node, settings_of(node, directory, **FAST, **changes)):
             await kubelet.start()
             await kubelet.registered(P300)
             is_missing = change == "a card is missing"
@@ -170,11 +171,11 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
 ) -> None:
     """Kubelet and daemon start again with another configuration; no pod has a name for long."""
     node.add("p150a")
-    async with RunningDaemon(node, settings_of(node, directory)):
+    async with RunningDaemon(node, settings_of(node, directory, **FAST)):
         await run_pod(kubelet, "train")
     kubelet.api_server_away()
     await kubelet.restart()
-    settings = settings_of(node, directory, interval=FAST, resource_naming="card")
+    settings = settings_of(node, directory, **FAST, resource_naming="card")
     async with RunningDaemon(node, settings) as daemon:
         await kubelet.registered(P150A)
         await more_polls(daemon)
@@ -182,7 +183,7 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
             await kubelet.admit("other", "main", {P150A: 1}, static=True)
         assert f"withheld: held until pod {kubelet.uid('train')} ends (as {P150}" in caplog.text
         await kubelet.api_server_back()
-        await until(lambda: "held until default/train ends" in daemon.notes[-1])
+        await until(lambda: "held until default/train ends" in "".join(daemon.notes))
     assert not ever_offered(kubelet, P150A)
 
 
@@ -192,7 +193,7 @@ async def test_a_pod_keeps_its_name_when_another_pod_gets_its_device(
     """The kubelet's List already has the next pod, its checkpoint does not yet."""
     for _ in range(2):
         node.add("p150a")
-    daemon = await start(interval=FAST)
+    daemon = await start(**FAST)
 
     def names() -> dict[str, str]:
         found: dict[str, str] = daemon.daemon.node.allocations.names
@@ -224,7 +225,7 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
 ) -> None:
     """It waits for the last process, though no process has the device open, or opens it later."""
     (chip,) = node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, interval=FAST), WATCHDOG)
+    running = RunningDaemon(node, settings_of(node, directory, **FAST), WATCHDOG)
     async with kubelet_of(node, directory, layout=layout) as kubelet, running as daemon:
         await run_pod(kubelet, "first")
         await until(lambda: daemon.daemon.node.allocations.names)
@@ -246,7 +247,7 @@ async def test_a_checkpoint_that_goes_back_for_a_moment_lets_no_container_start(
 ) -> None:
     """An older write lands last: it has the first pod still, and the second one not yet."""
     node.add("p150a")
-    daemon = await start(interval=FAST, environ=WATCHDOG)
+    daemon = await start(**FAST, environ=WATCHDOG)
     await run_pod(kubelet, "first")
     before = kubelet.file.path.read_bytes()
     kubelet.force_delete("first")
@@ -265,7 +266,7 @@ async def test_a_container_waits_for_one_that_is_being_created(
 ) -> None:
     """Without a pause process, the pod that was deleted by force has no process until later."""
     node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, interval=FAST))
+    running = RunningDaemon(node, settings_of(node, directory, **FAST))
     options = {"layout": layout, "has_pause": False}
     async with kubelet_of(node, directory, **options) as kubelet, running as daemon:
         await kubelet.registered(P150)
@@ -293,7 +294,7 @@ async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
     """The container was allowed to start; its process never came, and its cgroup stays."""
     monkeypatch.setattr("ttdp.START_TIMEOUT", 0.5)
     node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, interval=FAST))
+    running = RunningDaemon(node, settings_of(node, directory, **FAST))
     async with kubelet_of(node, directory, has_pause=False) as kubelet, running:
         await kubelet.registered(P150)
         kubelet.hold_creation()
@@ -338,7 +339,7 @@ async def test_processes_outside_the_former_pod_do_not_count(
     monitor = "0::/kubepods/besteffort/pod11111111-2222-3333-4444-555555555555/x"
     node.start_process(70, "0::/user.slice/session-1.scope", [str(chip.device_node)])
     node.start_process(71, monitor, [str(chip.device_node)])
-    await start(interval=FAST, **sharing(name="n150", replicas=2))
+    await start(**FAST, **sharing(name="n150", replicas=2))
     for pod, resource in (("alone", P150), ("one", N150), ("other", N150)):
         await run_pod(kubelet, pod, resource)
     assert "container start waits" not in caplog.text
@@ -349,7 +350,7 @@ async def test_a_container_that_starts_again_does_not_wait_for_its_own_pod(
 ) -> None:
     """An init container had the same device, and other containers of the pod still run."""
     node.add("p150a")
-    await start(interval=FAST)
+    await start(**FAST)
     await kubelet.registered(P150)
     containers = [Container("prepare", {P150: 1}, "init"), Container("main", {P150: 1})]
     await kubelet.admit_pod("train", [*containers, Container("side", {})])
@@ -391,7 +392,7 @@ async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
     before, old, after, new, free = CHANGES[change]
     for _ in range(2):
         node.add("p300c")
-    settings = settings_of(node, directory, interval=FAST, **(BEFORE | before))
+    settings = settings_of(node, directory, **FAST, **(BEFORE | before))
     daemon = await RunningDaemon(node, settings).__aenter__()
     await run_pod(kubelet, "train", old)
     (mine,) = kubelet.allocated(old)
@@ -401,13 +402,13 @@ async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
     else:
         await daemon.__aexit__()
         await kubelet.restart()
-        settings = settings_of(node, directory, interval=FAST, **(BEFORE | after))
+        settings = settings_of(node, directory, **FAST, **(BEFORE | after))
         daemon = await RunningDaemon(node, settings).__aenter__()
     try:
         await kubelet.wait_for(lambda: len(kubelet.healthy(new) - {mine}) == free)
         await kubelet.wait_for(lambda: mine in kubelet.healthy(old))
         reason = f"held until default/train ends (as {old} {mine})"
-        await until(lambda: reason in daemon.notes[-1])
+        await until(lambda: reason in "".join(daemon.notes))
         for number in range(free):
             await kubelet.admit(f"other-{number}", "main", {new: 1})
             assert not chips_of(kubelet, f"other-{number}") & held
@@ -426,7 +427,7 @@ async def test_a_resource_with_only_a_pods_ids_ends_with_that_pod(
 ) -> None:
     """A container could not start again without it. Both kinds of containers hold the chip."""
     node.add("p150a")
-    daemon = await start(interval=FAST)
+    daemon = await start(**FAST)
     await kubelet.registered(P150)
     await kubelet.admit("train", "prepare", {P150: 1}, init=True)
     await run_pod(kubelet, "train")
@@ -446,7 +447,7 @@ async def test_an_id_that_refers_to_other_chips_by_now_is_not_allocated(
 ) -> None:
     """Kubelets ask again for an init container's ID, which the configuration no longer gives."""
     node.add("p300c")
-    daemon = await start(interval=FAST)
+    daemon = await start(**FAST)
     await kubelet.registered(P300)
     await kubelet.admit("train", "prepare", {P300: 1}, init=True)
     daemon.reload(unit="board")
@@ -460,7 +461,7 @@ async def test_polls_cost_the_kubelet_nothing(
 ) -> None:
     """Once pods' names are known; also while a device is withheld, whose pod's end is noticed."""
     (chip,) = node.add("p150a")
-    daemon = await start(interval=FAST)
+    daemon = await start(**FAST)
     await run_pod(kubelet, "train")
     daemon.reload(resource_naming="card")
     await kubelet.registered(P150A)
@@ -487,7 +488,7 @@ async def test_nothing_depends_on_the_pod_resources_api(
             kubelet.refuse_with(code, "rejected by rate limit", times=999, method="List")
         elif how == "garbage":
             kubelet.garble(times=999)
-        async with RunningDaemon(node, settings_of(node, directory, interval=FAST)) as daemon:
+        async with RunningDaemon(node, settings_of(node, directory, **FAST)) as daemon:
             await run_pod(kubelet, "train")
             daemon.reload(resource_naming="card")
             await kubelet.registered(P150A)
