@@ -784,12 +784,12 @@ class PciFunction(NamedTuple):
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# What is on the PCI bus, by address: None for other vendors' functions.
+# The functions on the PCI bus by address; None for those of other vendors.
 Bus = dict[str, PciFunction | None]
 
 
 class Identity(NamedTuple):
-    """What the firmware reports of a chip; None: not reported."""
+    """Values from a chip's firmware; None: not reported."""
 
     card: str | None = None  # exact card type, "p150a"
     serial: str | None = None  # the board's, 16 hex digits
@@ -825,7 +825,7 @@ ProcessRow = dict[str, object]  # "pid", "command", "of_pod"
 
 
 class Reading(NamedTuple):
-    """What was read of a chip at one moment."""
+    """The attributes of a chip, all read at one moment."""
 
     function: PciFunction
     telemetry: Telemetry
@@ -852,7 +852,7 @@ def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return what changes when a file is replaced; None if it does not exist."""
+    """Return a value that changes when the file is replaced; None if it does not exist."""
     status = if_exists(os.stat, path)
     if status is None:
         return None
@@ -922,7 +922,7 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 
 def scan(settings: Settings, known: Bus) -> Bus:
-    """Return what is on the PCI bus now. `known` is the last result: IDs are read only once."""
+    """Return the functions on the PCI bus. `known` is the last result: IDs are read only once."""
     found = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         function = known[bdf] if bdf in known else _identify(settings, bdf)
@@ -956,7 +956,7 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
         return function
 
     # The class device is looked for below the PCI function. In /sys/class its name could lead to
-    # another chip by now, as numbers are reused.
+    # another chip already, as numbers are reused.
     for name in names_in(f"{function.directory}/{DRIVER}"):
         ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
@@ -1249,7 +1249,7 @@ class Remedy(NamedTuple):
 
     command: str  # with {bdf} for the chip's address
     condition: str = ""  # under which to run it, such as "if this persists"
-    action: str = ""  # what the command does to pods, such as "a reset"; empty: nothing
+    action: str = ""  # its effect on pods, such as "a reset"; empty: nothing
     resets_board: bool = False  # the board's other chip is affected, too
 
 
@@ -1484,13 +1484,13 @@ class Chip(NamedTuple):
 
     @property
     def tray(self) -> tuple[object, ...] | None:
-        """Return what the chips of its Galaxy tray have in common."""
+        """Return a value that is common to the chips of a Galaxy tray."""
         place = self.galaxy_place
         return place[:3] if place else None
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return what the chips of its board have in common, within a Galaxy's tray."""
+        """Return a value that is common to the chips of a board, or of a Galaxy's tray."""
         return (self.tray, self.identity.serial or self.bdf)
 
     @property
@@ -1540,7 +1540,7 @@ class ChipRecord:
     processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file. The slot can have another card by now."""
+        """Record a new device file. The slot can have another card already."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
         self.telemetry = None
 
@@ -1596,7 +1596,7 @@ class ChipRecord:
         self.chip = self.chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
 
     def to_state(self) -> Json:
-        """Return what the next daemon needs to know: identity and lasting faults."""
+        """Return the state for the next daemon: identity and lasting faults."""
         function, vitals = self.chip.function, self.vitals
         is_stalled = self.chip.fault is Fault.STALLED
 
@@ -1691,7 +1691,7 @@ class Inventory:
         """Record what was read of chips."""
         for reading in readings:
             record = self.records[reading.function.bdf]
-            # A chip that has another number by now was read under its former one.
+            # A chip that has been renumbered since was read under its former number.
             if record.chip.function.ordinal == reading.function.ordinal:
                 record.apply(reading, settings)
 
@@ -1866,7 +1866,7 @@ class Cgroups:
         self._populated: dict[str, bool] = {}  # by UID, for those that were asked for
 
     def look(self) -> None:
-        """List the pods' directories; raises OSError. Forget what the last look has found."""
+        """List the pods' directories, and drop all former findings; raises OSError."""
         self._directories = {}
         self._populated = {}
         for root in self._find_roots():
@@ -1951,7 +1951,7 @@ class AllocationRecord:
         return self.evident_at is not None and now - self.evident_at <= EVIDENCE_LASTS
 
     def to_state(self, now: float) -> Json:
-        """Return what the next daemon needs to know."""
+        """Return the state for the next daemon."""
         resource, ids, chips, pod, container, device_files = self.allocation
         return {
             "resource": resource,
@@ -2179,7 +2179,7 @@ class AllocationTracker:
         """Record the pods' names that the kubelet has listed.
 
         A known name stays: the kubelet's answer can be newer than its checkpoint, and have another
-        pod by now for the devices of one that was deleted by force.
+        pod already for the devices of one that was deleted by force.
         """
         names = dict(self.names)
         for allocation in self._entries.values():
@@ -2258,7 +2258,7 @@ class Resource:
     def ids_by_device(self) -> list[list[str]]:
         """Return the IDs of each device: more than one, if it is shared.
 
-        A held ID can have a device's name, but other chips; it is a device of its own.
+        A held ID can have a device's name, but other chips; it is another device then.
         """
         found = defaultdict(list)
         for identifier, device in self.devices.items():
@@ -2962,7 +2962,7 @@ def check_request(resource: Resource, containers: Containers) -> None:
 def container_edits(
     chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
 ) -> Edits:
-    """Return what a container with exactly these chips gets. `links`: udev's, by address."""
+    """Return the edits for a container with exactly these chips. `links`: udev's, by address."""
     chips = sorted(chips, key=lambda chip: address_numbers(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
 
@@ -3129,17 +3129,17 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The desired state: what is advertised, written and reported.
+    """The desired state: resources, and the contents of files and reports.
 
-    What a call of the kubelet needs is computed at once, the rest when it is asked for.
+    Only the resources are computed at once, as each call of the kubelet needs them.
     """
 
     observation: Observation
     chips: Mapping[str, Chip]  # with reasons, also those that only a pod's allocation names
     listed: Sequence[Chip]  # those of them that are devices
     allocations: Sequence[Allocation]  # that count, the newest last
-    configured: Resources  # what the configuration gives, by name
-    resources: Resources  # what is advertised, by name
+    configured: Resources  # by the configuration alone, by name
+    resources: Resources  # as advertised, by name
 
     @cached_property
     def users(self) -> dict[str, list[User]]:
@@ -3373,7 +3373,7 @@ LogLines = Iterator[tuple[int, str]]  # with levels
 
 
 def changes(former: Decision | None, decision: Decision) -> LogLines:
-    """Yield the log lines about what has changed; without a former decision, about everything."""
+    """Yield log lines about all changes; without a former decision, about everything."""
     for bdf, chip in decision.chips.items():
         former_chip = former.chips.get(bdf) if former else None
         if not decision.advertises(chip):
@@ -3781,7 +3781,7 @@ class TelemetryReaders:
             asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
 
     def _run(self, jobs: deque[ReadJob], loop: asyncio.AbstractEventLoop) -> None:
-        """Read chips until none is left. This runs on a thread of its own."""
+        """Read chips until none is left; the main function of a thread."""
         with suppress(IndexError):
             while True:
                 job = jobs.popleft()
@@ -3811,7 +3811,7 @@ class TelemetryReaders:
         return ReadResult(job, reading)
 
     def collect(self) -> list[Reading]:
-        """Return what was read since the last call; raises the daemon's own OSError."""
+        """Return the results since the last call; raises the daemon's own OSError."""
         readings = []
         error = None
         while not self._results.empty():
@@ -3861,7 +3861,7 @@ def read_others_file(path: str, max_bytes: int) -> bytes:
 class OutputFile:
     """A file that is replaced when its text changes, and removed if that fails.
 
-    It is created anew and renamed: nothing that another user has put in its place is followed or
+    A new file is created and renamed: nothing that another user has put in its place is followed or
     written to. Without its directory there is no reader, and so no file.
     """
 
@@ -3870,7 +3870,7 @@ class OutputFile:
         self.problem: str | None = None  # why it is not as it should be
         self._mode = mode
         self._keep_outdated = keep_outdated
-        # What was written last, and the file's identity then; None for no file.
+        # The text that was written last, and the file's identity then; None for no file.
         self._written: tuple[str | None, FileIdentity | None] | None = None
 
     def keep(self, text: str | None) -> None:
@@ -3965,7 +3965,7 @@ class OutputFiles:
 
 
 class SavedState(NamedTuple):
-    """What a daemon leaves to the next one."""
+    """The state that a daemon leaves to the next one."""
 
     files: Sequence[str] = ()  # for others, also from an earlier boot
     chips: Mapping[str, ChipRecord] = {}
@@ -4594,13 +4594,13 @@ class Allocator:
         self._node = node
 
     def _decide(self) -> Decision:
-        """Return what is to be advertised at this moment; raises OSError."""
+        """Observe, and return the decision for a call at this moment; raises OSError."""
         now = monotonic()
         self._node.observe_allocations(now)
         return self._node.decide(now)
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
-        """Return what containers with these IDs get; raises RequestError, OSError."""
+        """Return the edits for containers with these IDs; raises RequestError, OSError."""
         result = "refused"
         try:
             answer = await self._allocate(name, containers)
@@ -4962,7 +4962,7 @@ class KubeletSession:
         is_disturbed: bool,
         has_rival: bool,
     ) -> None:
-        """Take what the loop has observed: each turn calls this.
+        """Take the loop's observations: each turn calls this.
 
         `is_disturbed`: files have come or gone in the directory; `has_rival`: this checkpoint has
         IDs of the resource that another plugin has given.
@@ -5248,7 +5248,7 @@ class ConnectionServer:
         self._open: dict[Task, socket.socket] = {}  # the oldest first
 
     async def serve(self, listening: socket.socket) -> None:
-        """Accept connections for ever; the oldest makes room for the newest."""
+        """Accept connections; the oldest makes room for the newest."""
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
         while True:
@@ -5310,7 +5310,7 @@ class MetricsServer:
 
 # ==== DAEMON: observe, decide, apply ==============================================================
 #
-# What a turn of the loop looks at:
+# A turn of the loop looks at:
 #
 #     always            the kubelet's directory, the checkpoint if it has changed, readings that
 #                       have arrived
@@ -5589,7 +5589,7 @@ class Daemon:
         return now - self.node.polled_at >= self.node.settings.health.interval
 
     def _observe(self, now: float, *, is_round: bool) -> None:
-        """Look at what may have changed; raises OSError."""
+        """Look at everything that may have changed; raises OSError."""
         node = self.node
         is_poll = self._is_poll(now)
         if is_poll or (self._uevents.has_events and now - node.scanned_at >= DEBOUNCE):
@@ -5626,7 +5626,7 @@ class Daemon:
         self._manager.show(waiting or self._reporter.status(decision))
 
     def _make_directories(self, decision: Decision) -> None:
-        """Create what containers are given, as they start again with a former response."""
+        """Create the paths in former responses: containers that restart have them."""
         node, settings = self.node, self.node.settings
         for resource in decision.resources.values():
             with suppress(RequestError):  # Allocate reports it
@@ -5836,7 +5836,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problem = None
     try:
         settings = load()
-    except ConfigError as error:  # the commands do what they can
+    except ConfigError as error:  # the commands go on without the file
         problem = str(error)
         settings = Settings(runtime_dir=os.environ.get("RUNTIME_DIRECTORY"))
         with suppress(ConfigError):
@@ -5881,7 +5881,7 @@ def terminal_width(otherwise: int) -> int:
 
 
 def wrapped(text: str, width: int, command: str = "", indent: str = "    ") -> Iterator[str]:
-    """Yield the lines of a text, then a command on a line of its own, whatever its length.
+    """Yield the lines of a text, then a command on a separate line, whatever its length.
 
     A command that is broken by the end of a line would do something else when it is pasted:
     without its address, `tt-smi -r` resets every card.
@@ -6295,7 +6295,7 @@ class Checks:
                     yield Finding("FAIL", "metrics", f"{text}: it {problem}")
                 else:
                     command = "journalctl -t tt-device-plugin -p warning"
-                    yield Finding("FAIL", "metrics", text, command, "for the reason")
+                    yield Finding("FAIL", "metrics", text, command, "for the reason,")
 
     def _kubelet(self) -> Findings:
         directory = self._settings.device_plugin_dir

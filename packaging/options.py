@@ -90,9 +90,9 @@ EXPLANATIONS = {
     ),
     "log_level": "info has one line for each change. debug also has one for each allocation.",
     "hugepages": (
-        "private: each device has directories of its own, see HUGEPAGES. host: every container "
+        "private: each device has its own directories, see HUGEPAGES. host: every container "
         "has the host's directories, and can open the pages of all others. none: containers get"
-        " no hugepage directory, for example because pods bring volumes of their own."
+        " no hugepage directory, for example because pods bring their own volumes."
     ),
     "exclude": (
         'Devices with these chips are not advertised; with unit = "board" that is the whole '

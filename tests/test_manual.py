@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import errno
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -28,14 +31,44 @@ def node(short_tmp: Path) -> SimulatedNode:
     return node
 
 
+def subsection(name: str) -> str:
+    return re.split(r"(?m)^\.S[sh] ", PAGE.split(f"\n.Ss {name}\n")[1])[0]
+
+
+def messages(part: str) -> list[str]:
+    """Return the heads of a part of DIAGNOSTICS, in which CAPITALS stand for anything."""
+    return re.findall(r"(?m)^\.It (?:Sy \w+ )?(?:Em )?(.+)$", subsection(part))
+
+
+def literals() -> str:
+    """Return the text of all literals of the program, without what is filled in."""
+    nodes = ast.walk(ast.parse((ROOT / "ttdp.py").read_text()))
+    found = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return "\0".join(text for text in found if isinstance(text, str))
+
+
 def test_every_fault() -> None:
-    """DIAGNOSTICS has an entry for each kind, and for chips that are withheld."""
-    kinds = re.findall(r"(?m)^\.It Sy (\w+) : ", section("DIAGNOSTICS"))
-    assert {*kinds} == {fault.value for fault in ttdp.Fault} | {"withheld"}
-    text = " ".join(section("DIAGNOSTICS").split())
-    for remedy in ttdp.REMEDIES.values():
+    """DIAGNOSTICS has each kind with its remedy, and chips that are withheld."""
+    kinds = re.findall(r"(?m)^\.It Sy (\w+) Em ", section("DIAGNOSTICS"))
+    assert {*kinds} == {fault.name for fault in ttdp.Fault} | {"withheld"}
+    text = section("DIAGNOSTICS")
+    for fault, remedy in ttdp.REMEDIES.items():
         command = remedy.command.replace("{bdf}", "ADDRESS")
-        assert f"{ttdp.Reason('', remedy.condition, command)} " in f"{text} "
+        ends = f"{ttdp.Reason('', remedy.condition, command)}\n"
+        assert re.search(rf"(?m)^\.It Sy {fault.name} Em .*{re.escape(ends)}", text)
+
+
+@pytest.mark.parametrize("part", ["Faults", "Log and status", r"check\&"])
+def test_every_message_is_one_of_the_program(part: str) -> None:
+    """Word by word, between the values that are filled in and what separates parts."""
+    known, unknown = f"{literals()} {os.strerror(errno.EROFS)}", []
+    assert len(messages(part)) > 10
+    for message in messages(part):
+        counted = r"process N|(?:\d+|\bN) (?:chip|minutes)|"
+        filled_in = r"\b[A-Z][A-Z_]*\d?\b|\d+|state.json|kubelet_\w+|tenstorrent|[:;(),/>&]"
+        pieces = re.split(counted + filled_in, message.replace(r"\(de", "°"))
+        unknown += [(message, piece) for piece in pieces if piece.strip() not in known]
+    assert not unknown, unknown
 
 
 def test_every_metric() -> None:
@@ -57,7 +90,7 @@ def test_every_json_key(node: SimulatedNode, short_tmp: Path) -> None:
         "list", "--json", *node.flags, *outlet_flags(short_tmp), f"--device-plugin-dir={short_tmp}"
     )
     row = json.loads(subprocess.check_output(command, env=environ, text=True))[0]
-    assert re.findall(r"(?m)^\.It Li (\w+)$", section("JSON")) == [*row]
+    assert re.findall(r"(?m)^\.It Li (\w+)$", subsection(r"JSON\&")) == [*row]
 
 
 async def test_every_label(node: SimulatedNode, short_tmp: Path) -> None:
@@ -69,5 +102,5 @@ async def test_every_label(node: SimulatedNode, short_tmp: Path) -> None:
             await daemon.ready()
             features = (short_tmp / "features.d/tt-device-plugin").read_text()
     written = re.findall(r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)=", features)
-    named = re.findall(r"(?m)^\.It Li tenstorrent\.com/(?:NAME)?(\S+)$", section("LABELS"))
+    named = re.findall(r"(?m)^\.It Li tenstorrent\.com/(?:NAME)?(\S+) Ta", section("LABELS"))
     assert {*named} == {*written}
