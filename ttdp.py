@@ -179,7 +179,7 @@ def _text(valid: str, pattern: str, max_length: int = 4095) -> Rule:
 
 
 def _host_path(valid: str, *, max_bytes: int = 4095, may_be_empty: bool = False) -> Rule:
-    """Return the rule of a path on the host; one that is relative is made absolute."""
+    """Return the rule of a path on the host; a relative path is made absolute."""
 
     def parse(value: Any) -> str:
         _require(isinstance(value, str) and value.isprintable())
@@ -426,7 +426,7 @@ class Settings:
     exclude: tuple[str, ...] = _key(
         (),
         Rule("a list of PCI addresses, such as 0000:03:00.0", _addresses),
-        "chips that are not offered, such as one that is to be returned or used by a virtual "
+        "chips that are not offered, for example to return a card or to give it to a virtual "
         "machine",
         only_in_file=True,
     )
@@ -1863,7 +1863,7 @@ class Cgroups:
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
         self._directories: dict[str, list[str]] = {}  # of pods, by UID with "_" for "-"
-        self._populated: dict[str, bool] = {}  # by UID, for those that were asked for
+        self._populated: dict[str, bool] = {}  # by UID; only of pods that were asked for
 
     def look(self) -> None:
         """List the pods' directories, and drop all former findings; raises OSError."""
@@ -3121,7 +3121,7 @@ class Observation(NamedTuple):
     chips: Mapping[str, Chip]  # by PCI address
     driver: str | None  # see driver_version()
     machine: str  # architecture of the host, "x86_64"
-    allocations: tuple[Allocation, ...]  # those that count, the newest last
+    allocations: tuple[Allocation, ...]  # only those with evidence, the newest last
     names: Mapping[str, str]  # of pods, "namespace/name" by UID
     unreadable: str | None  # why the checkpoint cannot be used
     mounts: Mounts
@@ -3135,7 +3135,7 @@ class Decision:
     """
 
     observation: Observation
-    chips: Mapping[str, Chip]  # with reasons, also those that only a pod's allocation names
+    chips: Mapping[str, Chip]  # with reasons; also chips that only a pod's allocation names
     listed: Sequence[Chip]  # those of them that are devices
     allocations: Sequence[Allocation]  # that count, the newest last
     configured: Resources  # by the configuration alone, by name
@@ -3275,7 +3275,7 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
 def _explained_chips(
     chips: Mapping[str, Chip], observation: Observation, label: Label
 ) -> dict[str, Chip]:
-    """Return the chips with the reasons of those that are unhealthy."""
+    """Return the chips; those with a fault get its reason."""
     pods = defaultdict(list)
     for allocation in observation.allocations:
         for bdf in allocation.chips:
@@ -3300,7 +3300,7 @@ def explain(
 ) -> Reason:
     """Return why a chip is unhealthy, and the remedy with what else it affects.
 
-    `siblings` are the other chips of its board; `pods` are those that hold chips, by address.
+    `siblings` are the other chips of its board; `pods` hold chips, by address.
     """
     problem, remedy = _problem_and_remedy(chip, observation.driver)
     if remedy is RESET and observation.machine == "aarch64":
@@ -3596,7 +3596,7 @@ def status_line(
         parts = ["no Tenstorrent device on this node; waiting for one"]
 
     texts = {registration.text for registration in registrations.values()}
-    if len(texts) > 1:  # name those that are not registered
+    if len(texts) > 1:  # name only resources that are not registered
         texts = set()
         for name, registration in registrations.items():
             if registration.phase is not Phase.REGISTERED:
@@ -3721,7 +3721,7 @@ class ReadResult(NamedTuple):
 
 
 class TelemetryReaders:
-    """Reads chips one after the other on a thread; behind one that blocks, another thread goes on.
+    """Reads chips one after the other on a thread; behind a blocked read, another thread goes on.
 
     The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
     it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
@@ -3754,7 +3754,7 @@ class TelemetryReaders:
 
     def _start(self, jobs: deque[ReadJob]) -> None:
         loop = asyncio.get_running_loop()
-        for job in jobs:  # those that a slow read has delayed wait from now on
+        for job in jobs:  # others waited behind a slow read: their time starts now
             self.pending[job.function.bdf] = monotonic()
 
         try:
@@ -3938,7 +3938,7 @@ class OutputFile:
 
 
 class OutputFiles:
-    """The files for others, and those that a former configuration wanted."""
+    """The files for others, also files that a former configuration wanted."""
 
     def __init__(self, former: Iterable[str]) -> None:
         self.by_path = {path: OutputFile(path) for path in former}
@@ -4828,7 +4828,7 @@ class Endpoint(rpc.DevicePluginServicer):
     ) -> None:
         self.path = path
         self.file: FileIdentity | None = None  # its socket's, once bound
-        self.kubelet: FileIdentity | None = None  # the one that was sent Register
+        self.kubelet: FileIdentity | None = None  # its identity when it was sent Register
         self.is_streaming = False  # the kubelet has a ListAndWatch stream
         self.ended: asyncio.Future[tuple[Phase, str]] = asyncio.get_running_loop().create_future()
         self._resource = resource

@@ -57,6 +57,12 @@ def test_readme_manifests_ask_for_what_there_is() -> None:
     assert {*limits} <= {*names("chip")}
 
 
+def test_readmes_first_pod_is_the_shipped_one() -> None:
+    """It is an example of the package, too."""
+    _, _, shipped = (DEB / "pods/first-n300.yaml").read_text().partition("\n")
+    assert fenced("yaml")[0] == shipped
+
+
 def test_readme_configurations_are_valid(tmp_path: Path) -> None:
     """Each of them, as a file of its own, changes something."""
     for number, block in enumerate(fenced("toml")):

@@ -1,4 +1,4 @@
-"""Many nodes at once: cloud-init, Ansible and a copied repository, as in the README.
+"""Many nodes at once: cloud-init and Ansible, as in the examples, and a copied repository.
 
 Each release has a clean system, whose only repository is that of `make repository`, on a web server
 in the same system.
@@ -11,36 +11,18 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-import yaml
 
 from tests.e2e.container import PACKAGES
 from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
 from tests.e2e.test_repository import SUITES, URL, Node, Publisher, publisher
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import wait_until
+from tests.world.processes import ROOT, wait_until
 
 __all__ = ["publisher"]  # a fixture
-EXAMPLE = "https://apt.example.org"  # the web server's address in the README
-CLOUD_INIT = """\
-#cloud-config
-runcmd:
-  - cd /etc/apt
-  - curl -fsSLO --output-dir keyrings https://apt.example.org/tt-device-plugin-archive-keyring.pgp
-  - curl -fsSLO --output-dir sources.list.d https://apt.example.org/tt-device-plugin.sources
-  - apt-get update
-  - apt-get install --yes tt-device-plugin
-"""
-PLAYBOOK = """\
-- hosts: tenstorrent_nodes
-  become: true
-  serial: 10%
-  vars: {server: https://apt.example.org}
-  tasks:
-    - get_url: {url: "{{ server }}/tt-device-plugin-archive-keyring.pgp", dest: /etc/apt/keyrings}
-    - get_url: {url: "{{ server }}/tt-device-plugin.sources", dest: /etc/apt/sources.list.d}
-    - apt: {name: tt-device-plugin, state: latest, update_cache: true}
-    - command: tt-device-plugin check
-"""
+EXAMPLE = "https://apt.example.org"  # the web server's address in the examples
+ROLLOUT = ROOT / "packaging/deb/rollout"
+CLOUD_INIT = (ROLLOUT / "cloud-init.yaml").read_text()
+PLAYBOOK = (ROLLOUT / "ansible.yaml").read_text()
 WEB = """\
 [Unit]
 DefaultDependencies=no
@@ -87,12 +69,6 @@ def be_without(node: Node) -> None:
     node("dpkg", "--purge", UNIT)
     node.shell(f"rm -f /etc/apt/keyrings/{UNIT}* /etc/apt/sources.list.d/{UNIT}*")
     node.update()
-
-
-def test_the_texts_are_short() -> None:
-    """Each has at most ten lines, and is valid YAML."""
-    for text in (CLOUD_INIT, PLAYBOOK):
-        assert yaml.safe_load(text) and len(text.splitlines()) <= 10
 
 
 def test_cloud_init_installs_it_at_the_first_boot(node: ManagedNode, publisher: Publisher) -> None:
