@@ -3215,11 +3215,14 @@ class Decision:
         is_same_node = self.observation._replace(**no_pods) == other.observation._replace(**no_pods)
         return is_same_node and self.resources is other.resources
 
+    def is_out_of_service(self, bdf: str) -> bool:
+        """Return whether a chip is excluded, and no pod holds it: its faults concern nobody."""
+        return bdf in self.excluded and bdf not in self.owners
+
     def advertises(self, chip: Chip) -> bool:
         """Return whether a chip is a device, or waits for its board's serial."""
-        if chip.bdf in self.excluded:
-            return chip.bdf in self.owners  # a pod holds it
-        return chip.is_listed or chip.bdf in self.owners
+        is_listed = chip.is_listed or chip.bdf in self.owners
+        return is_listed and not self.is_out_of_service(chip.bdf)
 
 
 def decide(observation: Observation, former: Decision | None = None) -> Decision:
@@ -3358,7 +3361,7 @@ def driver_problem(decision: Decision) -> Reason | None:
     for bdf, chip in decision.chips.items():
         has_no_driver = chip.function.on_bus and chip.function.driver is None
         has_own_line = driver is not None and chip.is_listed
-        if has_no_driver and not has_own_line and bdf not in decision.excluded:
+        if has_no_driver and not has_own_line and not decision.is_out_of_service(bdf):
             unbound.append(chip)
     if not unbound:
         return None
@@ -3378,7 +3381,8 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
         former_chip = former.chips.get(bdf) if former else None
         if not decision.advertises(chip):
             has_new_fault = former_chip is None or not former_chip.function.file_fault
-            if chip.function.file_fault and has_new_fault and bdf not in decision.excluded:
+            is_reported = has_new_fault and not decision.is_out_of_service(bdf)
+            if chip.function.file_fault and is_reported:
                 yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
         elif former and former_chip and former.advertises(former_chip):
             yield from _chip_changes(former_chip, chip, decision.observation.driver)
@@ -3520,7 +3524,7 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
             resource=resource.name if resource else None,
         )
         add("healthy", 0 if chip.fault else 1)
-        if chip.fault:
+        if chip.fault and not decision.is_out_of_service(bdf):
             add("fault", 1, kind=chip.fault.value)
 
         record = records.get(bdf)
@@ -3626,7 +3630,7 @@ def view_of_node(
     for bdf, chip in decision.chips.items():
         record = records.get(bdf) or ChipRecord(chip)
         chips.append(_chip_row(decision, chip, record, knows_pods=knows_pods))
-        if chip.fault and (bdf not in decision.excluded or decision.advertises(chip)):
+        if chip.fault and not decision.is_out_of_service(bdf):
             faults[bdf] = chip.fault.name
             reasons[bdf] = chip.reason
 

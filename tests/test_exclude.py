@@ -115,6 +115,17 @@ def test_labels_do_not_count_it_and_metrics_keep_it() -> None:
         assert f'tt_device_healthy{{device="{bdf(2)}"}} 1' in metrics
 
 
+def test_a_fault_of_a_chip_out_of_service_is_not_reported() -> None:
+    """Neither in the log nor in metrics, unless a pod holds the chip."""
+    dead = [chip(1), chip(2, fault=Fault.STALLED)]
+    held = [allocation("p300", bdf(2), buses=[2])]
+    for allocations, is_reported in (([], False), (held, True)):
+        found = decide(dead, without(2), allocations=allocations)
+        log = " ".join(text for _, text in ttdp.changes(None, found))
+        assert ("unhealthy" in log) == is_reported
+        assert ('kind="stalled"' in ttdp.chip_metrics(found, {})) == is_reported
+
+
 @pytest.fixture
 def host(short_tmp: Path) -> Any:
     with host_with(short_tmp, "n300", "p150a") as found:

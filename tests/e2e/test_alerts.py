@@ -190,6 +190,7 @@ def cases(output: str) -> dict[str, Case]:
             "To see each address and its remedy, run: tt-device-plugin list",
             "Tenstorrent PCI functions that never had a driver on {where}: 2",
         ),
+        "excluded, and unbound": Case({UNBOUND: 1, f"tt_device_healthy device={P300}": 0}),
         "narrow link": of(
             P300, {f"tt_device_pcie_link_width device={P300}": 4}, "LinkNarrow", 10, f"R{RESEAT}",
             summary="PCIe link runs at x4, below the card's width, on {instance}",

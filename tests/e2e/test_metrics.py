@@ -87,7 +87,7 @@ def test_node_exporter_shows_the_whole_file(host: MetricsHost) -> None:
 QUERIES = [
     """
 count by (cluster, board) (
-  tt_device_info and on (cluster, instance, device) tt_device_healthy == 1
+  tt_device_info{resource!=""} and on (cluster, instance, device) tt_device_healthy == 1
   unless on (cluster, instance, device) tt_device_allocated
 )
 """
@@ -105,8 +105,13 @@ def test_the_query_for_free_chips(tmp_path: Path) -> None:
         for number, board in enumerate(("n300", "n300", "p150")):
             place = {"cluster": cluster, "instance": "node-1", "device": f"0000:0{number}:00.0"}
             healthy = "1x15 0x15" if (cluster, number) == ("east", 1) else "1x30"
-            values[series("tt_device_info", board=board, **place)] = "1x30"
+            name = f"tenstorrent.com/{board}"
+            values[series("tt_device_info", board=board, resource=name, **place)] = "1x30"
             values[series("tt_device_healthy", **place)] = healthy
+            if number == 2:  # another one is excluded
+                place["device"] = "0000:09:00.0"
+                values[series("tt_device_info", board=board, **place)] = "1x30"
+                values[series("tt_device_healthy", **place)] = "1x30"
             if (cluster, number) == ("west", 0):
                 values[series("tt_device_allocated", pod_name="train", **place)] = "1x30"
 
