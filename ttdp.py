@@ -6210,11 +6210,17 @@ class Checks:
 
     def _hugepages(self) -> Findings:
         """Check for 1 GiB pages, which chips without a translating IOMMU need."""
-        chips = 0
+        chips = translated = gone = 0
         for row in self._view["chips"]:
-            group = f"{pci_directory(self._settings, row['bdf'])}/iommu_group/type"
-            if not (read_text(group) or "").startswith("DMA"):
+            function = pci_directory(self._settings, row["bdf"])
+            if (read_text(f"{function}/iommu_group/type") or "").startswith("DMA"):
+                translated += 1
+            elif exists(function):
                 chips += 1
+            else:
+                gone += 1
+        if chips or not translated:
+            chips += gone  # which will return as the others are
 
         directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0

@@ -282,6 +282,20 @@ async def test_hugepages_are_for_all_chips_that_were_seen(
     assert text.startswith("0 of the 8 pages of 1 GiB that 2 chips without an IOMMU need; ")
 
 
+async def test_a_chip_that_is_gone_needs_no_hugepages_if_no_other_does(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """All chips of a node are behind its IOMMU, or none."""
+    (gone,) = served.node.add("n150")
+    served.node.set_iommu(gone.bdf)
+    await start(runtime_dir=str(served.root), interval=3600)
+    await kubelet.registered("tenstorrent.com/n150")
+    gone.vanish()
+    await kubelet.wait_for(lambda: kubelet.unhealthy("tenstorrent.com/n150"))
+    findings = (await served.ask("check")).findings
+    assert ("ok", "hugepages", "0 pages of 1 GiB, none needed") in findings
+
+
 def check_locks(host: Host, *entries: str) -> Answer:
     """Check with a lock directory of this host."""
     lines = ["[sharing]", f'lock_dir = "{host.root}/locks"', *entries]
