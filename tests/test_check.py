@@ -463,7 +463,7 @@ async def test_a_metrics_file_that_grows_old_fails_with_the_reason(
 
 
 async def test_files_that_cannot_be_written_fail(
-    served: Host, kubelet: Kubelet, start: StartDaemon
+    served: Host, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Labels: at once. Metrics: with the same reason, once they are old."""
     labels = served.root / "features.d/tt-device-plugin"
@@ -474,6 +474,7 @@ async def test_files_that_cannot_be_written_fail(
     settings = {"labels_dir": str(labels.parent), "metrics_file": str(metrics)}
     await start(runtime_dir=str(served.root), interval=0.1, **settings)
     await kubelet.registered("tenstorrent.com/n150")
+    await until(lambda: caplog.text.count("Is a directory") == 2)
     problem = "is out of date and cannot be removed: Is a directory"
 
     assert ("FAIL", "files", f"{labels} {problem}") in (await served.ask("check")).complaints
