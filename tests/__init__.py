@@ -1,4 +1,4 @@
-"""Tests of the program. This page shows where they lie, how to run one, and how to add to them.
+"""Tests of the program. This page shows where they are, how to run one, and how to add to them.
 
 Run them:
 
@@ -8,7 +8,7 @@ Run them:
     make e2e-systemd                                          as root; make help lists the others
     .venv/bin/python -m pytest -vv tests/e2e/test_pods.py     one file of these, after make deb
 
-Where they lie, by chapter of ttdp.py:
+Layout, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config
     INVENTORY                         test_inventory
@@ -26,11 +26,11 @@ Where they lie, by chapter of ttdp.py:
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_preinst, test_sbom, test_examples, test_make
-    what only the original can show   e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
+    needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
 
-What they stand on:
+Helpers:
 
-    chips.py           chips, allocations and decisions without a file, for what is pure
+    chips.py           chips, allocations and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
@@ -39,8 +39,8 @@ What they stand on:
     e2e/container.py   a booted Debian; e2e/node.py: a node with a real kubelet
     bench.py, soak.py  costs and leaks; demo.py: what make demo shows
 
-A test of the daemon in this process begins like this one. It waits until something is so, with
-kubelet.wait_for(), or until() of world/processes.py, never for a time that seems long enough.
+A test of the daemon in this process begins like this one. It waits for a
+condition, with kubelet.wait_for(), or until() of world/processes.py, and never sleeps.
 
     async def test_an_n150_is_a_device(node, kubelet, start):
         node.add("n150")
