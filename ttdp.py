@@ -113,7 +113,7 @@ PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".41943
 TRUE = ("true", "yes", "on", "1")  # in flags and variables; TOML has its own booleans
 FALSE = ("false", "no", "off", "0")
 
-# Keys that other plugins have for dividing a device.
+# Keys with which other plugins divide a device. They are refused with a text of their own.
 PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
 
 
@@ -124,8 +124,8 @@ class ConfigError(Exception):
 class FormerKey(NamedTuple):
     """A key of a former release."""
 
-    same_as_now: str  # the value that the program follows anyway
-    explanation: str  # for all other values
+    same_as_now: str  # with this value the key changes nothing: only a warning
+    explanation: str  # the error for all other values
 
 
 FORMER_KEYS = {
@@ -260,7 +260,10 @@ RESOURCE_NAME = _text(
 
 
 def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
-    """Return the field of a setting: a key of the file. With MISSING as default it is required."""
+    """Return the field of a setting; with MISSING as default it is required.
+
+    only_in_file: it has neither a flag nor a variable.
+    """
     metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
     return field(default=default, metadata=metadata)
 
@@ -292,7 +295,7 @@ class HealthSettings:
     """Table [health]."""
 
     interval: float = _key(
-        5.0,  # a firmware's heartbeat changes every 0.1 s
+        5.0,  # long against 0.1 s, in which a heartbeat changes
         _number("a number of seconds from 0.1 to 3600", 0.1, 3600, kinds=(int, float)),
         "seconds between two polls of each chip",
     )
@@ -357,7 +360,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration. Every path is absolute."""
+    """The configuration. Every path is absolute, or empty where a rule allows that."""
 
     device_plugin_dir: str = _key(
         "/var/lib/kubelet/device-plugins",
@@ -475,7 +478,10 @@ Environment = Mapping[str, str]
 
 
 def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
-    """Return the settings; raises ConfigError."""
+    """Return the settings; raises ConfigError.
+
+    ignore_file: for commands that help while the file is not valid.
+    """
     file = _config_file(flags, environ)
     values = {} if ignore_file else _read_config_file(file)
     sources = {key: f"{file.shown}: {key}" for key in values}
@@ -588,15 +594,17 @@ def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _table_values(kind: Any, table: object, file: str, heading: str = "") -> Json:
+def _table_values(kind: Any, table: object, prefix: str, heading: str = "") -> Json:
     """Return a table as arguments for its dataclass; raises ConfigError.
 
-    `heading` is "[health]" or "[[mounts]]", and empty for the top of the file.
+    `prefix` begins each message: the file's path, a colon and a space. `heading` is "[health]" or
+    "[[mounts]]", and empty for the top of the file.
     """
     if not isinstance(table, dict):
-        raise _invalid(f"{file}{heading.strip('[]')}", table, f"a table: {heading}")
+        raise _invalid(f"{prefix}{heading.strip('[]')}", table, f"a table: {heading}")
 
-    source = f"{file}{heading} " if heading else file
+    source = f"{prefix}{heading} " if heading else prefix
+    # Fields without metadata, such as state_dir, are not keys of the file.
     known = {each.name: each for each in fields(kind) if each.metadata}
     for name, each in known.items():
         if each.default is MISSING and each.default_factory is MISSING and name not in table:
@@ -615,12 +623,12 @@ def _table_values(kind: Any, table: object, file: str, heading: str = "") -> Jso
         if rule := metadata.get("rule"):
             values[key] = _checked(rule, value, f"{source}{key}")
         elif inner := metadata.get("table"):
-            values[key] = inner(**_table_values(inner, value, file, f"[{path}]"))
+            values[key] = inner(**_table_values(inner, value, prefix, f"[{path}]"))
         else:
             if not isinstance(value, list):
-                raise _invalid(f"{file}{path}", value, f"tables: [[{path}]]")
+                raise _invalid(f"{prefix}{path}", value, f"tables: [[{path}]]")
             inner = metadata["array_of"]
-            rows = [_table_values(inner, row, file, f"[[{path}]]") for row in value]
+            rows = [_table_values(inner, row, prefix, f"[[{path}]]") for row in value]
             values[key] = tuple(inner(**row) for row in rows)
     return values
 
@@ -674,6 +682,7 @@ def _sharing_conflict(
         return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices != "all" and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
+    # A name that is generated for a card or an architecture, or with unit = "board" for a board.
     board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
     if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
@@ -730,7 +739,9 @@ MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 ALL_ONES = 0xFFFFFFFF
 DEAD_TEMPERATURE = 65535999  # m°C
 DEAD_VOLTAGE = 65535  # mV, of in0_max
-DEAD_VALUE = 2**32 - 10**6  # ALL_ONES watts in µW, of which hwmon keeps 32 bits; others give more
+# The least that hwmon makes of ALL_ONES: (ALL_ONES * 10**6) mod 2**32, of watts as µW. With the
+# smaller factors of other units the result is larger.
+DEAD_VALUE = 2**32 - 10**6
 
 # errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
@@ -762,7 +773,7 @@ class PciFunction(NamedTuple):
     subsystem: int = 0  # PCI subsystem ID
     numa_node: int | None = None  # None: the platform does not say
     directory: str = ""  # in sysfs
-    on_bus: bool = True
+    on_bus: bool = True  # False: it was, or an allocation has it, but it is not there now
     driver: str | None = None  # None: no driver is bound
     ordinal: int | None = None  # N of /dev/tenstorrent/N; None without a device file
     path: str = ""  # of the device file on the host
@@ -776,8 +787,8 @@ class PciFunction(NamedTuple):
     def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
 
-    def has_same_file(self, other: PciFunction) -> bool:
-        """Return whether only the NUMA node differs, which an administrator can correct."""
+    def differs_only_in_numa_node(self, other: PciFunction) -> bool:
+        """Return whether no more differs than what an administrator can correct in sysfs."""
         return self._replace(numa_node=other.numa_node) == other
 
     def without_device_file(self, driver: str | None = None) -> PciFunction:
@@ -830,7 +841,7 @@ class Reading(NamedTuple):
     function: PciFunction
     telemetry: Telemetry
     at: float  # seconds of the monotonic clock
-    is_poll: bool = True  # else it can follow the last one sooner than the heartbeat's 0.1 s
+    is_poll: bool = True  # False: read after an event, too early to count an equal heartbeat
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
@@ -887,7 +898,7 @@ def to_integer(text: str | None) -> int | None:
 
 
 def to_natural(text: str | None, *, less_than: int) -> int | None:
-    """Return a number from 0 up to a value that a chip that does not respond has."""
+    """Return a number from 0 to below `less_than`, which a chip that does not respond reports."""
     number = to_integer(text)
     return number if number is not None and 0 <= number < less_than else None
 
@@ -923,15 +934,23 @@ def pci_directory(settings: Settings, bdf: str = "") -> str:
 
 def scan(settings: Settings, known: Bus) -> Bus:
     """Return the functions on the PCI bus. `known` is the last result: IDs are read only once."""
-    found = {}
+    found: Bus = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
-        function = known[bdf] if bdf in known else _identify(settings, bdf)
+        try:
+            function = known[bdf] if bdf in known else _identify(settings, bdf)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
+            continue  # it is appearing or being removed; the next scan looks again
         found[bdf] = _with_present_state(settings, function) if function else None
     return found
 
 
 def _identify(settings: Settings, bdf: str) -> PciFunction | None:
-    """Return a function by its IDs, which never change; None if it is another vendor's."""
+    """Return a function by its IDs, which never change; None if it is no Tenstorrent card.
+
+    Raises OSError: while a function appears, its directory is there before its attributes.
+    """
     directory = pci_directory(settings, bdf)
     if _pci_id(f"{directory}/vendor") != VENDOR:
         return None
@@ -942,7 +961,7 @@ def _identify(settings: Settings, bdf: str) -> PciFunction | None:
 
 
 def _pci_id(path: str) -> int:
-    text = if_exists(read_attribute, path) or ""
+    text = read_attribute(path)
     return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else 0
 
 
@@ -1040,14 +1059,18 @@ def hugetlbfs_directories(settings: Settings) -> list[Mount]:
 
 
 def with_configured_mounts(settings: Settings, hugepages: Iterable[Mount]) -> Mounts:
-    """Return the configured mounts, and these where no configured one is."""
+    """Return the configured mounts, and hugepages at the paths that those leave free."""
     targets = {mount.container for mount in settings.mounts}
     others = [mount for mount in hugepages if mount.container not in targets]
     return (*settings.mounts, *others)
 
 
 def host_mounts(settings: Settings) -> Mounts:
-    """Return the mounts that are the same for every container: those of the CDI file."""
+    """Return the mounts that are the same for every container: those of the CDI file.
+
+    Private hugepages are the device's own: Allocate replaces these, and a CDI file has them, as
+    podman's containers have no directory that the daemon would clean.
+    """
     hugepages = [] if settings.hugepages == "none" else hugetlbfs_directories(settings)
     return with_configured_mounts(settings, hugepages)
 
@@ -1234,7 +1257,8 @@ class Fault(Enum):
     SILENT = "silent"
 
 
-# Faults of a chip whose sensors cannot be known at the moment.
+# Faults of a chip whose sensors cannot be known at the moment. The others leave them readable:
+# NODE, as sysfs needs no device file, and SILENT, as PCI's own attributes need no firmware.
 UNKNOWN_SENSORS = (
     Fault.GONE,
     Fault.BLOCKED,
@@ -1249,7 +1273,7 @@ class Remedy(NamedTuple):
 
     command: str  # with {bdf} for the chip's address
     condition: str = ""  # under which to run it, such as "if this persists"
-    action: str = ""  # its effect on pods, such as "a reset"; empty: nothing
+    action: str = ""  # what would end the pods on the chip: "a reset"; empty: it disturbs none
     resets_board: bool = False  # the board's other chip is affected, too
 
 
@@ -1299,6 +1323,10 @@ class Verdict(NamedTuple):
     problem: str | None = None  # the reason, without remedy
 
 
+# Of a chip whose device file is back, until there is telemetry.
+RETURNING = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
+
+
 class Vitals(NamedTuple):
     """Values of a chip on which its next verdict depends."""
 
@@ -1338,8 +1366,8 @@ def judge(
         problem = "chip does not respond (registers read as ones)"
         return Verdict(Fault.NO_RESPONSE, problem), vitals
 
-    # After a rebind the firmware has ten seconds. Until then the former verdict stays: GONE, as
-    # ChipRecord.vanish() has set it. A chip that never had telemetry may have old firmware.
+    # After a rebind the firmware has ten seconds. Until then the former verdict stays: RETURNING,
+    # as vanish() or from_state() has set it. A chip that never had telemetry may have old firmware.
     if telemetry.is_empty and had_telemetry:
         since = reading.at if vitals.empty_since is None else vitals.empty_since
         if reading.at - since >= FIRMWARE_TIMEOUT:
@@ -1371,9 +1399,10 @@ def judge(
 def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
     telemetry = reading.telemetry
 
-    # Any change of the heartbeat shows life: after a reset it begins again, lower. Only polls are
-    # far enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and
-    # 8 at the next poll is a chip that is alive.
+    # Each reading is compared with the last poll, not with the last reading: only polls are far
+    # enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and 8
+    # at the next poll is a chip that is alive. Any change shows life: after a reset the heartbeat
+    # begins again, lower.
     heartbeat, misses = vitals.heartbeat, vitals.misses
     if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
         misses = 0
@@ -1422,7 +1451,8 @@ class Chip(NamedTuple):
 
     It is *present* while it has a device file, and *listed*, so a device of a resource, from the
     time that it had a valid one. Its verdict counts only while the device file can be used.
-    Measured values are not here: they change all the time, and no decision depends on them.
+    Measured values are not here, but in the text of a verdict: they change all the time, and no
+    decision depends on them.
     """
 
     function: PciFunction
@@ -1490,7 +1520,10 @@ class Chip(NamedTuple):
 
     @property
     def board(self) -> tuple[object, ...]:
-        """Return a value that is common to the chips of a board, or of a Galaxy's tray."""
+        """Return a value that is common to the chips of a board, or of a Galaxy's tray.
+
+        They report one serial. A chip that does not report it is alone until it does.
+        """
         return (self.tray, self.identity.serial or self.bdf)
 
     @property
@@ -1547,9 +1580,7 @@ class ChipRecord:
     def vanish(self, function: PciFunction) -> None:
         """Record that it has no device file."""
         if self.chip.is_present:
-            # If the device returns without telemetry, this is its verdict until there is some.
-            verdict = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
-            self.chip = self.chip._replace(verdict=verdict)
+            self.chip = self.chip._replace(verdict=RETURNING)
             self.vitals = self.vitals._replace(empty_since=None)
         self.chip = self.chip._replace(function=function)
 
@@ -1596,9 +1627,9 @@ class ChipRecord:
         self.chip = self.chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
 
     def to_state(self) -> Json:
-        """Return the state for the next daemon: identity and lasting faults."""
+        """Return the state for the next daemon: identity, and faults that a reading cannot show."""
         function, vitals = self.chip.function, self.vitals
-        is_stalled = self.chip.fault is Fault.STALLED
+        is_stalled = self.chip.verdict.fault is Fault.STALLED
 
         return {
             "arch": function.arch,
@@ -1606,6 +1637,7 @@ class ChipRecord:
             "numa_node": function.numa_node,
             **self.chip.identity._asdict(),
             "had_telemetry": self.had_telemetry,
+            "is_gone": self.chip.verdict.fault is Fault.GONE,
             "stalled_at": vitals.heartbeat if is_stalled else None,
             "trips": vitals.trips,
             "tripped_at": vitals.tripped_at,
@@ -1640,7 +1672,8 @@ class ChipRecord:
             tripped_at=saved_value(saved, "tripped_at", float, optional=True),
             empty_since=saved_value(saved, "empty_since", float, optional=True),
         )
-        chip = Chip(function, identity, had_device_file=True)
+        verdict = RETURNING if saved_value(saved, "is_gone", bool) else Verdict()
+        chip = Chip(function, identity, verdict, had_device_file=True)
         return cls(chip, vitals, saved_value(saved, "had_telemetry", bool))
 
 
@@ -1675,12 +1708,14 @@ class Inventory:
 
             if function.ordinal is None:
                 record.vanish(function)
-            elif not record.chip.had_device_file or not function.has_same_file(
-                record.chip.function
-            ):
-                record.appear(function)
-            else:
+                continue
+
+            # The record of a new chip has this function already, but never had a device file.
+            last = record.chip.function
+            if record.chip.had_device_file and function.differs_only_in_numa_node(last):
                 record.chip = record.chip._replace(function=function)
+            else:
+                record.appear(function)
 
         # Records stay until the daemon ends.
         for bdf in self.records.keys() - functions.keys():
@@ -1777,7 +1812,8 @@ class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     entries: Sequence[Allocation] = ()
-    rivals: frozenset[str] = frozenset()  # resources with IDs that cannot be the daemon's
+    # Resources with IDs that cannot be the daemon's: of another plugin, perhaps for the same chips.
+    rivals: frozenset[str] = frozenset()
 
 
 def parse_checkpoint(content: bytes) -> Checkpoint:
@@ -1879,7 +1915,7 @@ class Cgroups:
                         self._directories.setdefault(uid, []).append(f"{directory}/{name}")
 
     def _find_roots(self) -> list[str]:
-        """Return root's kubepods directories, at most one directory deep."""
+        """Return the kubepods directories that root owns, in the mount or one directory below."""
         names = names_in(self._mount)
         self._is_v2 = "cgroup.controllers" in names
         top = self._mount
@@ -1943,8 +1979,8 @@ class AllocationRecord:
     allocation: Allocation
     evident_at: float | None = None  # when there was evidence for the last time
     had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
-    has_started: bool = False  # the start of a container was allowed since the node was booted
-    # When the start of a container was allowed; None once a process was seen (see is_running()).
+    start_was_allowed: bool = False  # of any container, since the node was booted
+    # When a container was last allowed to start; None once a process was seen: see is_running().
     start_allowed_at: float | None = None
 
     def counts(self, now: float) -> bool:
@@ -1962,7 +1998,7 @@ class AllocationRecord:
             "device_files": device_files,
             "counts": self.counts(now),
             "had_cgroup": self.had_cgroup,
-            "has_started": self.has_started,
+            "start_was_allowed": self.start_was_allowed,
             "start_allowed_at": self.start_allowed_at,
         }
 
@@ -1988,7 +2024,7 @@ class AllocationRecord:
             allocation,
             evident_at=now if saved_value(saved, "counts", bool) else None,
             had_cgroup=saved_value(saved, "had_cgroup", bool),
-            has_started=saved_value(saved, "has_started", bool),
+            start_was_allowed=saved_value(saved, "start_was_allowed", bool),
             start_allowed_at=saved_value(saved, "start_allowed_at", float, optional=True),
         )
 
@@ -2069,7 +2105,7 @@ class AllocationTracker:
             else:
                 # Another daemon has given this response. It is not known whether the container
                 # has started; if in doubt, it has, and its hugepage files stay.
-                record = AllocationRecord(allocation, has_started=True)
+                record = AllocationRecord(allocation, start_was_allowed=True)
             self._records.pop(key, None)  # so that the new record is the last
             self._records[key] = record
             self._must_look = True
@@ -2149,11 +2185,11 @@ class AllocationTracker:
         is_starting = any(each.start_allowed_at is not None for each in records)
         return is_starting or self._cgroups.has_processes(pod)
 
-    def has_started(self, allocation: Allocation) -> bool:
+    def start_was_allowed(self, allocation: Allocation) -> bool:
         """Return whether a container of the pod was allowed to start with the same first chip."""
         device = allocation.first_chip
         return any(
-            record.has_started
+            record.start_was_allowed
             for record in self._all_records()
             if (record.allocation.pod, record.allocation.first_chip) == (allocation.pod, device)
         )
@@ -2161,7 +2197,7 @@ class AllocationTracker:
     def allow_start(self, allocation: Allocation, now: float) -> None:
         """Record that a container of this allocation may start now: see is_running()."""
         if record := self._record_of(allocation):
-            record.has_started = True
+            record.start_was_allowed = True
             if not self._cgroups.has_processes(allocation.pod):
                 record.start_allowed_at = now
 
@@ -4718,7 +4754,7 @@ class Allocator:
         of each other. Raises OSError.
         """
         allocations = self._node.allocations
-        if allocations.has_started(own):
+        if allocations.start_was_allowed(own):
             return
 
         for other in self._decide().allocations:

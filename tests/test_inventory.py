@@ -611,6 +611,39 @@ def test_a_card_that_returns_keeps_its_identity_until_it_reports_one(
     assert inventory.chips[chip.bdf].identity == other
 
 
+def test_a_card_that_waits_for_its_firmware_does_so_after_a_restart_of_the_daemon(
+    chip: Chip,
+) -> None:
+    """Its health does not change before the ten seconds are over."""
+    inventory = Inventory({})
+    look(inventory, chip.node)
+    chip.unbind()
+    look(inventory, chip.node)
+    chip.bind()
+    chip.silence()
+    looks = []
+    for at in (20.0, 25.0, 31.0):
+        looks.append(look(inventory, chip.node, at)[chip.bdf].fault)
+        inventory = restarted(inventory)
+    assert looks == [ttdp.Fault.GONE, ttdp.Fault.GONE, ttdp.Fault.SILENT]
+
+
+@pytest.mark.parametrize("late", ["vendor", "device", "subsystem_device"])
+def test_a_function_whose_attributes_are_not_there_yet_is_looked_at_again(
+    chip: Chip, late: str
+) -> None:
+    """The kernel makes the directory before its attributes."""
+    path = Path(function_of(chip).directory) / late
+    content = path.read_bytes()
+    path.unlink()
+    inventory = Inventory({})
+    inventory.scan(settings(chip.node))
+    assert inventory.chips == {}
+    path.write_bytes(content)
+    inventory.scan(settings(chip.node))
+    assert inventory.chips[chip.bdf].card_type
+
+
 @pytest.mark.parametrize("is_running", [True, False])
 def test_a_thermal_trip_outlasts_a_restart_of_the_daemon(chip: Chip, is_running: bool) -> None:
     """Until the holdoff is over, also if it happened while no daemon was running."""
