@@ -1443,7 +1443,11 @@ class GalaxyPlace(NamedTuple):
     card: str
     domain: int
     tray: int  # 0x00, 0x40, 0x80 or 0xC0
-    position: int  # 1 to 8
+    position: int  # 1 to 8; 0: the tray as a whole
+
+    @property
+    def whole_tray(self) -> GalaxyPlace:
+        return self._replace(position=0)
 
 
 class Chip(NamedTuple):
@@ -1513,10 +1517,10 @@ class Chip(NamedTuple):
         return GalaxyPlace(card, domain, bus & 0xF0, bus & 0x0F)
 
     @property
-    def tray(self) -> tuple[object, ...] | None:
-        """Return a value that is common to the chips of a Galaxy tray."""
+    def tray(self) -> GalaxyPlace | None:
+        """Return its tray; None outside a Galaxy."""
         place = self.galaxy_place
-        return place[:3] if place else None
+        return place.whole_tray if place else None
 
     @property
     def board(self) -> tuple[object, ...]:
@@ -2034,7 +2038,7 @@ class AllocationTracker:
 
     def __init__(self, settings: Settings, saved: Iterable[AllocationRecord]) -> None:
         self.checkpoint = Checkpoint()
-        self.file: FileIdentity | None = None  # identity of the checkpoint that was read last
+        self.checkpoint_file: FileIdentity | None = None  # of the checkpoint that was read last
         self.has_read = False  # a checkpoint was parsed
         self.unreadable: str | None = None  # why the present checkpoint cannot be used
         self.names: dict[str, str] = {}  # "namespace/name" by UID
@@ -2067,7 +2071,7 @@ class AllocationTracker:
 
     def _read_checkpoint(self) -> None:
         identity = file_identity(self._path)
-        if identity in (None, self.file):
+        if identity in (None, self.checkpoint_file):
             return
         try:
             with open(self._path, "rb") as file:
@@ -2075,13 +2079,14 @@ class AllocationTracker:
         except FileNotFoundError:
             return
 
-        self.file = identity
+        self.checkpoint_file = identity
         try:
             self.checkpoint = parse_checkpoint(content)
         except ValueError as error:
             if self.unreadable is None:
                 log.warning("%s cannot be parsed: %s", self._path, error)
             self.unreadable = f"{CHECKPOINT} cannot be parsed"
+            # The entries stay in use. What is registered now is not known: no rival is named.
             self.checkpoint = self.checkpoint._replace(rivals=frozenset())
             return
 
@@ -2103,8 +2108,8 @@ class AllocationTracker:
             if record:
                 record.allocation = allocation
             else:
-                # Another daemon has given this response. It is not known whether the container
-                # has started; if in doubt, it has, and its hugepage files stay.
+                # Another daemon has given this response. The container may have started, and its
+                # hugepage files must not be removed when it starts again.
                 record = AllocationRecord(allocation, start_was_allowed=True)
             self._records.pop(key, None)  # so that the new record is the last
             self._records[key] = record
@@ -2146,7 +2151,10 @@ class AllocationTracker:
         return self._cgroups.has_processes(pod) or record.start_allowed_at is not None
 
     def _end_start(self, record: AllocationRecord, now: float) -> None:
-        """Note that a container has started, or will not start."""
+        """End the time in which an allowed start counts as a process.
+
+        There is one now, or there will be none: the pod is gone, or START_TIMEOUT has passed.
+        """
         pod = record.allocation.pod
         if record.start_allowed_at is None:
             return
@@ -2177,6 +2185,7 @@ class AllocationTracker:
         """
         pod = allocation.pod
         if not pod:
+            # No checkpoint contains the response yet. If none ever does, its record ends by itself.
             record = self._record_of(allocation)
             return record is not None and record.start_allowed_at is not None
 
@@ -2186,7 +2195,10 @@ class AllocationTracker:
         return is_starting or self._cgroups.has_processes(pod)
 
     def start_was_allowed(self, allocation: Allocation) -> bool:
-        """Return whether a container of the pod was allowed to start with the same first chip."""
+        """Return whether a container of the pod was allowed to start with the same first chip.
+
+        Such containers have one directory for hugepages.
+        """
         device = allocation.first_chip
         return any(
             record.start_was_allowed
@@ -2244,8 +2256,8 @@ class Device(NamedTuple):
     identifier: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
     expected_chips: int = 1  # how many it should have
-    holder: str | None = None  # the pod for which it is withheld
-    withheld: str | None = None  # the reason, if it is
+    withheld: str | None = None  # why it is not offered: a pod holds its chips by another name
+    holder: str | None = None  # that pod
     is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
 
     @property
@@ -2254,13 +2266,13 @@ class Device(NamedTuple):
 
     @property
     def incomplete(self) -> str | None:
-        """Return why it cannot be used yet: a chip of its board has never been seen."""
-        known = len(self.chips)
-        return (
-            None
-            if known == self.expected_chips
-            else f"only {known} of {self.expected_chips} chips found"
-        )
+        """Return why its chips are not one whole board."""
+        known, expected = len(self.chips), self.expected_chips
+        if known < expected:
+            return f"only {known} of {expected} chips found"
+        if known > expected:
+            return f"{known} chips report the serial number of a board of {expected}"
+        return None
 
     @property
     def reason(self) -> str | None:
@@ -2323,7 +2335,7 @@ class Resource:
 
     @cached_property
     def device_list(self) -> DeviceList:
-        """Return the message for the kubelet, which renumbering does not change."""
+        """Return the message for the kubelet: without device numbers, which can change."""
         message = DeviceList()
         for ids in self.ids_by_device:
             for identifier in ids:
@@ -2434,8 +2446,11 @@ def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Devi
 
 
 def aliases(device: Device) -> set[str]:
-    """Return the names by which the configuration can select a device."""
-    numbers = {str(chip.function.ordinal) for chip in device.chips}
+    """Return the names by which the configuration can select a device.
+
+    A device number selects only while the chip is present: afterwards another one can have it.
+    """
+    numbers = {str(chip.function.ordinal) for chip in device.chips if chip.is_present}
     return {device.identifier, *device.addresses, *numbers}
 
 
@@ -2531,11 +2546,11 @@ def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, ChipAdd
     found = {}
     for identifier in allocation.ids:
         device = resource.devices.get(identifier)
-        as_address = frozenset([identifier.partition("::")[0]])
+        address = identifier.partition("::")[0]
         if device and not device.incomplete and device.addresses <= allocation.chips:
             found[identifier] = device.addresses
-        elif as_address <= allocation.chips:
-            found[identifier] = as_address
+        elif address in allocation.chips:
+            found[identifier] = frozenset([address])
 
     rest = allocation.chips.difference(*found.values()) or allocation.chips
     return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
@@ -2571,17 +2586,18 @@ def _free_devices(
 # best choice of n IDs by trying each way to divide n among its members, and adds what it costs to
 # use the group at all.
 #
-# The cost by the criteria down to the number of trays depends only on how many IDs each member
-# contributes. So these numbers are known first, and only ways to divide n that reach the lowest
-# are looked at. The other criteria depend on which places are used together. For example, the links
-# between the chips of a tray are known only when all of its chips are chosen. Until then a choice
-# has a mark (a bit) for each such place, and the best choice for each set of marks is kept.
+# The criteria from "optional" to "trays", a cost's leading digits, depend only on how many IDs each
+# member contributes. So the lowest leading cost of each n is known first, and only the ways to
+# divide n that reach it are tried. The other criteria depend on which chips are used together: the
+# links between the chips of a tray are known only when all of its chips are chosen. Until then a
+# choice has a mark (a bit) for the position in the tray of each chosen chip, for each NUMA node and
+# for each tray; and the best choice for each set of marks is kept.
 
 CRITERIA = (
     "optional",  # IDs that are chosen though they are not must-include
-    "occupied",  # IDs on which a pod runs that the kubelet does not know
+    "occupied",  # IDs on which a pod runs that the kubelet has forgotten
     "repeats",  # 0 for the first replica of a device, 1 for the second, …
-    "users",  # other containers on shared devices
+    "users",  # other replicas of the same device that are not available
     "boards",
     "trays",
     "numa_nodes",
@@ -2630,7 +2646,7 @@ def preferred_allocation(
 ) -> list[str]:
     """Return the best `size` of the available IDs; raises RequestError.
 
-    `occupied`: IDs on which a pod runs that the kubelet does not know.
+    `occupied`: IDs on which a pod still runs though it was deleted by force: see ALLOCATIONS.
     """
     free = frozenset(available)
     required = frozenset(must_include)
@@ -2641,7 +2657,9 @@ def preferred_allocation(
     retained = {each for each, device in resource.devices.items() if device.is_retained}
     occupied_ids = retained | set(occupied)
     candidates = []
-    partly_used: set[object] = set()  # boards, trays, NUMA nodes and places with a taken device
+    # Boards, trays, NUMA nodes and places with a device of which no ID is available. One set is
+    # enough for all of them, as their values have different types.
+    partly_used: set[object] = set()
     for replicas in resource.ids_by_device:
         device = resource.devices[replicas[0]]
         left = [identifier for identifier in replicas if identifier in free]
@@ -2724,8 +2742,9 @@ class _Group:
     """Devices, or groups of them: the best choices of 0, 1, 2, … of their IDs.
 
     `use_cost` is the cost of using the group at all. When its choices are complete, `judge` returns
-    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`:
-    of a tray, the positions of chips by the tray itself.
+    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`.
+    So the marks of a tray's choices are positions while its chips are chosen, and one for the tray
+    afterwards.
     """
 
     def __init__(
@@ -2808,11 +2827,11 @@ class _Machine:
         # See Marks: the bits above the positions.
         nodes = sorted({node for each in candidates for node in each.numa_nodes})
         places = [each.place for each in candidates if each.place]
-        trays = sorted({place._replace(position=0) for place in places})
+        trays = sorted({place.whole_tray for place in places})
         self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
         first = 16 + len(nodes)
         self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
-        self._known_halves: dict[tuple[object, ...], list[Marks]] = {}
+        self._known_halves: dict[GalaxyPlace, list[Marks]] = {}
 
     def tree(self, size: int) -> _Group:
         """Return the group of all candidates, for choices of up to `size` IDs."""
@@ -2838,9 +2857,9 @@ class _Machine:
             members,
             size,
             use_cost=use_cost,
-            judge=partial(self._shape_cost, place),
+            judge=partial(self._shape_cost, place.whole_tray),
             judged_marks=POSITION_BITS,
-            own_mark=self._tray_marks[place._replace(position=0)],
+            own_mark=self._tray_marks[place.whole_tray],
         )
 
     def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
@@ -2861,14 +2880,14 @@ class _Machine:
 
     def _whole_halves(self, tray: GalaxyPlace) -> list[Marks]:
         """Return the halves of a tray of which no chip is taken."""
-        if tray[:3] not in self._known_halves:
+        if tray not in self._known_halves:
             halves = []
             for half in TRAY_HALVES:
                 places = {tray._replace(position=position) for position in half}
                 if places.isdisjoint(self._partly_used):
                     halves.append(_bits(half))
-            self._known_halves[tray[:3]] = halves
-        return self._known_halves[tray[:3]]
+            self._known_halves[tray] = halves
+        return self._known_halves[tray]
 
     def _numa_cost(self, marks: Marks) -> int:
         nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
@@ -3088,10 +3107,8 @@ def feature_file(
     present = [chip for chip in chips if chip.is_present]
     labels = {f"arch.{chip.function.arch}": "true" for chip in present}
     for resource in resources:
-        # A resource of a former domain is advertised only while a pod holds a device of it.
-        if resource.name.startswith(f"{settings.resource_domain}/"):
-            for key, value in _resource_labels(resource).items():
-                labels[f"{resource.short_name}.{key}"] = value
+        for key, value in _resource_labels(resource).items():
+            labels[f"{resource.short_name}.{key}"] = value
     labels |= _version_labels("driver", driver or "")
     labels["firmware.version"] = common_value(chip.identity.firmware for chip in present)
     labels["plugin.version"] = __version__
@@ -3111,7 +3128,7 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
     product = common_value(chip.board_type for chip in chips)
-    if resource.replicas and resource.short_name == resource.base_name:
+    if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
     memory = {sum(chip.memory for chip in device.chips) for device in devices}
     counts = Counter(chip.board for chip in chips)
@@ -3157,7 +3174,7 @@ class Observation(NamedTuple):
     chips: Mapping[str, Chip]  # by PCI address
     driver: str | None  # see driver_version()
     machine: str  # architecture of the host, "x86_64"
-    allocations: tuple[Allocation, ...]  # only those with evidence, the newest last
+    allocations: tuple[Allocation, ...]  # that count, the newest last
     names: Mapping[str, str]  # of pods, "namespace/name" by UID
     unreadable: str | None  # why the checkpoint cannot be used
     mounts: Mounts
@@ -3172,8 +3189,8 @@ class Decision:
 
     observation: Observation
     chips: Mapping[str, Chip]  # with reasons; also chips that only a pod's allocation names
-    listed: Sequence[Chip]  # those of them that are devices
-    allocations: Sequence[Allocation]  # that count, the newest last
+    listed: Sequence[Chip]  # those of them that are listed: see Chip
+    allocations: Sequence[Allocation]  # those of the observation whose chips are known
     configured: Resources  # by the configuration alone, by name
     resources: Resources  # as advertised, by name
 
@@ -3216,9 +3233,7 @@ class Decision:
             return frozenset()
         devices = chain(*devices_by_name(self.listed, self.observation.settings).values())
         excluded = [each for each in devices if is_excluded(each, self.observation.settings)]
-        by_address = {chip.bdf for chip in self.chips.values()} & {
-            *self.observation.settings.exclude
-        }
+        by_address = self.chips.keys() & set(self.observation.settings.exclude)
         return frozenset(by_address).union(*(device.addresses for device in excluded))
 
     @cached_property
@@ -5197,7 +5212,7 @@ class KubeletSessions:
             self.by_name[name].update(
                 resource.device_list,
                 kubelet,
-                allocations.file,
+                allocations.checkpoint_file,
                 is_disturbed=is_disturbed,
                 has_rival=name in allocations.checkpoint.rivals,
             )

@@ -214,6 +214,10 @@ def test_sharing_has_labels() -> None:
         )
         assert found == ["1", "4", "true", product]
 
+    sharing = Sharing(resources=(SharedResource("n150", 4),))
+    gone = chip(1, present=False)
+    assert values("n150", "count product", gone, sharing=sharing) == ["0", None]
+
 
 @hypothesis_settings(deadline=None)
 @given(st.text(max_size=90), st.text(max_size=90))
