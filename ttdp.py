@@ -4122,108 +4122,136 @@ class HugepageDirectories:
     """
 
     NAME = "tt-device-plugin"
-    CLOSED = ".closed"  # in the name of a directory that could not be cleaned
+    ASIDE = re.compile(rf"{BDF.pattern}\.closed-[0-9]+")  # the name of one that was put aside
     MAX_FILES = 10_000  # that are removed from a directory
+    MAX_DEPTH = 10  # of directories in a directory; tt-umd makes none
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings  # only dev_root matters, which never changes
 
+    def create(self, devices: Collection[str]) -> None:
+        """Create the directories that these devices lack; raises OSError."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            path = f"{hugetlbfs.host}/{self.NAME}"
+            _make_directory(path, 0o700)
+
+            with self._opened_parent(path) as parent:
+                with os.scandir(parent) as entries:
+                    existing = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
+                for device in devices:
+                    if device not in existing:
+                        _make_directory(f"{path}/{device}", 0o777, parent)
+                    elif not existing[device]:
+                        self._put_aside(f"{path}/{device}", parent, "not a directory")
+
     def mounts(self, device: str) -> list[Mount]:
-        """Return the mounts of a container with this device; raises OSError.
+        """Return the mounts of a container with this device; raises OSError."""
+        self.create([device])
+        return [
+            Mount(f"{hugetlbfs.host}/{self.NAME}/{device}", hugetlbfs.container)
+            for hugetlbfs in hugetlbfs_directories(self._settings)
+        ]
 
-        Directories that are missing are created.
+    def put_aside(self) -> Iterator[str]:
+        """Yield the directories that could not be cleaned: they keep their pages."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            parent = f"{hugetlbfs.host}/{self.NAME}"
+            for name in filter(self.ASIDE.fullmatch, names_in(parent)):
+                yield f"{parent}/{name}"
+
+    def clean(self, is_used: Callable[[str], bool]) -> None:
+        """Remove all files of the devices that are not used; raises OSError."""
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            path = f"{hugetlbfs.host}/{self.NAME}"
+            with suppress(FileNotFoundError), self._opened_parent(path) as parent:
+                for name in os.listdir(parent):
+                    if BDF.fullmatch(name) and not is_used(name):
+                        self._clean(f"{path}/{name}", parent)
+
+    @contextmanager
+    def _opened_parent(self, path: str) -> Iterator[int]:
+        """Open the directory around those of the devices; raises OSError if it is another's.
+
+        Everything in it is reached by this descriptor. By its path, a container that has the host's
+        hugetlbfs could lead the daemon elsewhere, with a link in its place.
         """
-        mounts = []
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            parent = f"{hugetlbfs.host}/{self.NAME}"
-            _make_directory(parent, 0o700)
-            status = os.lstat(parent)
-            is_ours = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
-            if not stat.S_ISDIR(status.st_mode) or not is_ours:
-                raise PermissionError(
-                    errno.EPERM, "not a directory of root's with mode 0700", parent
-                )
+        with _opened_directory(path) as parent:
+            if not _has_owner_and_mode(parent, 0o700):
+                problem = "not a directory of root's with mode 0700"
+                raise PermissionError(errno.EPERM, problem, path)
+            yield parent
 
-            path = f"{parent}/{device}"
-            _make_directory(path, 0o777)
-            mounts.append(Mount(path, hugetlbfs.container))
-        return mounts
-
-    def closed(self) -> Iterator[str]:
-        """Yield the directories that could not be cleaned, and keep their pages."""
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            parent = f"{hugetlbfs.host}/{self.NAME}"
-            for name in names_in(parent):
-                if self.CLOSED in name:
-                    yield f"{parent}/{name}"
-
-    def clean_unused(self, used: Collection[str]) -> None:
-        """Remove the files of all devices except these; raises OSError."""
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            for name in names_in(f"{hugetlbfs.host}/{self.NAME}"):
-                if name not in used and self.CLOSED not in name:
-                    self._clean(f"{hugetlbfs.host}/{self.NAME}/{name}")
-
-    def clean(self, device: str) -> None:
-        """Remove all files of a device; raises OSError."""
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            self._clean(f"{hugetlbfs.host}/{self.NAME}/{device}")
-
-    def _clean(self, path: str) -> None:
-        """Remove all files in a directory. One that a container has closed is put aside."""
+    def _clean(self, path: str, parent: int) -> None:
+        """Remove all files in a directory, or put it aside if that is not possible."""
         try:
-            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with _opened_directory(basename(path), parent) as directory:
+                _remove_files(directory, self.MAX_FILES, self.MAX_DEPTH)
+                if _has_owner_and_mode(directory, 0o777):
+                    return
+            reason = "owner or mode was changed"
         except FileNotFoundError:
             return
         except OSError as error:
-            self._put_aside(path, error)
-            return
+            if error.errno in OWN_ERRORS:
+                raise OSError(error.errno, error.strerror, path) from None
+            reason = error.strerror or str(error)
+        self._put_aside(path, parent, reason)
 
-        try:
-            _remove_files(directory, self.MAX_FILES)
-            status = os.fstat(directory)
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o777:
-                raise PermissionError(errno.EPERM, "owner or mode was changed")
-        except OSError as error:
-            self._put_aside(path, error)
-        finally:
-            os.close(directory)
-
-    def _put_aside(self, path: str, error: OSError) -> None:
+    def _put_aside(self, path: str, parent: int, reason: str) -> None:
         """Rename a directory that cannot be cleaned, and replace it by a new one."""
-        if error.errno in OWN_ERRORS:
-            raise error
-        aside = f"{path}{self.CLOSED}-{time.time_ns()}"
-        os.rename(path, aside)
-        _make_directory(path, 0o777)
-        log.warning("%s cannot be cleaned (%s): its pages stay in %s", path, error.strerror, aside)
+        aside = f"{path}.closed-{time.time_ns()}"
+        try:
+            os.rename(basename(path), basename(aside), src_dir_fd=parent, dst_dir_fd=parent)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+        _make_directory(path, 0o777, parent)
+        log.warning("%s cannot be cleaned (%s): its pages stay in %s", path, reason, aside)
 
 
-def _make_directory(path: str, mode: int) -> None:
-    """Create a directory if it is missing; raises OSError."""
-    with suppress(FileExistsError):
-        os.mkdir(path, mode)
-        os.chmod(path, mode)  # despite the umask
+def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
+    """Create a directory if it is missing, in a parent that is open; raises OSError."""
+    name = path if parent is None else basename(path)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=parent)
+            with _opened_directory(name, parent) as directory:
+                os.fchmod(directory, mode)  # despite the umask
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
-def _remove_files(directory: int, at_most: int) -> int:
-    """Remove everything in a directory, given by its descriptor; return how many are left to do.
+@contextmanager
+def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
+    """Open a directory, but not through a link; raises OSError."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    directory = os.open(path, flags, dir_fd=parent)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
 
-    Raises OSError. By descriptors, so that no link leads elsewhere: others can write there.
+
+def _has_owner_and_mode(directory: int, mode: int) -> bool:
+    """Return whether an open directory is the daemon's, with this mode."""
+    status = os.fstat(directory)
+    return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == mode
+
+
+def _remove_files(directory: int, at_most: int, max_depth: int) -> int:
+    """Remove everything in a directory, given by its descriptor; return how many more may be.
+
+    Raises OSError. A container made all of this: so nothing follows a link, and time, descriptors
+    and depth of recursion are bounded.
     """
     with os.scandir(directory) as entries:
         for entry in entries:
-            if at_most <= 0:
-                raise OSError(errno.E2BIG, "too many files")
+            if at_most <= 0 or max_depth <= 0:
+                raise OSError(errno.E2BIG, "too many files or directories")
             at_most -= 1
 
             if entry.is_dir(follow_symlinks=False):
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-                inner = os.open(entry.name, flags, dir_fd=directory)
-                try:
-                    at_most = _remove_files(inner, at_most)
-                finally:
-                    os.close(inner)
+                with _opened_directory(entry.name, directory) as inner:
+                    at_most = _remove_files(inner, at_most, max_depth - 1)
                 os.rmdir(entry.name, dir_fd=directory)
             else:
                 os.unlink(entry.name, dir_fd=directory)
@@ -4766,7 +4794,7 @@ class Allocator:
         """Remove hugepage files of former pods before the first container of a pod starts.
 
         Later containers and restarts find the pod's own files, and users of a shared device those
-        of each other. Raises OSError.
+        of each other. Raises RequestError, OSError.
         """
         allocations = self._node.allocations
         if allocations.start_was_allowed(own):
@@ -4776,7 +4804,11 @@ class Allocator:
             is_sharing = other.pod != own.pod and other.first_chip == own.first_chip
             if is_sharing and allocations.is_running(other):
                 return
-        self._node.hugepages.clean(own.first_chip)
+        try:
+            self._node.hugepages.clean(lambda device: device != own.first_chip)
+        except OSError as error:
+            reason = f"hugepages of device {own.first_chip} cannot be cleaned: {error.filename}"
+            raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
 
     def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
         """Return another pod that runs on these chips without sharing them."""
@@ -5688,20 +5720,17 @@ class Daemon:
                 lock_path(resource, resource.devices, settings)
 
         problem = None
-        if settings.hugepages == "private" and settings.device_list_strategy != "cdi":
-            try:
-                for bdf, (_, device) in decision.owners.items():
-                    if bdf == device.chips[0].bdf:
-                        node.hugepages.mounts(bdf)
-            except OSError as error:
-                reason = f"{error.filename}: {error.strerror}"
-                problem = f"hugepage directories cannot be created: {reason}"
+        devices = {device.chips[0].bdf for _, device in decision.owners.values()}
+        used = {allocation.first_chip for allocation in decision.allocations}
+        try:
+            if settings.hugepages == "private" and settings.device_list_strategy != "cdi":
+                node.hugepages.create(devices)
+            # Without a checkpoint it is not known which pods run.
+            if node.allocations.has_read:
+                node.hugepages.clean(used.__contains__)
+        except OSError as error:
+            problem = f"hugepage directories cannot be used: {error.filename}: {error.strerror}"
         node.note_problem("hugepages", problem)
-
-        # Without a checkpoint it is not known which pods run.
-        if node.allocations.has_read:
-            used = {allocation.first_chip for allocation in decision.allocations}
-            node.hugepages.clean_unused(used)
 
     def _write_files(self, decision: Decision) -> None:
         settings = self.node.settings
@@ -6286,8 +6315,8 @@ class Checks:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
 
         with suppress(OSError):  # only root may look there
-            for path in HugepageDirectories(self._settings).closed():
-                text = f"{path} was closed by a container, and keeps its pages"
+            for path in HugepageDirectories(self._settings).put_aside():
+                text = f"{path} could not be cleaned, and keeps its pages"
                 yield Finding("warn", "hugepages", text, f"rm -rf {path}")
 
     def _mounts_and_locks(self) -> Findings:

@@ -146,8 +146,8 @@ async def test_without_a_directory_allocate_is_refused_with_the_reason(
     obstacle.touch()
     daemon = await start()
     await kubelet.registered(N150)
-    await until(lambda: "hugepage directories cannot be created" in caplog.text)
-    await until(lambda: "hugepage directories cannot be created" in status(daemon))
+    await until(lambda: "hugepage directories cannot be used" in caplog.text)
+    await until(lambda: "hugepage directories cannot be used" in status(daemon))
     with pytest.raises(AdmissionError, match=rf"no hugepage directory for device {A}"):
         await kubelet.admit("pod", "main", {N150: 1})
     obstacle.unlink()
@@ -155,14 +155,77 @@ async def test_without_a_directory_allocate_is_refused_with_the_reason(
     assert await hugepages_of(kubelet, "next")
 
 
-@needs_root
-def test_a_directory_around_them_that_is_another_users_is_not_used(tmp_path: Path) -> None:
-    """Whoever owns it could put anything in the place of a device's directory."""
-    parent = tmp_path / "hugepages" / HugepageDirectories.NAME
-    parent.mkdir(parents=True)
+def another_users(parent: Path, precious: Path) -> None:
+    precious.rename(parent)
     os.chown(parent, OTHER, OTHER)
-    with pytest.raises(PermissionError):
-        HugepageDirectories(Settings(dev_root=str(tmp_path))).mounts(A)
+
+
+def a_link(parent: Path, precious: Path) -> None:
+    parent.symlink_to(precious)
+
+
+@needs_root
+@pytest.mark.parametrize("make", [another_users, a_link])
+def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
+    tmp_path: Path, make: Any
+) -> None:
+    """Whoever made it could put anything in the place of a device's directory."""
+    precious = tmp_path / "precious"
+    (precious / A).mkdir(mode=0o700, parents=True)
+    (precious / A / "file").touch()
+    precious.chmod(0o700)
+    parent = tmp_path / "hugepages" / HugepageDirectories.NAME
+    parent.parent.mkdir()
+    make(parent, precious)
+
+    directories = HugepageDirectories(Settings(dev_root=str(tmp_path)))
+    with pytest.raises(OSError, match=HugepageDirectories.NAME):
+        directories.mounts(A)
+    with pytest.raises(OSError, match=HugepageDirectories.NAME):
+        directories.clean(lambda device: False)
+    assert (parent / A / "file").exists() and [*parent.iterdir()] == [parent / A]
+
+
+@pytest.mark.parametrize("obstacle", ["cleaning", "a link"])
+async def test_what_cannot_be_cleaned_stops_nothing_else(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, obstacle: str,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Pods wait, and the reason is shown; devices, files and watchdog go on."""
+    daemon = await start(interval=0.05)
+    await kubelet.registered(N150)
+    await run(kubelet, "train")
+    parent = directory_of(node).parent
+    with monkeypatch.context() as patch:
+        if obstacle == "a link":
+            parent.rename(parent.with_name("elsewhere"))
+            parent.symlink_to("elsewhere")
+        else:
+            (parent / A / PAGE).touch()
+
+            genuine = os.rename
+
+            def refuse(source: Any, target: Any, **keywords: Any) -> None:
+                if "closed" in str(target):
+                    raise OSError(30, "Read-only file system")
+                genuine(source, target, **keywords)
+
+            def remove(*_: Any) -> None:
+                raise OSError(30, "Read-only file system")
+
+            patch.setattr("ttdp._remove_files", remove)
+            patch.setattr("os.rename", refuse)
+        kubelet.delete("train")
+        await until(lambda: "hugepage directories cannot be used" in status(daemon))
+        polls = daemon.daemon.node.polled_at
+        await until(lambda: daemon.daemon.node.polled_at > polls + 0.2)
+        assert "cannot read" not in caplog.text and "internal error" not in caplog.text
+        node.chips[0].vanish()
+        await kubelet.wait_for(lambda: not kubelet.healthy(N150))
+
+    if obstacle == "a link":
+        parent.unlink()
+    await until(lambda: "hugepage directories" not in status(daemon))
 
 
 # -- whose files are removed, and when -------------------------------------------------------------
@@ -326,10 +389,13 @@ def with_too_many_files(path: Path) -> None:
 
 
 def with_too_deep_directories(path: Path) -> None:
-    deep = path
-    for _ in range(20):
-        deep = deep / "x"
-        deep.mkdir()
+    """More than there are descriptors, or levels of recursion."""
+    here = os.getcwd()
+    os.chdir(path)
+    for _ in range(1500):
+        os.mkdir("x")
+        os.chdir("x")
+    os.chdir(here)
 
 
 def replaced(path: Path) -> None:
@@ -347,14 +413,24 @@ def test_a_directory_that_cannot_be_cleaned_is_put_aside(
     monkeypatch: pytest.MonkeyPatch, spoil: Any,
 ) -> None:  # fmt: skip
     """The device has a new one; the log and `check` name the one that keeps its pages."""
-    monkeypatch.setattr(HugepageDirectories, "MAX_FILES", 10)
+    if spoil == with_too_many_files:
+        monkeypatch.setattr(HugepageDirectories, "MAX_FILES", 10)
     spoil(own)
-    directories.clean(A)
+    directories.clean(lambda device: device != A)
     assert mode_of(own) == 0o777 and own.stat().st_uid == 0 and not any(own.iterdir())
-    (aside,) = directories.closed()
+    (aside,) = directories.put_aside()
     assert aside.startswith(f"{own}.closed-") and aside in caplog.text
-    directories.clean_unused(())
-    assert [*directories.closed()] == [aside]
+    directories.clean(lambda device: False)
+    assert [*directories.put_aside()] == [aside]
+
+
+def test_what_is_no_directory_is_never_mounted(
+    directories: HugepageDirectories, own: Path
+) -> None:
+    """A container that had the host's hugetlbfs can have left a link there."""
+    replaced(own)
+    (mount,) = directories.mounts(A)
+    assert Path(mount.host) == own and not own.is_symlink() and mode_of(own) == 0o777
 
 
 def test_no_link_leads_out_of_a_directory(
@@ -366,7 +442,7 @@ def test_no_link_leads_out_of_a_directory(
     (precious / "file").touch()
     (own / "link").symlink_to(precious)
     (own / "file").symlink_to(precious / "file")
-    directories.clean(A)
+    directories.clean(lambda device: device != A)
     assert (precious / "file").exists() and not any(own.iterdir())
 
 
@@ -378,14 +454,14 @@ def test_the_daemons_own_error_puts_nothing_aside(
     genuine = os.open
 
     def exhausted(path: Any, *arguments: Any, **keywords: Any) -> int:
-        if path == str(own):
+        if path == A:
             raise OSError(24, "Too many open files")
         return genuine(path, *arguments, **keywords)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
         patch.setattr("os.open", exhausted)
-        directories.clean(A)
-    assert (own / PAGE).exists() and not [*directories.closed()]
+        directories.clean(lambda device: device != A)
+    assert (own / PAGE).exists() and not [*directories.put_aside()]
 
 
 @pytest.fixture
