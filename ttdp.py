@@ -4559,6 +4559,7 @@ class Node:
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
+        self.must_save = False  # the allocations have changed in what no decision depends on
         self.scanned_at = -inf
         self.polled_at = -inf
         self._machine = os.uname().machine
@@ -4583,6 +4584,7 @@ class Node:
     def allow_start(self, allocation: Allocation) -> None:
         """Note that a container may start; the loop looks often until it has a process."""
         self.allocations.allow_start(allocation, monotonic())
+        self.must_save = True
         self._wake()
 
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
@@ -4635,6 +4637,7 @@ class Node:
             self.problems[subject] = problem
 
     def save_state(self, files: Sequence[str], now: float) -> None:
+        self.must_save = False
         chips = {}
         for bdf, record in self.inventory.records.items():
             if record.chip.had_device_file:
@@ -4673,7 +4676,6 @@ class Allocator:
 
     def __init__(self, node: Node) -> None:
         self.counts = Counts()
-        self.is_closing = False
         self._node = node
 
     def _decide(self) -> Decision:
@@ -4779,7 +4781,7 @@ class Allocator:
             log.info("%s: container start waits for %s to terminate", name, pod)
             async with self._node.watching_pods():
                 while pod:
-                    if monotonic() > deadline or self.is_closing:
+                    if monotonic() > deadline:
                         reason = f"{pod} must end first; it still runs on the device"
                         raise RequestError(Status.UNAVAILABLE, reason)
                     # The loop looks; if it cannot, the deadline must be looked at all the same.
@@ -4871,6 +4873,7 @@ REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
 LISTEN_PAUSES = (0.002, 0.01)  # seconds between attempts to connect
 BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
+EXIT_GRACE = 0.1  # seconds that calls have at the daemon's end
 LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else channels share the back-off from a dead socket
@@ -5022,7 +5025,7 @@ def remove_dead_sockets(directory: str) -> None:
 
 
 class KubeletSession:
-    """Keeps a resource registered with the kubelet. run() is its life."""
+    """Keeps a resource registered with the kubelet. _run() is its life."""
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
         self.name = name
@@ -5035,9 +5038,10 @@ class KubeletSession:
         self._endpoint: Endpoint | None = None
         self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
         self._kubelet_exists = asyncio.Event()
-        self._disturbed = asyncio.Event()  # something has happened that ends a pause
+        self._disturbed = asyncio.Event()  # what the last attempt depended on has changed
         self._checkpoint: FileIdentity | None = None  # as the loop has read it
         self._checkpoint_at_register: FileIdentity | None = None
+        self._is_exiting = False
         self._task = asyncio.create_task(self._run())
 
     def update(
@@ -5055,7 +5059,10 @@ class KubeletSession:
         IDs of the resource that another plugin has given.
         """
         self._devices.update(devices)
-        if is_disturbed or kubelet not in (None, self._kubelet):
+        # While it is registered, files of others do not matter. If they did, two plugins that take
+        # a resource from each other would never back off.
+        is_registered = self.registration.phase is Phase.REGISTERED
+        if kubelet not in (None, self._kubelet) or (is_disturbed and not is_registered):
             self._disturbed.set()
         self._kubelet = kubelet
         if kubelet:
@@ -5088,16 +5095,21 @@ class KubeletSession:
         self._disturbed.set()
 
     async def _run(self) -> None:
-        """Serve until that ends; pause, unless something has happened; and again."""
+        """Serve until that ends; pause; and again.
+
+        The pauses become longer, until one ends early because something has changed.
+        """
         pause = BACKOFF[0]
         while True:
             self._disturbed.clear()
             began = monotonic()
+            phase, reason = Phase.FAILED, "internal error; registering again"
             with log_and_continue(f"the session of {self.name}"):
                 try:
-                    self._set(*await self._serve())
+                    phase, reason = await self._serve()
                 except OSError as error:  # of the daemon itself, such as too many open files
-                    self._set(Phase.FAILED, str(error))
+                    reason = str(error)
+            self._set(phase, reason)
 
             if monotonic() - began > LASTING:
                 pause = BACKOFF[0]
@@ -5111,9 +5123,7 @@ class KubeletSession:
 
         The socket is bound only now, as a kubelet that starts deletes all sockets. Raises OSError.
         """
-        if self.registration.phase is Phase.REGISTERED:
-            self._set(Phase.STARTING, "")
-        if refusal := await self._kubelet_listens():
+        if refusal := await self._wait_for_kubelet():
             return refusal
 
         name = f"{SOCKET_PREFIX}{without_domain(self.name)[:ENDPOINT_NAME_MAX]}"
@@ -5131,6 +5141,7 @@ class KubeletSession:
 
             if failure := await self._register(endpoint):
                 return failure
+            # The kubelet has this time to open its stream.
             await asyncio.wait({endpoint.ended}, timeout=REGISTER_TIMEOUT)
             if not endpoint.is_streaming and not endpoint.ended.done():
                 reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
@@ -5138,14 +5149,15 @@ class KubeletSession:
             return await endpoint.ended
         finally:
             self._endpoint = None
-            is_closing = self._allocator.is_closing
-            # Of another kubelet's stream the new one knows nothing.
+            # The kubelet must have seen the end of its stream before the next Register: see the
+            # table above. A new kubelet has had none.
             has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
-            await completed(server.stop(0.1 if is_closing else None))
-            if has_stream and not is_closing:
+            grace = EXIT_GRACE if self._is_exiting else None
+            await completed(server.stop(grace))
+            if has_stream and not self._is_exiting:
                 await asyncio.sleep(STREAM_DELAY)
 
-    async def _kubelet_listens(self) -> tuple[Phase, str] | None:
+    async def _wait_for_kubelet(self) -> tuple[Phase, str] | None:
         """Wait until kubelet.sock exists; return why it cannot be used."""
         path = f"{self._directory}/{KUBELET_SOCKET}"
         if not self._kubelet_exists.is_set():
@@ -5163,6 +5175,7 @@ class KubeletSession:
         """Register an endpoint; return why that fails."""
         path = f"{self._directory}/{KUBELET_SOCKET}"
         endpoint.file = file_identity(endpoint.path)
+        # The loop may not have seen this kubelet.sock yet; it would take it for another kubelet's.
         endpoint.kubelet = self._kubelet = file_identity(path)
         self._endpoint = endpoint
         self._checkpoint_at_register = self._checkpoint
@@ -5196,7 +5209,9 @@ class KubeletSession:
         self.registration = self.registration._replace(phase=phase, text=text)
         self._wake()
 
-    async def close(self) -> None:
+    async def close(self, *, is_exiting: bool = False) -> None:
+        """End it; `is_exiting`: no other session of the resource follows, as the daemon ends."""
+        self._is_exiting = is_exiting
         self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -5250,8 +5265,7 @@ class KubeletSessions:
             )
 
     async def close(self) -> None:
-        self.allocator.is_closing = True
-        closing = (session.close() for session in self.by_name.values())
+        closing = (session.close(is_exiting=True) for session in self.by_name.values())
         await asyncio.gather(*closing, *self._closing.values())
 
 
@@ -5639,7 +5653,7 @@ class Daemon:
                 self._manager.notify("READY=1")
 
     def _reconcile(self, now: float) -> None:
-        """Observe, decide, apply. If the observation fails, nothing changes."""
+        """Observe, decide, apply. If a file cannot be read, the next turn begins with a scan."""
         is_round = self._is_round(now)
         try:
             self._directory.check()
@@ -5702,7 +5716,7 @@ class Daemon:
         if is_round or former is None or not decision.has_same_devices(former):
             self._make_directories(decision)
             self._write_files(decision)
-        if is_round or decision is not former:
+        if is_round or decision is not former or node.must_save:
             node.save_state(sorted(self._files.by_path), now)
         self.sessions.update(decision.resources, node.allocations, is_disturbed=is_disturbed)
         if is_round:
@@ -5720,11 +5734,11 @@ class Daemon:
                 lock_path(resource, resource.devices, settings)
 
         problem = None
-        devices = {device.chips[0].bdf for _, device in decision.owners.values()}
         used = {allocation.first_chip for allocation in decision.allocations}
+        devices = {device.chips[0].bdf for _, device in decision.owners.values()}
         try:
             if settings.hugepages == "private" and settings.device_list_strategy != "cdi":
-                node.hugepages.create(devices)
+                node.hugepages.create(used | devices)
             # Without a checkpoint it is not known which pods run.
             if node.allocations.has_read:
                 node.hugepages.clean(used.__contains__)
@@ -6027,10 +6041,9 @@ async def look_once(settings: Settings) -> View:
     """Return a view of the node without the daemon; a stalled heartbeat would take two looks."""
     node = Node(settings, wake=lambda: None)
     node.read_chips(is_poll=False, details=True)
-    deadline = monotonic() + READ_TIMEOUT + 2 * SLOW_AFTER
-    while node.readers.pending and monotonic() < deadline:
+    while node.readers.has_unblocked(monotonic()):
         await asyncio.sleep(SETTLE_INTERVAL)
-        node.collect(monotonic())
+    node.collect(monotonic())
 
     with suppress(OSError):  # not root
         node.observe_allocations(monotonic(), look=True)
@@ -6370,22 +6383,18 @@ class Checks:
         """Check the files for node_exporter and node-feature-discovery, which the daemon writes."""
         settings, problems = self._settings, self._view["files"]
         for path, problem in problems.items():
-            if path == settings.metrics_file:
-                continue  # matters once it is old
             if isdir(dirname(path)) and basename(path) != CDI_FILE:
                 yield Finding("FAIL", "files", f"{path} {problem}")
 
-        if self._view["status"] is None:
-            return  # without a daemon the file is old, of course
+        # Without a daemon the metrics are old, of course.
+        if self._view["status"] is None or settings.metrics_file in problems:
+            return
         with suppress(OSError):
             age = time.time() - os.stat(settings.metrics_file).st_mtime
             if age > self.METRICS_ARE_OLD:
                 text = f"{settings.metrics_file} is {pluralize(int(age // 60), 'minute')} old"
-                if problem := problems.get(settings.metrics_file):
-                    yield Finding("FAIL", "metrics", f"{text}: it {problem}")
-                else:
-                    command = "journalctl -t tt-device-plugin -p warning"
-                    yield Finding("FAIL", "metrics", text, command, "for the reason,")
+                command = "journalctl -t tt-device-plugin -p warning"
+                yield Finding("FAIL", "metrics", text, command, "for the reason,")
 
     def _kubelet(self) -> Findings:
         directory = self._settings.device_plugin_dir

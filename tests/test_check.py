@@ -465,7 +465,7 @@ async def test_a_metrics_file_that_grows_old_fails_with_the_reason(
 async def test_files_that_cannot_be_written_fail(
     served: Host, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Labels: at once. Metrics: with the same reason, once they are old."""
+    """With the reason, at once."""
     labels = served.root / "features.d/tt-device-plugin"
     metrics = served.root / "metrics/tt-device-plugin.prom"
     for path in (labels, metrics):
@@ -477,11 +477,28 @@ async def test_files_that_cannot_be_written_fail(
     await until(lambda: caplog.text.count("Is a directory") == 2)
     problem = "is out of date and cannot be removed: Is a directory"
 
-    assert ("FAIL", "files", f"{labels} {problem}") in (await served.ask("check")).complaints
-    hours_ago = time.time() - 7200
-    os.utime(metrics, (hours_ago, hours_ago))
-    text = f"{metrics} is 120 minutes old: it {problem}"
-    assert ("FAIL", "metrics", text) in (await served.ask("check")).complaints
+    complaints = (await served.ask("check")).complaints
+    for path in (labels, metrics):
+        assert ("FAIL", "files", f"{path} {problem}") in complaints
+
+
+async def test_a_metrics_file_that_does_not_exist_as_it_cannot_be_written_fails(
+    served: Host, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As on a file system that is full."""
+    file = served.root / "metrics/tt-device-plugin.prom"
+    file.parent.mkdir()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ttdp.OutputFile._replace", full)
+    await start(runtime_dir=str(served.root), interval=0.1, metrics_file=str(file))
+    await kubelet.registered("tenstorrent.com/n150")
+    text = f"{file} cannot be written: No space left on device"
+    await until(lambda: text in caplog.text)
+    assert ("FAIL", "files", text) in (await served.ask("check")).complaints
 
 
 # -- other allocators ------------------------------------------------------------------------------

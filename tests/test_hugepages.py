@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
@@ -23,6 +24,7 @@ from ttdp import HugepageDirectories, Mount, Settings, SharedResource, Sharing
 pytestmark = pytest.mark.usefixtures("ticking")
 
 N150 = "tenstorrent.com/n150"
+P300 = "tenstorrent.com/p300"
 A = "0000:01:00.0"
 PAGE = "device_0_tenstorrent"  # as tt-umd names it
 SHARED = Sharing(lock_dir="", resources=(SharedResource("n150", 2),))
@@ -86,6 +88,28 @@ async def test_each_device_has_directories_before_the_kubelet_starts(
             own = directory_of(node, chip.bdf, hugetlbfs)
             assert mode_of(own) == 0o777 and mode_of(own.parent) == 0o700
     own = directory_of(node)
+    own.rmdir()
+    await until(own.is_dir)
+    assert mode_of(own) == 0o777
+
+
+async def test_a_pod_keeps_its_directory_when_the_configuration_gives_its_chip_to_a_board(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
+) -> None:
+    """After a reboot it is created again, before the container restarts."""
+    _, second = node.add("p300c")
+    daemon = await start(state_dir=str(short_tmp))
+    await kubelet.registered(P300)
+    await run(kubelet, "first", P300)
+    await run(kubelet, "train", P300)
+    assert second.bdf in kubelet.allocated(P300)
+    own = directory_of(node, second.bdf)
+    first_uid = kubelet.uid("first")
+    kubelet.delete("first")
+    daemon.reload(unit="board")
+    await kubelet.registered(f"{P300}-board")
+    counts = daemon.daemon.node.allocations.counting
+    await until(lambda: first_uid not in {each.pod for each in counts(time.monotonic())})
     own.rmdir()
     await until(own.is_dir)
     assert mode_of(own) == 0o777
@@ -269,6 +293,30 @@ async def test_a_pod_that_lives_keeps_its_files_for_as_long_as_it_lives(
     assert page.exists()
 
 
+async def test_a_restarted_daemon_knows_which_containers_have_started(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that started a moment before: that is saved at once."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600)
+    daemon = await start(state_dir=str(short_tmp), interval=3600)
+    await kubelet.registered(N150)
+    await run(kubelet, "train")
+    node_state = daemon.daemon.node
+    (record,) = node_state.allocations._records.values()
+    node_state.save_state([], time.monotonic())
+
+    def saved() -> bool:
+        (row,) = json.loads((short_tmp / "state.json").read_text())["allocations"]
+        return bool(row["start_was_allowed"])
+
+    await until(saved)
+    record.start_was_allowed = False
+    node_state.save_state([], time.monotonic())
+    assert not saved()
+    node_state.allow_start(record.allocation)
+    await until(saved)
+
+
 async def test_a_restarted_daemon_without_its_state_removes_nothing_of_a_pod_that_runs(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
@@ -389,13 +437,8 @@ def with_too_many_files(path: Path) -> None:
 
 
 def with_too_deep_directories(path: Path) -> None:
-    """More than there are descriptors, or levels of recursion."""
-    here = os.getcwd()
-    os.chdir(path)
-    for _ in range(1500):
-        os.mkdir("x")
-        os.chdir("x")
-    os.chdir(here)
+    """A container could make more than there are descriptors, or levels of recursion."""
+    path.joinpath(*"x" * 50).mkdir(parents=True)
 
 
 def replaced(path: Path) -> None:

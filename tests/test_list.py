@@ -243,6 +243,15 @@ def test_one_look_takes_the_time_to_see_that_a_read_is_blocked(host: Host) -> No
     assert answer.below.endswith("\n2 chips, 1 unhealthy, 0 in use") and answer.status == 0
 
 
+def test_one_look_sees_that_all_reads_are_blocked(host: Host) -> None:
+    """Each has its time, and they begin one after the other."""
+    for _ in range(6):
+        (chip,) = host.node.add("n150")
+        chip.block()
+    answer = host.run_as_process("list")
+    assert [row["HEALTH"] for row in answer.table] == ["BLOCKED"] * 6
+
+
 def test_one_look_judges_no_heartbeat(host: Host) -> None:
     """That would take two; the service does."""
     (chip,) = host.node.add("n150")

@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -378,13 +379,15 @@ class Rival(rpc.DevicePluginServicer):
 
 
 @contextlib.asynccontextmanager
-async def rival(kubelet: Kubelet, resource: str, *ids: str) -> AsyncIterator[None]:
+async def rival(
+    kubelet: Kubelet, resource: str, *ids: str, endpoint: str = "rival.sock"
+) -> AsyncIterator[None]:
     """Have another plugin register a resource."""
     server = grpc.aio.server()
     rpc.add_DevicePluginServicer_to_server(Rival(*ids), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"unix:{kubelet.directory}/rival.sock")
+    server.add_insecure_port(f"unix:{kubelet.directory}/{endpoint}")
     await server.start()
-    request = pb.RegisterRequest(version="v1beta1", endpoint="rival.sock", resource_name=resource)
+    request = pb.RegisterRequest(version="v1beta1", endpoint=endpoint, resource_name=resource)
     async with grpc.aio.insecure_channel(f"unix:{kubelet.socket}") as channel:
         await rpc.RegistrationStub(channel).Register(request)  # type: ignore[no-untyped-call]
     yield
@@ -408,6 +411,24 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
             await kubelet.admit("train", "main", {N150: 2})
     report = "another device plugin has registered this resource"
     assert sum(report in line for line in caplog.messages) == 1
+
+
+async def test_plugins_that_take_a_resource_from_each_other_back_off(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """The other one's new sockets do not make the pauses short again."""
+    daemon = await start(interval=0.05)
+    async with kubelet_of(node, directory) as kubelet, contextlib.AsyncExitStack() as others:
+        await kubelet.registered(N150)
+        begin = time.monotonic()
+        for number in range(4):
+            await until(lambda: state(daemon) == REGISTERED)
+            other = rival(kubelet, N150, "theirs", endpoint=f"rival-{number}.sock")
+            await others.enter_async_context(other)
+            await until(lambda: state(daemon) != REGISTERED)
+        await until(lambda: state(daemon) == REGISTERED)
+        first, longest = ttdp.BACKOFF
+        assert time.monotonic() - begin > sum(min(first * 2**n, longest) for n in range(4))
 
 
 async def test_a_checkpoint_that_stays_behind_changes_nothing(
