@@ -39,6 +39,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
+    Container,
     Coroutine,
     Iterable,
     Iterator,
@@ -2271,7 +2272,7 @@ class Device(NamedTuple):
         if known < expected:
             return f"only {known} of {expected} chips found"
         if known > expected:
-            return f"{known} chips report the serial number of a board of {expected}"
+            return f"{known} chips report this serial number, but such a board has {expected}"
         return None
 
     @property
@@ -2454,13 +2455,15 @@ def aliases(device: Device) -> set[str]:
     return {device.identifier, *device.addresses, *numbers}
 
 
-def settings_in_vain(chips: Sequence[Chip], settings: Settings) -> Iterator[str]:
+def settings_in_vain(
+    chips: Container[str], listed: Sequence[Chip], settings: Settings
+) -> Iterator[str]:
     """Yield messages about chips, devices and resources in the settings that do not exist."""
     for bdf in settings.exclude:
-        if all(chip.bdf != bdf for chip in chips):
+        if bdf not in chips:
             yield f"exclude: {bdf} is not a chip of this node"
 
-    devices = devices_by_name(chips, settings)
+    devices = devices_by_name(listed, settings)
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
         missing = sorted(entry.named_devices.difference(*map(aliases, found)))
@@ -3224,7 +3227,7 @@ class Decision:
     @cached_property
     def in_vain(self) -> Sequence[str]:
         """Return messages about settings that concern nothing on this node."""
-        return list(settings_in_vain(self.listed, self.observation.settings))
+        return list(settings_in_vain(self.chips, self.listed, self.observation.settings))
 
     @cached_property
     def excluded(self) -> ChipAddresses:
@@ -3284,40 +3287,41 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
         for bdf in allocation.chips - chips.keys():
             chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
+    allocations = list(_with_chips(observation.allocations, chips))
     if any(chip.fault for chip in chips.values()):
-        chips = _explained_chips(chips, observation, label)
+        chips = _explained_chips(chips, allocations, observation)
 
-    # A Chip has no measured values, so this is nearly always the case.
+    # Chips rarely change, as a Chip has no measured values: then nothing is computed anew.
     listed = [chip for chip in chips.values() if chip.is_listed]
     if former and former.observation.settings == observation.settings and former.listed == listed:
         configured = former.configured
     else:
         configured = configured_resources(listed, observation.settings)
 
-    allocations = list(_with_chips(observation.allocations, chips, configured))
+    # Of another plugin's responses those for our resources count.
+    allocations = [
+        each for each in allocations if not each.device_files or each.resource in configured
+    ]
     advertised = advertise(configured, chips, allocations, label)
     return Decision(observation, chips, listed, allocations, configured, advertised)
 
 
 def _with_chips(
-    allocations: Iterable[Allocation], chips: Mapping[str, Chip], configured: Resources
+    allocations: Iterable[Allocation], chips: Mapping[str, Chip]
 ) -> Iterator[Allocation]:
-    """Yield the allocations of chips.
-
-    Another plugin's response names none. If it has given one of our resources, the chips are those
-    of its device files.
-    """
+    """Yield the allocations of chips. Of another plugin's, they are those of its device files."""
     for allocation in allocations:
         if not allocation.device_files:
             yield allocation
-        elif allocation.resource in configured:
-            found = set()
-            for bdf, chip in chips.items():
-                for path in allocation.device_files:
-                    if chip.is_present and (path == chip.function.path or basename(path) == bdf):
-                        found.add(bdf)
-            if found:
-                yield allocation._replace(chips=frozenset(found))
+            continue
+
+        found = set()
+        for bdf, chip in chips.items():
+            for path in allocation.device_files:
+                if chip.is_present and (path == chip.function.path or basename(path) == bdf):
+                    found.add(bdf)
+        if found:
+            yield allocation._replace(chips=frozenset(found))
 
 
 def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
@@ -3327,13 +3331,13 @@ def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
 
 
 def _explained_chips(
-    chips: Mapping[str, Chip], observation: Observation, label: Label
+    chips: Mapping[str, Chip], allocations: Iterable[Allocation], observation: Observation
 ) -> dict[str, Chip]:
     """Return the chips; those with a fault get its reason."""
     pods = defaultdict(list)
-    for allocation in observation.allocations:
+    for allocation in allocations:
         for bdf in allocation.chips:
-            pods[bdf].append(label(allocation))
+            pods[bdf].append(pod_label(allocation, observation.names))
 
     boards = defaultdict(list)
     for bdf, chip in chips.items():
@@ -3393,16 +3397,18 @@ def _problem_and_remedy(chip: Chip, driver: str | None) -> tuple[str, Remedy | N
 def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | None]:
     if not function.on_bus:
         return "PCI device is gone (power-cycle the host if a rescan does not find it)", RESCAN
-    if driver is None:
-        return "driver is not loaded", LOAD_DRIVER
     if function.driver == DRIVER:
         return "driver is bound; waiting for a device file", None
 
     bind = f"echo {function.bdf} > {DRIVER_DIRECTORY}/bind"
-    if function.driver is None:
-        return "driver is not bound", Remedy(bind)
-    unbind = f"echo {function.bdf} > /sys/bus/pci/drivers/{function.driver}/unbind"
-    return f"driver {function.driver} is bound, not {DRIVER}", Remedy(f"{unbind} && {bind}")
+    if function.driver:
+        unbind = f"echo {function.bdf} > /sys/bus/pci/drivers/{function.driver}/unbind"
+        load = "" if driver else f"{LOAD_DRIVER.command} && "
+        problem = f"driver {function.driver} is bound, not {DRIVER}"
+        return problem, Remedy(f"{load}{unbind} && {bind}")
+    if driver is None:
+        return "driver is not loaded", LOAD_DRIVER
+    return "driver is not bound", Remedy(bind)
 
 
 def driver_problem(decision: Decision) -> Reason | None:
@@ -3420,7 +3426,7 @@ def driver_problem(decision: Decision) -> Reason | None:
     number = pluralize(len(unbound), "Tenstorrent PCI function")
     if driver is None:
         return Reason(f"driver not loaded, {number}", command=LOAD_DRIVER.command)
-    return Reason(f"{number} without a driver ({unbound[0].bdf}: {unbound[0].reason})")
+    return Reason(f"{number} without a driver; {unbound[0].bdf}: {unbound[0].reason}")
 
 
 LogLines = Iterator[tuple[int, str]]  # with levels
@@ -4873,7 +4879,7 @@ REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
 LISTEN_PAUSES = (0.002, 0.01)  # seconds between attempts to connect
 BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
-EXIT_GRACE = 0.1  # seconds that calls have at the daemon's end
+LAST_GRACE = 0.1  # seconds that calls have at the daemon's end
 LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else channels share the back-off from a dead socket
@@ -5152,7 +5158,7 @@ class KubeletSession:
             # The kubelet must have seen the end of its stream before the next Register: see the
             # table above. A new kubelet has had none.
             has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
-            grace = EXIT_GRACE if self._is_exiting else None
+            grace = LAST_GRACE if self._is_exiting else None
             await completed(server.stop(grace))
             if has_stream and not self._is_exiting:
                 await asyncio.sleep(STREAM_DELAY)
@@ -5542,6 +5548,7 @@ class Daemon:
     def __init__(
         self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
     ) -> None:
+        log.setLevel(settings.log_level.upper())
         self._wake = asyncio.Event()
         wake = self._wake.set
         self.node = Node(settings, wake)
@@ -5601,7 +5608,6 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
-        log.setLevel(self.node.settings.log_level.upper())
         for warning in self.node.settings.warnings:
             log.warning("%s", warning)
         try:
@@ -5812,7 +5818,7 @@ class Daemon:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
-            self.node.rejected = f"the configuration on disk is rejected: {error}"
+            self.node.rejected = f"the configuration was rejected at the last reload: {error}"
             return
 
         self.node.rejected = None
@@ -6224,7 +6230,7 @@ class Checks:
         elif problem:
             yield Finding(problem.level, "service", problem.text)
         elif view["rejected"] and not self._problem:
-            yield Finding("FAIL", "service", view["rejected"])
+            yield Finding("FAIL", "service", view["rejected"], "systemctl reload tt-device-plugin")
         else:
             # Not its status: that has the commands of other lines, and a long line is wrapped.
             text = f"{view['version']} is running"
@@ -6239,7 +6245,7 @@ class Checks:
             if problem := self._view["driver_problem"]:
                 yield Finding("FAIL", "driver", Reason(*problem).problem, LOAD_DRIVER.command)
             else:
-                text = "not loaded; no Tenstorrent PCI function on this node"
+                text = "not loaded; no Tenstorrent PCI function waits for it"
                 yield Finding("warn", "driver", text)
         elif numbers and numbers < [2, 0]:
             text = f"{version}: tt-umd of August 2026 and later needs 2.0 or later"
@@ -6319,8 +6325,9 @@ class Checks:
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
         needed = chips * self.PAGES_PER_CHIP
         if available < needed:
-            text = f"{available} of the {needed} pages of 1 GiB that {pluralize(chips, 'chip')} "
-            text += f"without an IOMMU need; boot with hugepagesz=1G hugepages={needed}"
+            without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU"
+            text = f"{available} pages of 1 GiB, but {without_iommu}: {needed} needed; add "
+            text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
             yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
         elif chips:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
@@ -6342,14 +6349,16 @@ class Checks:
         if not self._settings.sharing.resources or lock_dir in ("", "/dev/shm"):
             return
         mount_it = "systemctl start run-ttdp-shm.mount"
-        if not isdir(lock_dir):
-            yield Finding("warn", "locks", f"{lock_dir} is not a directory", mount_it)
-        elif lock_dir == Sharing().lock_dir and not os.path.ismount(lock_dir):
+        if lock_dir != Sharing().lock_dir:
+            if not isdir(lock_dir):
+                make_it = f"mkdir -m 755 -p {lock_dir}"
+                yield Finding("warn", "locks", f"{lock_dir} is not a directory", make_it)
+        elif not os.path.ismount(lock_dir):
             yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
         with suppress(OSError):
             for path in (lock_dir, *(entry.path for entry in os.scandir(lock_dir))):
                 if user := os.lstat(path).st_uid:
-                    text = f"{path} belongs to user {user}"
+                    text = f"{path} belongs to user {user}, so containers may not take turns"
                     yield Finding("warn", "locks", text, f"chown root {path}")
 
     def _cdi_file(self) -> Findings:

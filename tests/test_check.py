@@ -166,7 +166,8 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
     await until(lambda: daemon.daemon.node.rejected)
     level, subject, text = (await served.ask("check")).findings[1]
     assert (level, subject) == ("FAIL", "service")
-    assert text.startswith("the configuration on disk is rejected: /etc/x: unit: 'boards' is")
+    rejected = "the configuration was rejected at the last reload: /etc/x: unit: 'boards' is"
+    assert text.startswith(rejected) and text.endswith("run: systemctl reload tt-device-plugin")
 
 
 # -- driver and devices ----------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_a_node_without_cards_is_not_a_failure(host: Host) -> None:
             host.node.unload_driver()
         complaints = host.run("check").complaints
         assert complaints and {level for level, *_ in complaints} == {"warn"}
-    text = "not loaded; no Tenstorrent PCI function on this node"
+    text = "not loaded; no Tenstorrent PCI function waits for it"
     assert complaints[0] == ("warn", "driver", text)
 
 
@@ -258,8 +259,8 @@ def test_a_chip_without_a_translating_iommu_needs_four_hugepages(host: Host, car
         if pages is not None:
             host.node.set_hugepages(pages)
         text = complaint(host.run("check"), "warn", "hugepages")
-        numbers = f"{pages or 0} of the 4 pages of 1 GiB that 1 chip without an IOMMU need"
-        assert text.startswith(f"{numbers}; boot with hugepagesz=1G hugepages=4, or ")
+        numbers = f"{pages or 0} pages of 1 GiB, but 1 chip without an IOMMU: 4 needed"
+        assert text.startswith(f"{numbers}; add hugepagesz=1G hugepages=4 to ")
     host.node.set_hugepages(4)
     answer = host.run("check")
     assert answer.complaints == []
@@ -279,7 +280,7 @@ async def test_hugepages_are_for_all_chips_that_were_seen(
     (text,) = (
         text for _, subject, text in (await served.ask("check")).findings if subject == "hugepages"
     )
-    assert text.startswith("0 of the 8 pages of 1 GiB that 2 chips without an IOMMU need; ")
+    assert text.startswith("0 pages of 1 GiB, but 2 chips without an IOMMU: 8 needed; ")
 
 
 async def test_a_chip_that_is_gone_needs_no_hugepages_if_no_other_does(
@@ -306,11 +307,10 @@ SHARED = ("[[sharing.resources]]", 'name = "n150"', "replicas = 2")
 
 
 def test_a_missing_lock_directory_is_named_if_a_resource_is_shared(host: Host) -> None:
-    """With the command that mounts it."""
+    """With the command that creates it."""
     assert check_locks(host).complaints == []
     text = complaint(check_locks(host, *SHARED), "warn", "locks")
-    mount = "run: systemctl start run-ttdp-shm.mount"
-    assert text == f"{host.root}/locks is not a directory; {mount}"
+    assert text == f"{host.root}/locks is not a directory; run: mkdir -m 755 -p {host.root}/locks"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to chown")
@@ -322,7 +322,8 @@ def test_a_lock_directory_that_is_not_roots_is_named(host: Host, owned: str) -> 
     path = host.root / owned
     os.chown(path, 1234, 1234)
     text = complaint(check_locks(host, *SHARED), "warn", "locks")
-    assert text == f"{path} belongs to user 1234; run: chown root {path}"
+    problem = f"{path} belongs to user 1234, so containers may not take turns"
+    assert text == f"{problem}; run: chown root {path}"
 
 
 def test_a_mount_that_does_not_exist_is_named(host: Host) -> None:

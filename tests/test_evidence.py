@@ -642,6 +642,11 @@ def test_another_plugins_response_under_our_name_counts_by_its_device_files(
         found = decide([chip(1, ordinal=3), chip(2)], allocations=counting).allocations
         assert [each.chips for each in found] == ([{A}] if name == N150 else [])
 
+        # A reset would end that pod all the same.
+        stalled = chip(1, ordinal=3, fault=ttdp.Fault.STALLED)
+        reason = decide([stalled, chip(2)], allocations=counting).chips[A].reason
+        assert "interrupts pod " in str(reason)
+
 
 # -- what a look costs -----------------------------------------------------------------------------
 

@@ -78,6 +78,15 @@ def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
     assert len(ids_of(found)) == 4 and not found.excluded
 
 
+def test_a_chip_that_never_had_a_device_file_is_a_chip_of_the_node_too() -> None:
+    """It has another driver since boot: that of virtual machines."""
+    absent = chip(9)
+    function = absent.function.without_device_file(driver="vfio-pci")
+    absent = absent._replace(function=function, is_listed=False, had_device_file=False)
+    found = decide([*FOUR, absent], without(9))
+    assert found.in_vain == [] and found.excluded == {bdf(9)}
+
+
 def test_an_excluded_chip_without_a_driver_is_not_reported() -> None:
     """It was taken out of service for that, or for a virtual machine."""
     gone = chip(1, present=False)

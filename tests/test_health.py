@@ -324,6 +324,12 @@ ABSENT: Mapping[str, tuple[dict[str, Any], str | None, str]] = {
         "driver vfio-pci is bound, not tenstorrent; run: "
         f"echo 0000:01:00.0 > /sys/bus/pci/drivers/vfio-pci/unbind && {BIND}",
     ),
+    "another's, not loaded": (
+        {"driver": "vfio-pci"},
+        None,
+        "driver vfio-pci is bound, not tenstorrent; run: modprobe tenstorrent && "
+        f"echo 0000:01:00.0 > /sys/bus/pci/drivers/vfio-pci/unbind && {BIND}",
+    ),
     "bound": (
         {"driver": "tenstorrent"}, "2.10", "driver is bound; waiting for a device file"
     ),

@@ -477,7 +477,7 @@ async def test_a_card_that_was_never_bound_is_reported_with_its_remedy(
     (chip,) = served.node.add("p150a")
     chip.unbind()
     reason = REASONS["unbind"].format(bdf=chip.bdf)
-    status = f"1 Tenstorrent PCI function without a driver ({chip.bdf}: {reason})"
+    status = f"1 Tenstorrent PCI function without a driver; {chip.bdf}: {reason}"
     await until(lambda: daemon.notified(f"STATUS={status}"))
     answer = await served.ask("list")
     assert [row["HEALTH"] for row in answer.table] == ["GONE"]

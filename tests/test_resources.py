@@ -108,7 +108,10 @@ def test_a_board_is_one_device_under_one_id() -> None:
         ([p300(1), p300(2, present=False)], f"{bdf(2)}: {GONE}"),
         ([p300(1, fault=Fault.HOT)], f"{bdf(1)}: {ILL}"),
         ([p300(1, present=False), p300(2, present=False), p300(5), p300(6)], None),
-        ([p300(1), p300(2), p300(5), p300(6)], "4 chips report the serial number of a board of 2"),
+        (
+            [p300(1), p300(2), p300(5), p300(6)],
+            "4 chips report this serial number, but such a board has 2",
+        ),
         (tray(0x8, range(3, 9)), "only 6 of 8 chips found"),
     ],
     ids=["never seen", "not known yet", "hot", "gone", "alone", "moved", "wrong serial", "a tray"],

@@ -207,7 +207,7 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     valid = config.read_text()
     config.write_text('resource_naming = "size"\nlog_level = "debug"\n')
     await reload(service)
-    rejected = "the configuration on disk is rejected"
+    rejected = "the configuration was rejected at the last reload"
     await service.status("1 × tenstorrent.com/p150", rejected, "resource_naming: 'size'")
     chip.vanish()
     await service.status("1 × tenstorrent.com/p150, 0 healthy", rejected)

@@ -159,7 +159,7 @@ def test_without_a_device_it_is_active_and_quiet(host: Host, told: Told) -> None
     begun = host.moment("ExecMainStart")
     wait_for(2.5)
     [(_, _, line)] = host.journal(begun)
-    assert "0 devices" in line and host.property("ActiveState") == "active"
+    assert "0 chips" in line and host.property("ActiveState") == "active"
     told(f"after 2.5 s the journal has one line: {line!r}")
 
 
