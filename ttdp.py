@@ -373,7 +373,7 @@ class Settings:
     proc_root: str = _key("/proc", DIRECTORY, "mount point of procfs")
     resource_domain: str = _key(
         "tenstorrent.com",
-        Rule("a lower-case DNS name outside kubernetes.io, such as tenstorrent.com", _domain),
+        Rule("a lower-case DNS name outside kubernetes.io, such as example.com", _domain),
         "domain of all resource names",
     )
     resource_naming: str = _key(
@@ -694,7 +694,7 @@ def _sharing_conflict(
         if other.name != entry.name:
             continue
         if "all" in (entry.devices, other.devices):
-            return "every device is selected twice"
+            return "selected by two tables; one without devices selects all"
         if duplicates := sorted(entry.named_devices & other.named_devices):
             return f"{abbreviate(duplicates)} is selected twice"
     return None
@@ -6421,7 +6421,7 @@ class Checks:
             text = f"{directory} is not writable; run this as root, or check its mount"
             yield Finding("FAIL", "kubelet", text)
         if mode & 0o004:
-            text = f"other users can read {directory}, and so lock it and keep the daemon out"
+            text = f"other users can read {directory}: their lock could keep the daemon out"
             yield Finding("warn", "kubelet", text, f"chmod 0750 {directory}")
 
         path = f"{directory}/{KUBELET_SOCKET}"

@@ -96,8 +96,8 @@ EXPLANATIONS = {
     ),
     "exclude": (
         'Devices with these chips are not advertised; with unit = "board" that is the whole '
-        "board. A pod that holds such a device keeps it until that pod ends. Metrics and the "
-        "CDI file keep the chips, but not in the CDI device all."
+        "board. A pod that holds such a device keeps it until that pod ends. The chips stay in "
+        "the metrics and in the CDI file, except in the CDI device all."
     ),
     "interval": (
         "Each poll reads all telemetry of each chip. A shorter interval finds stopped firmware "
@@ -118,7 +118,7 @@ EXPLANATIONS = {
         "the container gets each distinct device behind its replicas."
     ),
     "lock_dir": "See SHARING. Change it only while no container uses a shared device.",
-    "name": "Without replicas and sharing, as kubectl describe node shows it.",
+    "name": "Use the name that kubectl describe node shows while it is not shared.",
     "rename": "Needed if only some devices are shared.",
     "devices": "A count shares the devices with the lowest addresses.",
 }
@@ -208,7 +208,9 @@ SECTIONS = (
         "[[mounts]]",
         ttdp.Mount,
         "Each table mounts one host path into every container that has a device, in addition to "
-        "its hugepages. One at /dev/hugepages-1G or /dev/hugepages replaces that directory.",
+        "its hugepages. A mount at /dev/hugepages-1G or /dev/hugepages replaces the hugepage "
+        "directory there. Use each path in the container only once, and not /dev/shm if a device "
+        "is shared.",
     ),
 )
 

@@ -378,7 +378,7 @@ def test_a_directory_that_others_can_read_is_named(host: Host) -> None:
     """Any user could lock it, which keeps the daemon out."""
     host.plugins.chmod(0o755)
     text = complaint(host.run("check"), "warn", "kubelet")
-    reason = f"other users can read {host.plugins}, and so lock it and keep the daemon out"
+    reason = f"other users can read {host.plugins}: their lock could keep the daemon out"
     assert text == f"{reason}; run: chmod 0750 {host.plugins}"
 
 

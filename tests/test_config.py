@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ("cdi_dir", "labels_dir", "metrics_file"), ([LONG, "/a\x1b"], "a path, or empty")
     ),
     "device_plugin_dir": (["", "/" + "x" * 100], "a path of at most 64 bytes"),
-    "resource_domain": (DOMAINS, "a lower-case DNS name outside kubernetes.io, such as tenstorre"),
+    "resource_domain": (DOMAINS, "a lower-case DNS name outside kubernetes.io, such as example.c"),
     "resource_naming": (["", "cards", "BOARD", " board"], "board, card or arch"),
     "visible_devices": (["", "all", "0"], "bdf, index or none"),
     "device_list_strategy": (["", "CDI", "envvar"], "device-specs or cdi"),
@@ -457,7 +457,7 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
          f"{ENTRY}{'x' * 60}: {'x' * 60}.shared exceeds 63 characters"),
         (SHARED + SHARED, f"{ENTRY}n300: two entries have the name n300; choose a different"),
         (BOTH.replace("'b'", "'a'"), f"{ENTRY}n300: two entries have the name a"),
-        (BOTH, f"{ENTRY}n300: every device is selected twice"),
+        (BOTH, f"{ENTRY}n300: selected by two tables; one without devices selects all"),
         (BOTH.replace("'a'", "'a'\ndevices = [1, 2]") + "\ndevices = ['2']",
          f"{ENTRY}n300: '2' is selected twice"),
         (SHARED + "devices = 2", f"{ENTRY}n300: needs rename: the devices that are not shared"),

@@ -15,7 +15,7 @@ import tests
 import ttdp
 from tests import chips as chips_module
 from tests.e2e.test_metrics import QUERIES
-from tests.e2e.test_repository import INSTALLATION, URL
+from tests.e2e.test_repository import INSTALLATION, INSTALLATION_OF_COPY, URL
 from tests.world.processes import ROOT
 
 if sys.version_info >= (3, 11):
@@ -78,8 +78,10 @@ def test_readme_queries_are_tested() -> None:
 
 
 def test_readme_installation_is_tested() -> None:
-    """Its four lines are the test's, with another address."""
-    (block,) = (each for each in fenced("console") if "sources.list.d" in each)
+    """Its lines are the tests', with another address."""
+    block, copied = (each for each in fenced("console") if "sources.list.d" in each)
+    lines = [line.replace(" --yes", "") for line in INSTALLATION_OF_COPY]
+    assert copied.splitlines() == [f"# {line}" for line in lines]
     served = re.search(r"(https://\S+)/tt-device-plugin.sources", block)
     assert served
     tested = [line.replace(URL, served[1]).replace(" --yes", "") for line in INSTALLATION]

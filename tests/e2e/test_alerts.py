@@ -108,8 +108,7 @@ RUN = "On arm64, reboot the node; else run: tt-smi -r"
 RESET, RESEAT = f"A reset {ALSO}. {RUN} {P300}", "eseat the card, or check its slot"
 KINDS = {  # alert, minutes, action
     "gone": (
-        "DeviceGone", 2,
-        "If a rescan does not find it, power-cycle the host; run: echo 1 > /sys/bus/pci/rescan",
+        "DeviceGone", 2, "For the reason and the command, run: tt-device-plugin list"
     ),
     "node": (
         "DeviceFileInvalid", 2, "To see the command that creates it, run: tt-device-plugin list"

@@ -502,6 +502,7 @@ def test_another_python(host: Host) -> None:
 def test_the_socket_for_metrics(host: Host) -> None:
     """It is open as long as the service is not stopped; no number of starts disables it."""
     socket = f"{UNIT}-metrics.socket"
+    drop_in = f"/etc/systemd/system/{socket}.d"
 
     def answers() -> bool:
         return "tt_plugin_info{" in host("/usr/bin/python3", "-c", GET)
@@ -532,9 +533,24 @@ def test_the_socket_for_metrics(host: Host) -> None:
         host.write(CONFIG, BAD)
         assert not host.restarts()
         become("failed", "inactive")
+        host.write(CONFIG, CONFIGURATION)
+        host.systemctl("restart", UNIT)
+        become("active", "active")
+
+        # Another address, as `systemctl edit` writes it.
+        address = "127.0.0.1:7763"
+        host.write(f"{drop_in}/override.conf", f"[Socket]\nListenStream=\nListenStream={address}\n")
+        host.systemctl("daemon-reload")
+        host.systemctl("stop", UNIT)
+        host.systemctl("start", UNIT)
+        wait_until(lambda: host.property("ActiveState", socket) == "active", "the socket")
+        assert host.property("Listen", socket) == f"{address} (Stream)" and not answers()
     finally:
+        host.shell(f"rm -rf {drop_in}")
+        host.systemctl("daemon-reload")
         host.write(CONFIG, CONFIGURATION)
         host.systemctl("disable", socket)
+        host.systemctl("stop", UNIT)
         host.systemctl("restart", UNIT)
 
 

@@ -32,6 +32,14 @@ INSTALLATION = (
     "apt update",
     f"apt install --yes {UNIT}",
 )
+# Those for a repository that was copied to the node.
+COPIED_REPOSITORY = f"/srv/{UNIT}"
+INSTALLATION_OF_COPY = (
+    f"cp {COPIED_REPOSITORY}/{UNIT}-archive-keyring.pgp /etc/apt/keyrings",
+    f"cp {COPIED_REPOSITORY}/{UNIT}.sources /etc/apt/sources.list.d",
+    "apt update",
+    f"apt install --yes {UNIT}",
+)
 # The line of the README for unattended-upgrades, in a file beside Debian's own configuration.
 PATTERN = "origin=tt-device-plugin,suite=stable"
 UNATTENDED = f'Unattended-Upgrade::Origins-Pattern {{ "{PATTERN}"; }};\n'

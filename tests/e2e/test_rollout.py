@@ -14,7 +14,15 @@ import pytest
 
 from tests.e2e.container import PACKAGES
 from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
-from tests.e2e.test_repository import SUITES, URL, Node, Publisher, publisher
+from tests.e2e.test_repository import (
+    COPIED_REPOSITORY,
+    INSTALLATION_OF_COPY,
+    SUITES,
+    URL,
+    Node,
+    Publisher,
+    publisher,
+)
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, wait_until
 
@@ -108,14 +116,13 @@ def test_a_copied_repository(node: ManagedNode, publisher: Publisher) -> None:
     """Without a network: `make repository` with a file: address, copied to that directory."""
     be_without(node)
     node("systemctl", "stop", "web")
-    copy = "/srv/tt-device-plugin"
     current = publisher.packages.current
-    assert not publisher.publish(node.shared / "copied", current, url=f"file:{copy}")
-    node.shell(f"cp -r /srv/shared/copied {copy}")
-    node.shell(f"cp {copy}/{UNIT}-archive-keyring.pgp /etc/apt/keyrings")
-    node.shell(f"cp {copy}/{UNIT}.sources /etc/apt/sources.list.d")
+    url = f"file:{COPIED_REPOSITORY}"
+    assert not publisher.publish(node.shared / "copied", current, url=url)
+    node.shell(f"cp -r /srv/shared/copied {COPIED_REPOSITORY}")
+    for command in INSTALLATION_OF_COPY:
+        node.shell(command)
     assert not node.update()
-    node("apt-get", "install", "--yes", UNIT)
     assert node.version() == publisher.version and node.is_active()
     node("systemctl", "start", "web")
     be_without(node)
