@@ -3267,6 +3267,7 @@ class Decision:
         """Return whether only pods differ: who holds which chips, and their names."""
         no_pods: Json = {"allocations": (), "names": {}}
         is_same_node = self.observation._replace(**no_pods) == other.observation._replace(**no_pods)
+        # The same object, unless a device is held or withheld by another name: see advertise().
         return is_same_node and self.resources is other.resources
 
     def is_out_of_service(self, bdf: str) -> bool:
@@ -3417,6 +3418,7 @@ def driver_problem(decision: Decision) -> Reason | None:
     unbound = []
     for bdf, chip in decision.chips.items():
         has_no_driver = chip.function.on_bus and chip.function.driver is None
+        # With a driver, a listed chip is in the summary of its resource already.
         has_own_line = driver is not None and chip.is_listed
         if has_no_driver and not has_own_line and not decision.is_out_of_service(bdf):
             unbound.append(chip)
@@ -3469,7 +3471,7 @@ def _chip_changes(former: Chip | None, chip: Chip, driver: str | None) -> LogLin
     if chip.is_present and (former is None or introduction != _introduction(former)):
         yield logging.INFO, f"{chip.label}: found {introduction}"
 
-    # Without the driver an absent chip has another remedy, though the fault is the same.
+    # If the driver is unloaded, an absent chip's fault is the same, but its remedy is another.
     former_fault = former.fault if former else None
     has_new_remedy = former is not None and driver is None and chip.reason != former.reason
     if chip.fault and (chip.fault != former_fault or has_new_remedy):
@@ -3770,7 +3772,7 @@ class ReadJob(NamedTuple):
 
     function: PciFunction
     is_poll: bool
-    details: Settings | None  # to read its sensors and processes, too
+    settings: Settings | None  # for its sensors and processes; None: only telemetry is read
 
 
 class ReadResult(NamedTuple):
@@ -3800,17 +3802,20 @@ class TelemetryReaders:
         self._results = queue.SimpleQueue[ReadResult]()
 
     def submit(
-        self, functions: Iterable[PciFunction], *, is_poll: bool, details: Settings | None = None
+        self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, except those that are being read."""
+        """Read these chips, except those that are being read.
+
+        With settings, also their sensors and processes.
+        """
         jobs = deque[ReadJob]()
         for function in functions:
             if function.bdf not in self.pending:
                 self.pending[function.bdf] = monotonic()
-                jobs.append(ReadJob(function, is_poll, details))
+                jobs.append(ReadJob(function, is_poll, settings))
 
         if jobs:
-            # After this turn of the loop, as Python runs one thread at a time.
+            # Not during this turn of the loop, which would wait: Python runs one thread at a time.
             asyncio.get_running_loop().call_soon(self._start, jobs)
 
     def _start(self, jobs: deque[ReadJob]) -> None:
@@ -3836,7 +3841,8 @@ class TelemetryReaders:
         if waiting:
             self._start(waiting)
 
-        # The loop looks now, to list the chip, and when the read counts as blocked.
+        # The loop looks now, as READY does not wait for this chip any longer, and again when the
+        # read counts as blocked.
         if self.slow(monotonic()):
             self._wake()
             asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
@@ -3858,9 +3864,9 @@ class TelemetryReaders:
         function = job.function
         sensors = processes = None
         try:
-            if job.details:
+            if job.settings and function.ordinal is not None:
                 sensors = read_sensors(function)
-                processes = processes_on(job.details, function.ordinal or 0)
+                processes = processes_on(job.settings, function.ordinal)
             # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
             telemetry = self._read(function)
         except OSError as error:
@@ -3882,12 +3888,12 @@ class TelemetryReaders:
                 readings.append(result.reading)
             error = result.error or error
 
-        if error:
+        if error:  # then the loop has all chips read again
             raise error
         return readings
 
     def slow(self, now: float) -> dict[str, float]:
-        """Return the seconds that reads take which others no longer wait for, by address."""
+        """Return for how long each slow read has been under way, by address."""
         ages = {bdf: now - since for bdf, since in self.pending.items()}
         return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
 
@@ -4364,9 +4370,8 @@ def open_uevent_socket() -> socket.socket:
 class UeventSocket:
     """Receives the kernel's uevents about Tenstorrent devices and functions."""
 
-    def __init__(self, wake: Wake) -> None:
-        self.has_events = False
-        self._wake = wake
+    def __init__(self, on_events: Wake) -> None:
+        self._on_events = on_events
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
@@ -4383,20 +4388,21 @@ class UeventSocket:
             self._socket.close()
 
     def _read(self, kernel: socket.socket) -> None:
+        is_relevant = False
         while True:
             try:
                 message, sender = kernel.recvfrom(8192)
             except BlockingIOError:
                 break
             except OSError:  # ENOBUFS: some were lost
-                self.has_events = True
+                is_relevant = True
                 continue
 
             is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
             if is_ours and sender[0] == 0:  # the kernel's port ID, which no process can have
-                self.has_events = True
-        if self.has_events:
-            self._wake()
+                is_relevant = True
+        if is_relevant:
+            self._on_events()
 
 
 class DirectoryError(Exception):
@@ -4449,7 +4455,7 @@ class PluginDirectory:
             if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
                 self._lock()
             if not os.access(self.path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EROFS, "it is not writable")
+                raise PermissionError(errno.EACCES, "it is not writable")
         except OSError as error:
             reason = f"{self.path} cannot be used: {error.strerror}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
@@ -4503,7 +4509,10 @@ class PluginDirectory:
 
 
 def _is_of_others(name: str) -> bool:
-    """Return whether a file in the kubelet's directory says something about the kubelet."""
+    """Return whether a file in the kubelet's directory says something about the kubelet.
+
+    The name is empty in events of the directory itself, which do.
+    """
     return not name.startswith((SOCKET_PREFIX, ".")) and name != CHECKPOINT
 
 
@@ -4561,7 +4570,7 @@ class Node:
         self.hugepages = HugepageDirectories(settings)
         self.readers = TelemetryReaders(wake)
 
-        self.looked = Broadcast()  # wakes container starts that wait, after each look at pods
+        self.looked = Broadcast()  # wakes container starts that wait for another pod's end
         self.waiting_starts = 0  # containers that wait for another pod's end
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
@@ -4573,7 +4582,7 @@ class Node:
         self._decision: Decision | None = None
 
     @property
-    def watches_pods(self) -> bool:
+    def must_look_often(self) -> bool:
         """Return whether pods must be looked at often, as a container waits or is starting."""
         return self.waiting_starts > 0 or self.allocations.has_starting_pods
 
@@ -4600,7 +4609,7 @@ class Node:
         if is_poll:
             self.polled_at = self.scanned_at
         settings = self.settings if details else None
-        self.readers.submit(self.inventory.present, is_poll=is_poll, details=settings)
+        self.readers.submit(self.inventory.present, is_poll=is_poll, settings=settings)
 
     def collect(self, now: float) -> None:
         """Record what was read of chips; raises OSError."""
@@ -4638,9 +4647,10 @@ class Node:
         """Record why pods cannot get devices, None if they can; a new problem is logged."""
         if problem and problem != self.problems.get(subject):
             log.warning("%s", problem)
-        self.problems.pop(subject, None)
         if problem:
             self.problems[subject] = problem
+        else:
+            self.problems.pop(subject, None)
 
     def save_state(self, files: Sequence[str], now: float) -> None:
         self.must_save = False
@@ -4707,7 +4717,8 @@ class Allocator:
             raise RequestError(Status.UNAVAILABLE, self._node.problems["CDI"])
 
         # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
-        # udev makes up to some seconds after the device file. Anything can change meanwhile.
+        # udev makes a little later than the device file; if it takes longer, the file itself is
+        # used. Anything can change meanwhile.
         deadline = monotonic() + LINK_TIMEOUT
         while True:
             resource = self._decide().resource(name)
@@ -4715,7 +4726,7 @@ class Allocator:
             chips = [resource.chips(ids) for ids in containers]
             links = {}
             for chip in chain(*chips):
-                # Its uevent may still be on the way.
+                # Looked at now: a uevent about the file may still be on the way.
                 if fault := file_fault_now(chip.function):
                     reason = f"device {chip.bdf}: device file is invalid: {fault.problem}"
                     raise RequestError(Status.FAILED_PRECONDITION, reason)
@@ -4779,7 +4790,7 @@ class Allocator:
         """Wait until no other pod runs on these chips; raises RequestError, OSError.
 
         A kubelet gives the device of a pod that was deleted by force to the next pod while the
-        first one still runs. After an error it calls again.
+        first one still runs. It repeats a call that fails.
         """
         deadline = monotonic() + START_CHECK_TIMEOUT
         self._node.observe_allocations(monotonic(), look=True)
@@ -4801,8 +4812,8 @@ class Allocator:
     def _clean_hugepages(self, own: Allocation) -> None:
         """Remove hugepage files of former pods before the first container of a pod starts.
 
-        Later containers and restarts find the pod's own files, and users of a shared device those
-        of each other. Raises RequestError, OSError.
+        Later containers of the pod, restarts, and other users of a shared device need the files
+        that are there. Raises RequestError, OSError.
         """
         allocations = self._node.allocations
         if allocations.start_was_allowed(own):
@@ -4829,9 +4840,8 @@ class Allocator:
             if allocation.pod == own_pod or addresses.isdisjoint(allocation.chips):
                 continue
 
-            shares_device = allocation.resource == name and all(
-                map(is_replica, {*allocation.ids, *ids})
-            )
+            all_ids = {*allocation.ids, *ids}
+            shares_device = allocation.resource == name and all(map(is_replica, all_ids))
             if not shares_device and self._node.allocations.is_running(allocation):
                 return pod_label(allocation, decision.observation.names)
         return None
@@ -4923,8 +4933,8 @@ class Endpoint(rpc.DevicePluginServicer):
         self, resource: str, path: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
         self.path = path
-        self.file: FileIdentity | None = None  # its socket's, once bound
-        self.kubelet: FileIdentity | None = None  # its identity when it was sent Register
+        self.file: FileIdentity | None = None  # of its socket, once that is bound
+        self.kubelet: FileIdentity | None = None  # of kubelet.sock, to which Register was sent
         self.is_streaming = False  # the kubelet has a ListAndWatch stream
         self.ended: asyncio.Future[tuple[Phase, str]] = asyncio.get_running_loop().create_future()
         self._resource = resource
@@ -5286,7 +5296,7 @@ class PodResources:
     def __init__(self, apply: Callable[[PodNames], None]) -> None:
         self._apply = apply
         self._task: Task | None = None
-        self._has_failed = False  # the last time: the next failure is not logged
+        self._has_failed = False  # the last question; of failures in a row the first is logged
 
     def ask(self, path: str) -> None:
         if self._task is None or self._task.done():
@@ -5324,7 +5334,9 @@ async def list_pods(path: str) -> PodNames:
 class SharedText:
     """A text that is rendered once for simultaneous readers."""
 
-    TIMEOUT = 4.0  # seconds
+    # Seconds: more than twice READ_TIMEOUT, see Reporter._read_details(), and less than a
+    # connection has.
+    TIMEOUT = 4.5
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._render = render
@@ -5345,10 +5357,11 @@ class SharedText:
 
 
 class ConnectionServer:
-    """Accepts connections on a socket. A client can only delay its own connection."""
+    """Accepts connections on a socket. A slow client delays only itself."""
 
     MAX_CONNECTIONS = 32
     TIMEOUT = 5.0  # seconds for all of a connection
+    RETRY_AFTER = 5.0  # seconds, without descriptors for connections
 
     def __init__(self, answer: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
         self._answer = answer
@@ -5368,7 +5381,7 @@ class ConnectionServer:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:
                 log.warning("cannot accept a connection: %s", error.strerror)
-                await asyncio.sleep(self.TIMEOUT)
+                await asyncio.sleep(self.RETRY_AFTER)
                 continue
             task = asyncio.create_task(self._serve(connection))
             self._open[task] = connection
@@ -5509,16 +5522,19 @@ class Reporter:
 
     async def _read_details(self, max_age: float) -> None:
         """Have sensors and processes read, unless they were within `max_age` seconds."""
-        await self._settle()  # chips that are being read would be left out
+        await self._await_reads()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
             self._details_at = now
             with suppress(OSError):  # the loop meets the same error, and logs it
                 self._node.read_chips(is_poll=False, details=True)
-            await self._settle()
+            await self._await_reads()
 
-    async def _settle(self) -> None:
-        """Wait until each read has ended or counts as blocked; on a busy machine some are slow."""
+    async def _await_reads(self) -> None:
+        """Wait until each read has ended or counts as blocked.
+
+        Not only until it is slow: on a busy machine many are.
+        """
         deadline = monotonic() + READ_TIMEOUT
         while self._node.readers.has_unblocked(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
@@ -5537,7 +5553,7 @@ def _listen_for_root(path: str) -> socket.socket:
 class Stage(Enum):
     """How far the start of the daemon is."""
 
-    SCANNING = 1  # no chip has been read
+    SCANNING = 1  # not all chips have been read: nothing is applied
     BINDING = 2  # the driver may still be binding cards; devices are advertised already
     READY = 3
 
@@ -5556,7 +5572,7 @@ class Daemon:
         self._files = OutputFiles(self.node.former_files)
         self._reporter = Reporter(self.node, self.sessions, self._files)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
-        self._uevents = UeventSocket(wake)
+        self._uevents = UeventSocket(self._scan_soon)
         self._pod_resources = PodResources(self._apply_names)
         self._manager = manager
         self._load = load
@@ -5566,6 +5582,7 @@ class Daemon:
         self._applied: Decision | None = None  # the last decision that was applied
         self._round_at = -inf
         self._wants_reload = False
+        self._must_scan = False  # events, or a failure, ask for a scan
         self._is_failing = False  # the last observation has failed
         self._exit_status: int | None = None
 
@@ -5599,6 +5616,10 @@ class Daemon:
 
     def reload(self) -> None:
         self._wants_reload = True
+        self._wake.set()
+
+    def _scan_soon(self) -> None:
+        self._must_scan = True
         self._wake.set()
 
     def _open(self) -> None:
@@ -5638,14 +5659,15 @@ class Daemon:
             due.append(now + RETRY_TICK)
         if self._stage is not Stage.READY:
             due.append(now + START_TICK)
-        if self._uevents.has_events:
+        if self._must_scan:
             due.append(node.scanned_at + DEBOUNCE)
-        if node.watches_pods:
+        if node.must_look_often:
             due.append(now + START_CHECK_INTERVAL)
         return max(0.0, min(due) - now)
 
     def _turn(self, now: float) -> None:
         is_reload = self._wants_reload
+        # Before READY=1, systemd expects no RELOADING=1.
         is_reported = is_reload and self._stage is Stage.READY
         if is_reported:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
@@ -5679,7 +5701,7 @@ class Daemon:
             if not self._is_failing:
                 log.warning("cannot read the node's state; keeping the last one: %s", error)
             self._is_failing = True
-            self._uevents.has_events = True  # scan again
+            self._must_scan = True
             self.node.scanned_at = -inf
             return
 
@@ -5699,14 +5721,13 @@ class Daemon:
         """Look at everything that may have changed; raises OSError."""
         node = self.node
         is_poll = self._is_poll(now)
-        if is_poll or (self._uevents.has_events and now - node.scanned_at >= DEBOUNCE):
+        if is_poll or (self._must_scan and now - node.scanned_at >= DEBOUNCE):
             # A chip that is being read will not be read for these events: scan once more then.
-            was_settled = node.readers.is_settled(now)
+            self._must_scan = not node.readers.is_settled(now)
             node.read_chips(is_poll=is_poll)
-            self._uevents.has_events = not was_settled
 
         node.collect(now)
-        node.observe_allocations(now, look=is_round or node.watches_pods)
+        node.observe_allocations(now, look=is_round or node.must_look_often)
         if self._stage is Stage.SCANNING and node.readers.is_settled(now):
             self._stage = Stage.BINDING
             self._binding_since = now
@@ -5783,7 +5804,7 @@ class Daemon:
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
-        """Notify READY=1 once all is served; return a status only while waiting for the driver."""
+        """Notify READY=1 once all is served. While it waits for the driver, return that status."""
         settings = self.node.settings
         version = decision.observation.driver
         driver = f"driver {version or 'is not loaded'}"
@@ -5804,7 +5825,7 @@ class Daemon:
             return None
 
         if missing:
-            log.warning("%s: no device file; starting without it", missing[0])
+            log.warning("%s: no device file; starting without it", ", ".join(missing))
         self._stage = Stage.READY
         log.info("tt-device-plugin %s: %s, %s", __version__, driver, present)
         self._manager.show(self._reporter.status(decision))
@@ -5827,8 +5848,8 @@ class Daemon:
             value = getattr(before, key)
             if getattr(loaded, key) != value:
                 log.warning("%s needs a restart to change; still using %s", key, value)
-        kept = (*NEEDS_RESTART, "state_dir", "runtime_dir")
-        self.node.settings = replace(loaded, **{key: getattr(before, key) for key in kept})
+        kept = {key: getattr(before, key) for key in NEEDS_RESTART}
+        self.node.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
         for warning in loaded.warnings:
             log.warning("%s", warning)
@@ -5839,7 +5860,7 @@ class Daemon:
 
 View = Mapping[str, Any]  # see view_of_node()
 
-VIEW_TIMEOUT = 10.0  # seconds: a telemetry read may be blocked
+VIEW_TIMEOUT = 10.0  # seconds; the daemon ends a connection after 5
 RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
 WIDTH = 110  # columns of `list`, at most
 CHECK_WIDTH = 80  # columns of `check` without a terminal

@@ -325,7 +325,7 @@ async def test_an_ordinary_hand_over_waits_for_nothing(
         kubelet.keep_cgroups(keeps_cgroup)
         for number in range(8):
             await run_pod(kubelet, f"pod-{number}")
-            await until(lambda: not daemon.daemon.node.watches_pods)
+            await until(lambda: not daemon.daemon.node.must_look_often)
             kubelet.delete(f"pod-{number}")
         assert "container start waits" not in caplog.text and not kubelet.find("not-started")
         assert kubelet.violations == []

@@ -261,7 +261,7 @@ class Poll:
             await asyncio.sleep(0.001)
 
     async def poll(self, *, details: bool = False) -> list[PciFunction]:
-        found = self.begin(details=self._settings if details else None)
+        found = self.begin(settings=self._settings if details else None)
         await self.end()
         return found
 
