@@ -467,9 +467,7 @@ def test_a_directory_that_cannot_be_cleaned_is_put_aside(
     assert [*directories.put_aside()] == [aside]
 
 
-def test_what_is_no_directory_is_never_mounted(
-    directories: HugepageDirectories, own: Path
-) -> None:
+def test_what_is_no_directory_is_never_mounted(directories: HugepageDirectories, own: Path) -> None:
     """A container that had the host's hugetlbfs can have left a link there."""
     replaced(own)
     (mount,) = directories.mounts(A)
