@@ -176,7 +176,7 @@ def cases(output: str) -> dict[str, Case]:
     probe = "job=blackbox instance=node-1"
     return {
         **{kind: fault(kind) for kind in KINDS},
-        "unbound": fault("gone", P300, f"Bind it; run: echo {P300} > {BIND}/bind", {UNBOUND: 1}),
+        "unbound": fault("gone", more={UNBOUND: 1}),
         "only chip": fault("no_response", N150, f"A reset interrupts default/train. {RUN} {N150}"),
         "no serial": fault("no_response", NEW, f"{RUN} {NEW}"),
         "stalled, not unused": fault("stalled", more=working(P300, 800e6, 20))._replace(lasts=65),
