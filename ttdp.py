@@ -3252,7 +3252,7 @@ class Decision:
 
     @cached_property
     def withheld(self) -> dict[str, str]:
-        """Return the reasons why devices are withheld, by resource and ID."""
+        """Return the reasons why devices are withheld, by "RESOURCE ID" as the log names them."""
         found = {}
         for name, resource in self.resources.items():
             for device in resource.unique_devices:
@@ -3285,6 +3285,7 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
     label = partial(pod_label, names=observation.names)
     chips = dict(observation.chips)
     for allocation in observation.allocations:
+        # A chip that a pod was given had a device file once.
         for bdf in allocation.chips - chips.keys():
             chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
@@ -3513,7 +3514,7 @@ class Registration(NamedTuple):
     successes: int = 0  # registrations since the daemon's start
 
 
-REGISTERED = "registered with kubelet"
+REGISTERED_TEXT = "registered with kubelet"
 Registrations = Mapping[str, Registration]  # by resource
 
 
@@ -5212,9 +5213,9 @@ class KubeletSession:
                 return Phase.FAILED, reason
 
         number = pluralize(len(self._devices.message.devices), "device ID")
-        log.info("%s: %s, %s", self.name, REGISTERED, number)
+        log.info("%s: %s, %s", self.name, REGISTERED_TEXT, number)
         successes = self.registration.successes + 1
-        self.registration = Registration(Phase.REGISTERED, REGISTERED, successes)
+        self.registration = Registration(Phase.REGISTERED, REGISTERED_TEXT, successes)
         self._wake()
         return None
 
@@ -6256,7 +6257,7 @@ class Checks:
             # Not its status: that has the commands of other lines, and a long line is wrapped.
             text = f"{view['version']} is running"
             if any(each["phase"] == Phase.REGISTERED.value for each in view["resources"]):
-                text += f", {REGISTERED}"
+                text += f", {REGISTERED_TEXT}"
             yield Finding("ok", "service", text)
 
     def _driver(self) -> Findings:

@@ -281,7 +281,7 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
         yield f"{name} in the kubelet", kubelet.healthy(name), healthy
     for row in view["resources"]:
         name = row["name"]
-        yield f"state of {name}", row["state"], ttdp.REGISTERED
+        yield f"state of {name}", row["state"], ttdp.REGISTERED_TEXT
         sick = len(kubelet.unhealthy(name))
         known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
         yield f"{name} in the metrics", [each for each in counts if each[0] == name], known

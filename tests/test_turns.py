@@ -48,7 +48,7 @@ async def test_an_unreadable_checkpoint_shows_no_other_plugin(
         async with rival(kubelet, NAME, "theirs"):
             await until(lambda: "stop that plugin" in daemon.sessions[NAME].registration.text)
             path, kubelet.file.path = kubelet.file.path, directory.with_name("elsewhere")
-            await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED)
+            await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED_TEXT)
             registrations = len(kubelet.find("registered"))
             path.write_text("{")
             await until(lambda: daemon.daemon.node.allocations.unreadable)
