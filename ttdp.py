@@ -103,6 +103,7 @@ def without_domain(resource: str) -> str:
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
+PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # of the service, for `check`
 
 # A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
 # are called "tt-<resource>.<pid>-<number>.sock". Of the resource's name they have 20 characters;
@@ -443,6 +444,11 @@ class Settings:
     runtime_dir: str | None = None  # None: there is no status socket
     warnings: tuple[str, ...] = ()
 
+    @property
+    def has_private_hugepages(self) -> bool:
+        """Return whether containers get hugepage directories of the daemon's."""
+        return self.hugepages == "private" and self.device_list_strategy != "cdi"
+
 
 class Option(NamedTuple):
     """A setting with a flag and a variable."""
@@ -486,6 +492,11 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
     file = _config_file(flags, environ)
     values = {} if ignore_file else _read_config_file(file)
     sources = {key: f"{file.shown}: {key}" for key in values}
+
+    for key in FORMER_KEYS:
+        if (variable := _variable_of(key)) in environ:
+            warning = f"{variable} has no effect any more; remove it"
+            values["warnings"] = (*values.get("warnings", ()), warning)
 
     for option in OPTIONS:
         # A flag outweighs the variable, and both outweigh the file.
@@ -808,6 +819,11 @@ class Identity(NamedTuple):
     asic_id: str | None = None  # the chip's own, 16 hex digits
     firmware: str | None = None  # version of the bundle, "19.4.0.0"
 
+    def contradicts(self, other: Identity) -> bool:
+        """Return whether it is another chip's: what an update of the firmware cannot change."""
+        pairs = zip(self[:3], other[:3], strict=True)  # card, serial, asic_id
+        return any(ours and theirs and ours != theirs for ours, theirs in pairs)
+
 
 class ReadError(NamedTuple):
     """A telemetry attribute that could not be read."""
@@ -1014,18 +1030,28 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
     return None
 
 
+PIDS_MAX = 2**18  # bytes
+PROCESSES_MAX = 1000
+
+
 def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
-    """Return the processes that opened a device file; None if unknown (a driver before 2.5)."""
+    """Return the processes that opened a device file; None if unknown (a driver before 2.5).
+
+    There is a line for each time, and a process can open the file a million times: so no more is
+    read than is useful.
+    """
     proc = settings.proc_root
-    text = read_text(f"{proc}/driver/{DRIVER}/{ordinal}/pids")
-    if text is None:
+    try:
+        with open(f"{proc}/driver/{DRIVER}/{ordinal}/pids", "rb") as file:
+            lines = file.readlines(PIDS_MAX)
+    except OSError:
         return None
-    pids = {int(pid) for pid in re.findall(r"\d+", text)}
+    pids = {int(pid) for pid in re.findall(rb"\d+", b"".join(lines))}
     if 0 in pids:  # this is another PID namespace than that of the processes
         return None
 
     rows = []
-    for pid in sorted(pids):
+    for pid in sorted(pids)[:PROCESSES_MAX]:
         of_pod = "kubepods" in (read_text(f"{proc}/{pid}/cgroup") or "")
         # No name: the process is hidden, or has ended while its children have the device open.
         command = read_text(f"{proc}/{pid}/comm") or "?"
@@ -1599,19 +1625,20 @@ class ChipRecord:
             had_telemetry=self.had_telemetry,
         )
 
-        # The first identity after the device file has appeared replaces the known one as a whole.
-        # Later, values that the firmware does not report at the moment stay.
+        # Values that the firmware does not report at the moment stay, unless the slot has another
+        # board by now.
         identity = self.chip.identity
-        if telemetry.identity != Identity():
-            is_first = self.telemetry is None
-            former = Identity() if is_first else identity
-            pairs = zip(telemetry.identity, former, strict=True)
-            identity = Identity(*(new or old for new, old in pairs))
+        if telemetry.identity.contradicts(identity):
+            identity = Identity()
+        pairs = zip(telemetry.identity, identity, strict=True)
+        identity = Identity(*(new or old for new, old in pairs))
 
         has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
         if has_values:
             self.telemetry = telemetry
             self.had_telemetry = True
+        elif verdict.fault is Fault.SILENT:
+            self.telemetry = None
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
@@ -1734,13 +1761,6 @@ class Inventory:
             # A chip that has been renumbered since was read under its former number.
             if record.chip.function.ordinal == reading.function.ordinal:
                 record.apply(reading, settings)
-
-    def chip_with_file(self, path: str) -> str | None:
-        """Return the address of the chip with this device file, or link to it."""
-        for function in self.present:
-            if path == function.path or basename(path) == function.bdf:
-                return function.bdf
-        return None
 
 
 # ==== ALLOCATIONS: which pod holds which chips, by the kubelet's checkpoint =======================
@@ -1950,7 +1970,10 @@ class Cgroups:
         if pod not in self._populated:
             # After a change of the cgroup driver a pod has two directories.
             directories = self._directories.get(pod.replace("-", "_"), ())
-            self._populated[pod] = any(map(self._is_populated, directories))
+            try:
+                self._populated[pod] = any(map(self._is_populated, directories))
+            except RecursionError:  # a thousand cgroups in each other
+                self._populated[pod] = True
         return self._populated[pod]
 
     def _is_populated(self, directory: str) -> bool:
@@ -3251,6 +3274,16 @@ class Decision:
         return found
 
     @cached_property
+    def incomplete(self) -> dict[str, str]:
+        """Return why devices are not whole boards, by "RESOURCE ID" as the log names them."""
+        found = {}
+        for name, resource in self.resources.items():
+            for device in resource.unique_devices:
+                if device.incomplete:
+                    found[f"{name} {device.identifier}"] = device.incomplete
+        return found
+
+    @cached_property
     def withheld(self) -> dict[str, str]:
         """Return the reasons why devices are withheld, by "RESOURCE ID" as the log names them."""
         found = {}
@@ -3363,7 +3396,7 @@ def explain(
     `siblings` are the other chips of its board; `pods` hold chips, by address.
     """
     problem, remedy = _problem_and_remedy(chip, observation.driver)
-    if remedy is RESET and observation.machine == "aarch64":
+    if remedy and remedy.resets_board and observation.machine == "aarch64":
         remedy = REBOOT
     if remedy is None:
         return Reason(problem)
@@ -3448,6 +3481,13 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
             yield from _chip_changes(former_chip, chip, decision.observation.driver)
         else:
             yield from _chip_changes(None, chip, decision.observation.driver)
+
+    incomplete_before = former.incomplete if former else {}
+    for name, reason in decision.incomplete.items():
+        if name not in incomplete_before:
+            yield logging.WARNING, f"{name} is unhealthy: {reason}"
+    for name in incomplete_before.keys() - decision.incomplete.keys():
+        yield logging.INFO, f"{name} is complete"
 
     withheld_before = former.withheld if former else {}
     for name, reason in decision.withheld.items():
@@ -3612,7 +3652,7 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
 Counts = Counter[tuple[str, str]]  # of Allocate requests, by resource and result
 PLUGIN_METRICS = {
     "driver_info": "Version of the loaded driver; always 1.",
-    "pci_functions": "Tenstorrent PCI functions by bound driver.",
+    "pci_functions": "Tenstorrent PCI functions in service, by bound driver.",
     "resource_devices": "Advertised device IDs by health: a shared device counts once per replica.",
     "kubelet_registered": "Whether the resource is registered with the kubelet.",
     "kubelet_registrations_total": "Successful registrations with the kubelet.",
@@ -3629,7 +3669,10 @@ def plugin_metrics(
     samples = Samples("tt_", PLUGIN_METRICS)
     if decision.observation.driver:
         samples.add("driver_info", 1, version=decision.observation.driver)
-    functions = [chip.function for chip in decision.chips.values() if chip.function.on_bus]
+    functions = []
+    for bdf, chip in decision.chips.items():
+        if chip.function.on_bus and not decision.is_out_of_service(bdf):
+            functions.append(chip.function)
     for driver, number in Counter(function.driver for function in functions).items():
         samples.add("pci_functions", number, driver=driver or "")
 
@@ -3656,7 +3699,10 @@ def status_line(
     parts = [resource.summary for resource in decision.resources.values()]
     if problem := driver_problem(decision):
         parts.insert(0, str(problem))
-    if not parts:
+    if not parts and decision.chips:
+        number = pluralize(len(decision.chips), "chip")
+        parts = [f"{number}, but no device to offer; for the reason, run: tt-device-plugin list"]
+    elif not parts:
         parts = ["no Tenstorrent device on this node; waiting for one"]
 
     texts = {registration.text for registration in registrations.values()}
@@ -3679,13 +3725,15 @@ def view_of_node(
     status: str | None,
     rejected: str | None,
     files: Mapping[str, str],
+    problems: Mapping[str, str],
 ) -> Json:
     """Return what `list` and `check` show.
 
     Without a daemon there are neither registrations nor a status. `knows_pods`: a checkpoint was
     read; `rejected`: why the configuration on disk is not in force; `files`: why files for others
-    are not as they should be, by path.
+    are not as they should be, by path; `problems`: why pods cannot get devices, by subject.
     """
+    settings = decision.observation.settings
     chips, faults, reasons = [], {}, {}
     for bdf, chip in decision.chips.items():
         record = records.get(bdf) or ChipRecord(chip)
@@ -3706,7 +3754,7 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(decision.observation.settings, key) for key in NEEDS_RESTART},
+        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
         "status": status,
         "rejected": rejected,
         "driver": decision.observation.driver,
@@ -3718,6 +3766,7 @@ def view_of_node(
         "reasons": reasons,  # as lists of Reason's fields
         "driver_problem": driver_problem(decision),
         "files": files,
+        "problems": problems,
         "chips": chips,
     }
 
@@ -4109,6 +4158,10 @@ class StateFile:
             self._file.keep(json.dumps(document))
 
 
+MAX_FILES = 10_000  # that are removed from a container's directory at a time
+MAX_DEPTH = 10  # of directories in each other; tt-umd makes none
+
+
 def make_lock_directory(path: str) -> None:
     """Create a directory where containers can remove only their own locks; raises OSError."""
     for directory, mode in ((dirname(path), 0o755), (path, 0o1777)):
@@ -4119,9 +4172,21 @@ def make_lock_directory(path: str) -> None:
         status = os.lstat(directory)
         # Whoever could replace the directory could redirect root. The inner one is the container's
         # /dev/shm, and the container may own it.
-        is_trusted = directory == path or status.st_uid in (0, os.geteuid())
+        is_roots = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+        is_trusted = directory == path or is_roots
         if not stat.S_ISDIR(status.st_mode) or not is_trusted:
-            raise PermissionError(errno.EPERM, "not a directory, or another user's", directory)
+            reason = "not a directory, or one that other users can change"
+            raise PermissionError(errno.EPERM, reason, directory)
+
+
+def clean_lock_directory(path: str) -> None:
+    """Remove what containers that have ended left in their /dev/shm, and open it to all again.
+
+    Else it would stay in memory until the next boot, and later containers could read it.
+    """
+    with suppress(OSError), _opened_directory(path) as directory:
+        _remove_files(directory, iter(range(MAX_FILES)), MAX_DEPTH)
+        os.fchmod(directory, 0o1777)
 
 
 class HugepageDirectories:
@@ -4136,8 +4201,6 @@ class HugepageDirectories:
 
     NAME = "tt-device-plugin"
     ASIDE = re.compile(rf"{BDF.pattern}\.closed-[0-9]+")  # the name of one that was put aside
-    MAX_FILES = 10_000  # that are removed from a directory
-    MAX_DEPTH = 10  # of directories in a directory; tt-umd makes none
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings  # only dev_root matters, which never changes
@@ -4148,7 +4211,11 @@ class HugepageDirectories:
             path = f"{hugetlbfs.host}/{self.NAME}"
             _make_directory(path, 0o700)
 
-            with self._opened_parent(path) as parent:
+            with _opened_directory(path) as parent:
+                if not _is_own(parent):
+                    raise PermissionError(errno.EPERM, "another user's directory", path)
+                # Runtimes create what is missing below a mount's path, with mode 0755.
+                os.fchmod(parent, 0o700)
                 with os.scandir(parent) as entries:
                     existing = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
                 for device in devices:
@@ -4172,36 +4239,42 @@ class HugepageDirectories:
             for name in filter(self.ASIDE.fullmatch, names_in(parent)):
                 yield f"{parent}/{name}"
 
-    def clean(self, is_used: Callable[[str], bool]) -> None:
+    def clean_unused(self, used: Container[str]) -> None:
         """Remove all files of the devices that are not used; raises OSError."""
         for hugetlbfs in hugetlbfs_directories(self._settings):
             path = f"{hugetlbfs.host}/{self.NAME}"
-            with suppress(FileNotFoundError), self._opened_parent(path) as parent:
-                for name in os.listdir(parent):
-                    if BDF.fullmatch(name) and not is_used(name):
+            with suppress(FileNotFoundError, NotADirectoryError), _opened_directory(path) as parent:
+                # Everything in it is reached by its descriptor. By its path, a container that has
+                # the host's hugetlbfs could lead the daemon elsewhere, with a link in its place.
+                names = os.listdir(parent) if _is_own(parent) else []
+                for name in names:
+                    if BDF.fullmatch(name) and name not in used:
                         self._clean(f"{path}/{name}", parent)
+                    elif self.ASIDE.fullmatch(name):
+                        self._clean_aside(name, parent)
 
-    @contextmanager
-    def _opened_parent(self, path: str) -> Iterator[int]:
-        """Open the directory around those of the devices; raises OSError if it is another's.
+    def renew(self, device: str) -> None:
+        """Give a device empty directories; raises OSError.
 
-        Everything in it is reached by this descriptor. By its path, a container that has the host's
-        hugetlbfs could lead the daemon elsewhere, with a link in its place.
+        They are new ones, as processes of a former pod can have the old ones open.
         """
-        with _opened_directory(path) as parent:
-            if not _has_owner_and_mode(parent, 0o700):
-                problem = "not a directory of root's with mode 0700"
-                raise PermissionError(errno.EPERM, problem, path)
-            yield parent
+        self.create([device])
+        for hugetlbfs in hugetlbfs_directories(self._settings):
+            path = f"{hugetlbfs.host}/{self.NAME}"
+            with _opened_directory(path) as parent:
+                self._clean(f"{path}/{device}", parent)
+                os.rmdir(device, dir_fd=parent)
+                _make_directory(f"{path}/{device}", 0o777, parent)
 
     def _clean(self, path: str, parent: int) -> None:
         """Remove all files in a directory, or put it aside if that is not possible."""
         try:
             with _opened_directory(basename(path), parent) as directory:
-                _remove_files(directory, self.MAX_FILES, self.MAX_DEPTH)
-                if _has_owner_and_mode(directory, 0o777):
+                _remove_files(directory, iter(range(MAX_FILES)), MAX_DEPTH)
+                if _is_own(directory):
+                    os.fchmod(directory, 0o777)
                     return
-            reason = "owner or mode was changed"
+            reason = "the owner was changed"
         except FileNotFoundError:
             return
         except OSError as error:
@@ -4209,6 +4282,13 @@ class HugepageDirectories:
                 raise OSError(error.errno, error.strerror, path) from None
             reason = error.strerror or str(error)
         self._put_aside(path, parent, reason)
+
+    def _clean_aside(self, name: str, parent: int) -> None:
+        """Try again to remove a directory that was put aside."""
+        with suppress(OSError):
+            with _opened_directory(name, parent) as directory:
+                _remove_files(directory, iter(range(MAX_FILES)), MAX_DEPTH)
+            os.rmdir(name, dir_fd=parent)
 
     def _put_aside(self, path: str, parent: int, reason: str) -> None:
         """Rename a directory that cannot be cleaned, and replace it by a new one."""
@@ -4244,31 +4324,36 @@ def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
         os.close(directory)
 
 
-def _has_owner_and_mode(directory: int, mode: int) -> bool:
-    """Return whether an open directory is the daemon's, with this mode."""
-    status = os.fstat(directory)
-    return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == mode
+def _is_own(directory: int) -> bool:
+    """Return whether an open directory is the daemon's."""
+    return os.fstat(directory).st_uid == os.geteuid()
 
 
-def _remove_files(directory: int, at_most: int, max_depth: int) -> int:
-    """Remove everything in a directory, given by its descriptor; return how many more may be.
+def _remove_files(directory: int, steps: Iterator[int], max_depth: int) -> None:
+    """Remove everything in a directory, given by its descriptor, in a limited number of steps.
 
-    Raises OSError. A container made all of this: so nothing follows a link, and time, descriptors
-    and depth of recursion are bounded.
+    Raises OSError after all that can be removed. A container made all of this: so nothing follows a
+    link, and time, descriptors and depth of recursion are bounded.
     """
+    failure = None
     with os.scandir(directory) as entries:
         for entry in entries:
-            if at_most <= 0 or max_depth <= 0:
-                raise OSError(errno.E2BIG, "too many files or directories")
-            at_most -= 1
+            if next(steps, None) is None:
+                raise OSError(errno.E2BIG, "too many files")
 
-            if entry.is_dir(follow_symlinks=False):
-                with _opened_directory(entry.name, directory) as inner:
-                    at_most = _remove_files(inner, at_most, max_depth - 1)
-                os.rmdir(entry.name, dir_fd=directory)
-            else:
-                os.unlink(entry.name, dir_fd=directory)
-    return at_most
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    if max_depth <= 0:
+                        raise OSError(errno.E2BIG, "too many nested directories")
+                    with _opened_directory(entry.name, directory) as inner:
+                        _remove_files(inner, steps, max_depth - 1)
+                    os.rmdir(entry.name, dir_fd=directory)
+                else:
+                    os.unlink(entry.name, dir_fd=directory)
+            except OSError as error:
+                failure = failure or error
+    if failure:
+        raise failure
 
 
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
@@ -4677,6 +4762,7 @@ class Node:
             status=status,
             rejected=self.rejected,
             files=files or {},
+            problems=self.problems,
         )
 
 
@@ -4772,13 +4858,17 @@ class Allocator:
         required = question.must_include_deviceIDs
         free = frozenset(question.available_deviceIDs).difference(required)
 
-        # To the kubelet these IDs are free. A pod that it does not know has them: it was deleted
-        # by force, or the kubelet has lost its checkpoint.
-        occupied: set[str] = set()
+        # To the kubelet these IDs are free. A pod that it does not know can have them: it was
+        # deleted by force, or the kubelet has lost its checkpoint. The last look at pods can be
+        # seconds old, and the one that has ended since has the chip to choose.
+        forgotten = []
         for allocation in decision.allocations:
-            is_free = allocation.resource == name and not free.isdisjoint(allocation.ids)
-            if is_free and self._node.allocations.is_running(allocation):
-                occupied |= allocation.ids
+            if allocation.resource == name and not free.isdisjoint(allocation.ids):
+                forgotten.append(allocation)
+        if forgotten:
+            self._node.observe_allocations(monotonic(), look=True)
+        running = filter(self._node.allocations.is_running, forgotten)
+        occupied = frozenset[str]().union(*(allocation.ids for allocation in running))
         return preferred_allocation(
             decision.resource(name),
             question.available_deviceIDs,
@@ -4816,8 +4906,8 @@ class Allocator:
         Later containers of the pod, restarts, and other users of a shared device need the files
         that are there. Raises RequestError, OSError.
         """
-        allocations = self._node.allocations
-        if allocations.start_was_allowed(own):
+        settings, allocations = self._node.settings, self._node.allocations
+        if not settings.has_private_hugepages or allocations.start_was_allowed(own):
             return
 
         for other in self._decide().allocations:
@@ -4825,7 +4915,7 @@ class Allocator:
             if is_sharing and allocations.is_running(other):
                 return
         try:
-            self._node.hugepages.clean(lambda device: device != own.first_chip)
+            self._node.hugepages.renew(own.first_chip)
         except OSError as error:
             reason = f"hugepages of device {own.first_chip} cannot be cleaned: {error.filename}"
             raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
@@ -5325,7 +5415,7 @@ async def list_pods(path: str) -> PodNames:
             for devices in container.devices:
                 for identifier in devices.device_ids:
                     key = (devices.resource_name, identifier, container.name)
-                    names[key] = f"{pod.namespace}/{pod.name}"
+                    names[key] = printable(f"{pod.namespace}/{pod.name}")
     return names
 
 
@@ -5757,19 +5847,28 @@ class Daemon:
     def _make_directories(self, decision: Decision) -> None:
         """Create the paths in former responses: containers that restart have them."""
         node, settings = self.node, self.node.settings
-        for resource in decision.resources.values():
-            with suppress(RequestError):  # Allocate reports it
-                lock_path(resource, resource.devices, settings)
+        problem = None
+        in_use = {allocation.resource for allocation in decision.allocations}
+        for name, resource in decision.resources.items():
+            try:
+                path = lock_path(resource, resource.devices, settings)
+            except RequestError as error:
+                problem = str(error.args[1])
+                continue
+            is_known = node.allocations.has_read and not node.allocations.unreadable
+            if path not in (None, "/dev/shm") and is_known and name not in in_use:
+                clean_lock_directory(path)
+        node.note_problem("locks", problem)
 
         problem = None
         used = {allocation.first_chip for allocation in decision.allocations}
         devices = {device.chips[0].bdf for _, device in decision.owners.values()}
         try:
-            if settings.hugepages == "private" and settings.device_list_strategy != "cdi":
+            if settings.has_private_hugepages:
                 node.hugepages.create(used | devices)
             # Without a checkpoint it is not known which pods run.
             if node.allocations.has_read:
-                node.hugepages.clean(used.__contains__)
+                node.hugepages.clean_unused(used)
         except OSError as error:
             problem = f"hugepage directories cannot be used: {error.filename}: {error.strerror}"
         node.note_problem("hugepages", problem)
@@ -5813,7 +5912,7 @@ class Daemon:
 
         missing = []
         for bdf, chip in decision.chips.items():
-            if chip.is_listed or bdf in settings.exclude:
+            if chip.is_listed or chip.function.file_fault or bdf in settings.exclude:
                 continue
             if version and driver_can_bind(chip.function):
                 missing.append(bdf)
@@ -6093,6 +6192,14 @@ def list_devices(settings: Settings, *, as_json: bool) -> int:
     return 0
 
 
+WAITS_FOR_SERIAL = "not advertised yet: waiting for the board's serial number"
+
+
+def _waits_for_serial(row: View, view: View) -> bool:
+    """Return whether a healthy chip belongs to no device yet: see unit."""
+    return row["id"] is None and not row["reason"] and row["bdf"] not in view["excluded"]
+
+
 def list_lines(view: View, width: int) -> Iterator[str]:
     rows = view["chips"]
     if not rows:
@@ -6106,9 +6213,8 @@ def list_lines(view: View, width: int) -> Iterator[str]:
         subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
         yield from wrapped(f"{subject}: {reason.introduction}", width, reason.command)
     for row in rows:
-        if row["id"] is None and not row["reason"] and row["bdf"] not in view["excluded"]:
-            text = "not advertised yet: waiting for the board's serial number"
-            yield from wrapped(f"{row['bdf']}: {text}", width)
+        if _waits_for_serial(row, view):
+            yield from wrapped(f"{row['bdf']}: {WAITS_FOR_SERIAL}", width)
     for device, text in view["withheld"].items():
         yield from wrapped(f"{device} is withheld: {text}", width)
     for resource in view["resources"]:
@@ -6214,6 +6320,10 @@ class Checks:
         findings = list(self._configuration())
         if not config_only:
             self._view, service_problem = get_view(self._settings)
+            # A variable of the service's unit is not one of this command.
+            self._settings = replace(
+                self._settings, **{key: self._view[key] for key in PATHS_OF_FILES}
+            )
             findings += self._service(service_problem)
             findings += self._driver()
             findings += self._chips()
@@ -6259,6 +6369,9 @@ class Checks:
             if any(each["phase"] == Phase.REGISTERED.value for each in view["resources"]):
                 text += f", {REGISTERED_TEXT}"
             yield Finding("ok", "service", text)
+        for subject, text in view["problems"].items():
+            if subject != "CDI":  # see _cdi_file()
+                yield Finding("FAIL", subject, text)
 
     def _driver(self) -> Findings:
         version = self._view["driver"]
@@ -6313,6 +6426,8 @@ class Checks:
         card = row["card"] or row["arch"] or "unknown card"
         withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
         yield Finding("ok", bdf, f"{card}, {row['path']}, healthy{withheld}")
+        if _waits_for_serial(row, self._view):
+            yield Finding("warn", bdf, WAITS_FOR_SERIAL)
         if row["temperature"] is None and row["firmware"] is None:
             yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
 
@@ -6378,7 +6493,9 @@ class Checks:
         elif not os.path.ismount(lock_dir):
             yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
         with suppress(OSError):
-            for path in (lock_dir, *(entry.path for entry in os.scandir(lock_dir))):
+            # Others' names can be anything, and become part of a command.
+            names = filter(re.compile("[A-Za-z0-9._-]+").fullmatch, os.listdir(lock_dir))
+            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in names)):
                 if user := os.lstat(path).st_uid:
                     text = f"{path} belongs to user {user}, so containers may not take turns"
                     yield Finding("warn", "locks", text, f"chown root {path}")

@@ -284,7 +284,7 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
     )
     build_id = _sha256(contents.encode())[:16]
     abis = sorted(path.name.split(".")[1] for path in tree.glob("grpc/_cython/cygrpc.*.so"))
-    bootstrap = BUILD / "bootstrap"
+    bootstrap = tree.with_name(f"{tree.name}.bootstrap")  # other builds can run at the same time
     write_bootstrap(bootstrap, build_id, settings["entry-point"], abis)
     builder.iter_package_files = lambda package: [
         (path, path.name) for path in sorted(bootstrap.iterdir())
@@ -347,8 +347,9 @@ def source_date_epoch() -> int:
     """Return $SOURCE_DATE_EPOCH, or the last commit's time, or outside git the changelog's."""
     if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(epoch)
+    # Root may build in another user's clone.
     commands: Sequence[list[str]] = (
-        ["git", "-C", str(TOP), "log", "-1", "--format=%ct"],
+        ["git", "-c", "safe.directory=*", "-C", str(TOP), "log", "-1", "--format=%ct"],
         ["dpkg-parsechangelog", "-l", str(TOP / "packaging/deb/changelog"), "-S", "Timestamp"],
     )
     for command in commands:

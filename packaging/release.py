@@ -90,7 +90,7 @@ def release(top: Path, version: str, following_version: str, checks: str) -> Non
 def run_checks(place: Path, checks: str) -> None:
     """Run a command with the environment of CI. Raises Unknown if it fails."""
     print(f"{checks}, in {place}", flush=True)
-    environment = {**os.environ, "CI": "true"}
+    environment = {**os.environ, "CI": "true", "RELEASE": "true"}
     for name in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"):  # of the calling make
         environment.pop(name, None)
     status = subprocess.run(["bash", "-c", checks], cwd=place, env=environment).returncode

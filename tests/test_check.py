@@ -18,6 +18,7 @@ from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
+from ttdp import HugepageDirectories, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
 NOT_RUNNING = ("FAIL", "service", "not running; run: systemctl start tt-device-plugin")
@@ -443,6 +444,37 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
 
 
 # -- files for others ------------------------------------------------------------------------------
+
+
+async def test_directories_that_cannot_be_made_fail(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """Pods are rejected, so `check` has the reason of the status."""
+    served.node.set_hugepages(4)
+    (served.node.root / "dev/hugepages-1G" / HugepageDirectories.NAME).touch()
+    locks = served.root / "locks"
+    locks.mkdir()
+    (locks / "n150").touch()
+    sharing = Sharing(lock_dir=str(locks), resources=(SharedResource("n150", 2),))
+    daemon = await start(runtime_dir=str(served.root), interval=0.1, sharing=sharing)
+    await kubelet.registered("tenstorrent.com/n150")
+    problems = daemon.daemon.node.problems
+    await until(lambda: {"hugepages", "locks"} <= problems.keys())
+    complaints = (await served.ask("check")).complaints
+    for subject, text in problems.items():
+        assert ("FAIL", subject, text) in complaints
+
+
+async def test_files_are_looked_for_where_the_service_writes_them(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """A variable of its unit is not one of the command."""
+    other = served.root / "other"
+    other.mkdir()
+    await start(runtime_dir=str(served.root), cdi_dir=str(other))
+    await kubelet.registered("tenstorrent.com/n150")
+    answer = await served.ask("check")
+    assert ("ok", "CDI", f"{other / ttdp.CDI_FILE} is up to date") in answer.findings
 
 
 async def test_a_metrics_file_that_grows_old_fails_with_the_reason(

@@ -319,6 +319,12 @@ def test_a_key_of_a_former_release_is_accepted_if_it_changes_nothing() -> None:
         assert "the key was removed in 0.2.0" in line and "remove the key" in line
 
 
+def test_a_variable_of_a_former_key_is_warned_of() -> None:
+    """Whatever its value: a node must not lose its devices over it in an upgrade."""
+    (warning,) = load_settings({}, {"TTDP_DEVICE_ID_STRATEGY": "asic"}).warnings
+    assert warning == "TTDP_DEVICE_ID_STRATEGY has no effect any more; remove it"
+
+
 def test_a_former_key_exists_only_at_the_top_of_the_file() -> None:
     """In a table it is an unknown key like any other."""
     line = rejection('[health]\ndevice_id_strategy = "bdf"')

@@ -651,6 +651,18 @@ def test_another_plugins_response_under_our_name_counts_by_its_device_files(
 # -- what a look costs -----------------------------------------------------------------------------
 
 
+def test_any_number_of_nested_cgroups_is_a_pod_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may create cgroups can nest them deeper than a program can recurse."""
+
+    def endless(*_: object) -> bool:
+        raise RecursionError
+
+    monkeypatch.setattr(ttdp.Cgroups, "_is_populated", endless)
+    cgroups = ttdp.Cgroups("/nowhere")
+    cgroups._directories = {"u1": ["/nowhere/u1"]}
+    assert cgroups.has_processes("u1")
+
+
 def test_any_number_of_waiting_containers_cost_one_look(
     tracked: Tracked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

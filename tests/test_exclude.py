@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ def test_an_id_that_a_pod_holds_stays_until_that_pod_ends() -> None:
     assert bdf(2) not in ids_of(decide(FOUR, without(2)))
 
 
+def test_the_status_of_a_node_whose_chips_are_all_excluded_does_not_deny_them() -> None:
+    """It leads to `list`, which has the reasons."""
+    found = decide(FOUR, without(1, 2, 3, 4))
+    assert not found.resources
+    status = ttdp.status_line(found, {})
+    text = "4 chips, but no device to offer; for the reason, run: tt-device-plugin list"
+    assert status == text
+
+
 def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
     """It may come."""
     found = decide(FOUR, without(9))
@@ -85,6 +95,7 @@ def test_a_chip_that_never_had_a_device_file_is_a_chip_of_the_node_too() -> None
     absent = absent._replace(function=function, is_listed=False, had_device_file=False)
     found = decide([*FOUR, absent], without(9))
     assert found.in_vain == [] and found.excluded == {bdf(9)}
+    assert "vfio" not in ttdp.plugin_metrics(found, {}, Counter(), 0.0)
 
 
 def test_an_excluded_chip_without_a_driver_is_not_reported() -> None:

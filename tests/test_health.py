@@ -305,9 +305,10 @@ def test_the_pod_is_named_if_the_remedy_stops_its_programs() -> None:
             assert text.endswith(f"run: {remedy.command.replace('{bdf}', found.bdf)}")
 
 
-def test_a_reset_is_a_reboot_on_arm64() -> None:
+@pytest.mark.parametrize("fault", [Fault.STALLED, Fault.BLOCKED, Fault.NO_RESPONSE])
+def test_a_reset_is_a_reboot_on_arm64(fault: Fault) -> None:
     """tt-smi cannot reset a card there; a reboot concerns every pod of the node."""
-    found = chip(1, fault=Fault.STALLED)
+    found = chip(1, fault=fault)
     text = "it is ill; drain this node, then run: systemctl reboot"
     assert reason(found, machine="aarch64") == text
     rebind = reason(chip(1, fault=Fault.RESETTING), machine="aarch64")

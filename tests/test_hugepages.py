@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -141,13 +142,16 @@ async def test_a_container_gets_the_directories_of_its_first_device(
 async def test_other_modes_use_no_directories(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, mode: str
 ) -> None:
-    """The host's own, or nothing; none is made."""
-    await start(hugepages=mode)
+    """The host's own, or nothing; none is made, and what is at their place does not matter."""
+    obstacle = directory_of(node).parent
+    obstacle.touch()
+    daemon = await start(hugepages=mode)
     await kubelet.registered(N150)
     found = await hugepages_of(kubelet, "pod")
     own = {f"/dev/{name}": f"{node.root}/dev/{name}" for name in ("hugepages-1G", "hugepages")}
     assert found == (own if mode == "host" else {})
-    assert not directory_of(node).exists()
+    await kubelet.running("pod", "main")
+    assert obstacle.read_bytes() == b"" and "hugepage" not in status(daemon)
 
 
 async def test_with_cdi_containers_have_the_hosts_directory(
@@ -205,8 +209,7 @@ def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
     directories = HugepageDirectories(Settings(dev_root=str(tmp_path)))
     with pytest.raises(OSError, match=HugepageDirectories.NAME):
         directories.mounts(A)
-    with pytest.raises(OSError, match=HugepageDirectories.NAME):
-        directories.clean(lambda device: False)
+    directories.clean_unused(())
     assert (parent / A / "file").exists() and [*parent.iterdir()] == [parent / A]
 
 
@@ -390,6 +393,26 @@ async def test_users_of_a_shared_device_keep_each_others_files(
     await until(lambda: not page.exists())
 
 
+async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_the_last_one(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path
+) -> None:
+    """It would take memory until the next boot; and later containers find it open to all."""
+    shm = short_tmp / "locks" / "n150"
+    sharing = Sharing(lock_dir=str(shm.parent), resources=(SharedResource("n150", 2),))
+    await start(sharing=sharing)
+    await kubelet.registered(N150)
+    await run(kubelet, "one")
+    await run(kubelet, "two")
+    (shm / "lock").touch()
+    shm.chmod(0o700)
+    kubelet.delete("one")
+    begin = time.monotonic()
+    await until(lambda: time.monotonic() > begin + 2 * ttdp.EVIDENCE_LASTS)
+    assert (shm / "lock").exists()
+    kubelet.delete("two")
+    await until(lambda: not any(shm.iterdir()) and mode_of(shm) == 0o1777)
+
+
 async def test_nothing_is_removed_before_a_checkpoint_was_read(
     node: SimulatedNode, start: StartDaemon
 ) -> None:
@@ -423,10 +446,6 @@ def own(tmp_path: Path, directories: HugepageDirectories) -> Iterator[Path]:
     yield path
 
 
-def closed(path: Path) -> None:
-    path.chmod(0o700)
-
-
 def given_away(path: Path) -> None:
     os.chown(path, OTHER, OTHER)
 
@@ -449,7 +468,7 @@ def replaced(path: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize(
-    "spoil", [closed, given_away, with_too_many_files, with_too_deep_directories, replaced]
+    "spoil", [given_away, with_too_many_files, with_too_deep_directories, replaced]
 )
 def test_a_directory_that_cannot_be_cleaned_is_put_aside(
     directories: HugepageDirectories, own: Path, caplog: pytest.LogCaptureFixture,
@@ -457,14 +476,30 @@ def test_a_directory_that_cannot_be_cleaned_is_put_aside(
 ) -> None:  # fmt: skip
     """The device has a new one; the log and `check` name the one that keeps its pages."""
     if spoil == with_too_many_files:
-        monkeypatch.setattr(HugepageDirectories, "MAX_FILES", 10)
+        monkeypatch.setattr(ttdp, "MAX_FILES", 10)
     spoil(own)
-    directories.clean(lambda device: device != A)
+    directories.renew(A)
     assert mode_of(own) == 0o777 and own.stat().st_uid == 0 and not any(own.iterdir())
     (aside,) = directories.put_aside()
     assert aside.startswith(f"{own}.closed-") and aside in caplog.text
-    directories.clean(lambda device: False)
-    assert [*directories.put_aside()] == [aside]
+
+    # Later rounds try again: other processes may have gone, and the rest is less.
+    for _ in range(3):
+        directories.clean_unused(())
+    can_be_removed = spoil in (given_away, with_too_many_files)
+    assert [*directories.put_aside()] == ([] if can_be_removed else [aside])
+
+
+def test_a_mode_that_was_changed_is_set_again(
+    directories: HugepageDirectories, own: Path
+) -> None:
+    """By a container; or the runtime created what a pod from before a reboot has mounted."""
+    own.chmod(0o755)
+    own.parent.chmod(0o755)
+    directories.mounts(A)
+    directories.renew(A)
+    assert mode_of(own) == 0o777 and mode_of(own.parent) == 0o700
+    assert not any(own.iterdir()) and not [*directories.put_aside()]
 
 
 def test_what_is_no_directory_is_never_mounted(directories: HugepageDirectories, own: Path) -> None:
@@ -472,6 +507,39 @@ def test_what_is_no_directory_is_never_mounted(directories: HugepageDirectories,
     replaced(own)
     (mount,) = directories.mounts(A)
     assert Path(mount.host) == own and not own.is_symlink() and mode_of(own) == 0o777
+
+
+@needs_root
+def test_one_file_that_cannot_be_removed_keeps_no_others(
+    directories: HugepageDirectories, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's user can close a directory to root, which has no capabilities here."""
+    genuine = ttdp._opened_directory
+
+    def closed(path: str, parent: int | None = None) -> Any:
+        if path == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return genuine(path, parent)
+
+    (own / "closed").mkdir()
+    for number in range(5):
+        (own / str(number)).touch()
+    monkeypatch.setattr("ttdp._opened_directory", closed)
+    directories.renew(A)
+    (aside,) = directories.put_aside()
+    assert os.listdir(aside) == ["closed"]
+
+
+def test_a_former_pod_that_has_the_directory_open_finds_nothing_of_the_next(
+    directories: HugepageDirectories, own: Path
+) -> None:
+    """It could have passed the descriptor on to another pod, by a socket."""
+    former = os.open(own, os.O_RDONLY)
+    directories.renew(A)
+    (own / PAGE).touch()
+    with pytest.raises(FileNotFoundError):
+        os.open(PAGE, os.O_RDONLY, dir_fd=former)
+    os.close(former)
 
 
 def test_no_link_leads_out_of_a_directory(
@@ -483,7 +551,7 @@ def test_no_link_leads_out_of_a_directory(
     (precious / "file").touch()
     (own / "link").symlink_to(precious)
     (own / "file").symlink_to(precious / "file")
-    directories.clean(lambda device: device != A)
+    directories.renew(A)
     assert (precious / "file").exists() and not any(own.iterdir())
 
 
@@ -501,7 +569,7 @@ def test_the_daemons_own_error_puts_nothing_aside(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
         patch.setattr("os.open", exhausted)
-        directories.clean(lambda device: device != A)
+        directories.renew(A)
     assert (own / PAGE).exists() and not [*directories.put_aside()]
 
 

@@ -611,6 +611,19 @@ def test_a_card_that_returns_keeps_its_identity_until_it_reports_one(
     assert inventory.chips[chip.bdf].identity == other
 
 
+def test_a_torn_identity_takes_nothing_from_a_card_that_returns(chip: Chip) -> None:
+    """A p300's chip would leave its board until the next poll."""
+    inventory = Inventory({})
+    known = look(inventory, chip.node)[chip.bdf]
+    chip.unbind()
+    inventory.scan(settings(chip.node))
+    chip.bind()
+    inventory.scan(settings(chip.node))
+    torn = Telemetry(known.identity._replace(serial=None))
+    inventory.apply([Reading(inventory.chips[chip.bdf].function, torn, 0.0)], HealthSettings())
+    assert inventory.chips[chip.bdf].identity == known.identity
+
+
 def test_a_card_that_waits_for_its_firmware_does_so_after_a_restart_of_the_daemon(
     chip: Chip,
 ) -> None:

@@ -112,7 +112,7 @@ def views() -> Iterator[dict[str, Any]]:
         chips.append(chip(0x203, "p300c", serial="T", ordinal=92))
         decision = decide(chips, settings, allocations, driver=driver, machine=machine)
         view = ttdp.view_of_node(
-            decision, {}, None, knows_pods=True, status=None, rejected=None, files={}
+            decision, {}, None, knows_pods=True, status=None, rejected=None, files={}, problems={}
         )
         yield json.loads(json.dumps(view))
 
@@ -515,3 +515,11 @@ def test_more_processes_than_a_page_holds_are_all_read(host: Host) -> None:
     chip.set_pids(range(1_000_000, 1_000_700))
     (row,) = host.run("list", "--json").rows
     assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_000_700)]
+
+
+def test_of_a_million_users_of_a_chip_a_thousand_are_listed(host: Host) -> None:
+    """Any process can open a device file without limit; the daemon has one."""
+    (chip,) = host.node.add("n150")
+    chip.set_pids(range(1_000_000, 1_100_000))
+    (row,) = host.run("list", "--json").rows
+    assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_001_000)]

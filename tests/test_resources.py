@@ -99,6 +99,16 @@ def test_a_board_is_one_device_under_one_id() -> None:
     assert [*by_arch] == ["blackhole-board", "wormhole"], "one request means one thing"
 
 
+def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
+    """So is its completion."""
+    part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
+    name = next(iter(part.incomplete))
+    lines = [line for _, line in ttdp.changes(None, part)]
+    assert f"{name} is unhealthy: only 1 of 2 chips found" in lines
+    assert f"{name} is complete" in [line for _, line in ttdp.changes(part, whole)]
+    assert not any(name in line for _, line in ttdp.changes(part, part))
+
+
 @pytest.mark.parametrize(
     ("chips", "reason"),
     [

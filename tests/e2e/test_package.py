@@ -43,9 +43,9 @@ BAD = 'log_level = "loud"\n'
 # Seconds within which even a busy machine does things without delay. `make bench` measures them.
 AT_ONCE = 5.0
 CHECK_BEFORE = """\
-dpkg-deb -x {deb} /tmp/new
-program=/tmp/new/usr/lib/tt-device-plugin/tt-device-plugin.pyz
-SHIV_ROOT=/tmp/new/cache python3 -I -S $program check --config-only
+new=$(mktemp -d) && dpkg-deb -x {deb} $new
+program=$new/usr/lib/tt-device-plugin/tt-device-plugin.pyz
+SHIV_ROOT=$new/cache python3 -I -S $program check --config-only
 """
 GET = """
 import urllib.request
@@ -792,6 +792,6 @@ def test_a_configuration_is_checked_without_an_installation(host: Host, told: To
         done = host.run("sh", "-ec", script)
         assert done.returncode == status, done.stdout + done.stderr
         assert ("log_level: 'loud'" in done.stdout) == bool(status)
-    host.shell("rm -r /tmp/new /etc/tt-device-plugin")
+    host.shell("rm -r /tmp/tmp.* /etc/tt-device-plugin")
     assert host.files() == before
     told(CHECK_BEFORE.format(deb="tt-device-plugin_*.deb"))

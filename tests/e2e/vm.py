@@ -96,7 +96,7 @@ def _make_kernel(suite: str, tree: Path, place: Path) -> None:
     alone = ["unshare", "--mount", "--propagation=private", "sh", "-c", COMPILE_DRIVER, "sh"]
     made = subprocess.run([*alone, str(tree), release], capture_output=True, text=True)
     if made.returncode:
-        raise Missing(f"the driver cannot be compiled:\n{made.stderr}")
+        raise RuntimeError(f"the driver cannot be compiled:\n{made.stderr}")
 
     place.mkdir()
     kernel = tree / "srv/kernel"
@@ -151,14 +151,11 @@ def install_driver(booted: Kernel, root: Path) -> None:
 
 
 def inside(root: Path, *command: str) -> str:
-    """Run a command in a root tree for this machine's architecture; return its output.
-
-    Raises Missing.
-    """
+    """Run a command in a root tree for this machine's architecture; return its output."""
     inside = ("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command)
     done = subprocess.run(inside, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
