@@ -490,9 +490,7 @@ def test_a_directory_that_cannot_be_cleaned_is_put_aside(
     assert [*directories.put_aside()] == ([] if can_be_removed else [aside])
 
 
-def test_a_mode_that_was_changed_is_set_again(
-    directories: HugepageDirectories, own: Path
-) -> None:
+def test_a_mode_that_was_changed_is_set_again(directories: HugepageDirectories, own: Path) -> None:
     """By a container; or the runtime created what a pod from before a reboot has mounted."""
     own.chmod(0o755)
     own.parent.chmod(0o755)
