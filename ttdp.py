@@ -4533,15 +4533,10 @@ class PluginDirectory:
     def check(self) -> None:
         """Create, lock and watch the directory, if it is a new one; raises DirectoryError."""
         try:
-            if not isdir(self.path):
-                os.makedirs(self.path, exist_ok=True)
-                os.chmod(self.path, 0o750)  # despite the umask
-
-            status = os.stat(self.path)
-            if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
-                self._lock()
-            if not os.access(self.path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "it is not writable")
+            try:
+                self._create_and_lock()
+            except FileNotFoundError:  # deleted in between, as by `kubeadm reset`
+                self._create_and_lock()
         except OSError as error:
             reason = f"{self.path} cannot be used: {error.strerror}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
@@ -4551,6 +4546,19 @@ class PluginDirectory:
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
             self._inotify_errno = ctypes.get_errno()
+
+    def _create_and_lock(self) -> None:
+        """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
+        if not isdir(self.path):
+            os.makedirs(self.path, exist_ok=True)
+            os.chmod(self.path, 0o750)  # despite the umask
+
+        status = os.stat(self.path)
+        if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
+            self._lock()
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            os.stat(self.path)  # raises FileNotFoundError if it was deleted
+            raise PermissionError(errno.EACCES, "it is not writable")
 
     def _lock(self) -> None:
         """Lock the directory; raises DirectoryError if another process has locked it."""
