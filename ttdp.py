@@ -1030,8 +1030,8 @@ def file_fault_now(function: PciFunction) -> FileFault | None:
     return None
 
 
-PIDS_MAX = 2**18  # bytes
-PROCESSES_MAX = 1000
+PIDS_MAX = 2**18  # bytes of a list of process IDs
+PROCESSES_MAX = 1000  # that are shown of a chip
 
 
 def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
@@ -3275,23 +3275,20 @@ class Decision:
 
     @cached_property
     def incomplete(self) -> dict[str, str]:
-        """Return why devices are not whole boards, by "RESOURCE ID" as the log names them."""
-        found = {}
-        for name, resource in self.resources.items():
-            for device in resource.unique_devices:
-                if device.incomplete:
-                    found[f"{name} {device.identifier}"] = device.incomplete
-        return found
+        """Return why devices are not whole boards, by their names in the log."""
+        return {name: each.incomplete for name, each in self._named_devices if each.incomplete}
 
     @cached_property
     def withheld(self) -> dict[str, str]:
-        """Return the reasons why devices are withheld, by "RESOURCE ID" as the log names them."""
-        found = {}
+        """Return why devices are withheld, by their names in the log."""
+        return {name: each.withheld for name, each in self._named_devices if each.withheld}
+
+    @property
+    def _named_devices(self) -> Iterator[tuple[str, Device]]:
+        """Yield each device with its name in the log, "RESOURCE ID"."""
         for name, resource in self.resources.items():
             for device in resource.unique_devices:
-                if device.withheld:
-                    found[f"{name} {device.identifier}"] = device.withheld
-        return found
+                yield f"{name} {device.identifier}", device
 
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
@@ -4211,9 +4208,7 @@ class HugepageDirectories:
             path = f"{hugetlbfs.host}/{self.NAME}"
             _make_directory(path, 0o700)
 
-            with _opened_directory(path) as parent:
-                if not _is_own(parent):
-                    raise PermissionError(errno.EPERM, "another user's directory", path)
+            with self._opened_parent(path) as parent:
                 # Runtimes create what is missing below a mount's path, with mode 0755.
                 os.fchmod(parent, 0o700)
                 with os.scandir(parent) as entries:
@@ -4243,11 +4238,10 @@ class HugepageDirectories:
         """Remove all files of the devices that are not used; raises OSError."""
         for hugetlbfs in hugetlbfs_directories(self._settings):
             path = f"{hugetlbfs.host}/{self.NAME}"
-            with suppress(FileNotFoundError, NotADirectoryError), _opened_directory(path) as parent:
-                # Everything in it is reached by its descriptor. By its path, a container that has
-                # the host's hugetlbfs could lead the daemon elsewhere, with a link in its place.
-                names = os.listdir(parent) if _is_own(parent) else []
-                for name in names:
+            # What is another's, or is not there, has nothing to be cleaned.
+            unusable = (FileNotFoundError, NotADirectoryError, PermissionError)
+            with suppress(*unusable), self._opened_parent(path) as parent:
+                for name in os.listdir(parent):
                     if BDF.fullmatch(name) and name not in used:
                         self._clean(f"{path}/{name}", parent)
                     elif self.ASIDE.fullmatch(name):
@@ -4261,10 +4255,22 @@ class HugepageDirectories:
         self.create([device])
         for hugetlbfs in hugetlbfs_directories(self._settings):
             path = f"{hugetlbfs.host}/{self.NAME}"
-            with _opened_directory(path) as parent:
+            with self._opened_parent(path) as parent:
                 self._clean(f"{path}/{device}", parent)
                 os.rmdir(device, dir_fd=parent)
                 _make_directory(f"{path}/{device}", 0o777, parent)
+
+    @contextmanager
+    def _opened_parent(self, path: str) -> Iterator[int]:
+        """Open the directory around those of the devices; raises OSError if it is another's.
+
+        Everything in it is reached by this descriptor. By its path, a container that has the host's
+        hugetlbfs could lead the daemon elsewhere, with a link in its place.
+        """
+        with _opened_directory(path) as parent:
+            if not _is_own(parent):
+                raise PermissionError(errno.EPERM, "another user's directory", path)
+            yield parent
 
     def _clean(self, path: str, parent: int) -> None:
         """Remove all files in a directory, or put it aside if that is not possible."""
@@ -4432,7 +4438,7 @@ SOCKET_PREFIX = "tt-"  # of the daemon's sockets in the kubelet's directory
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 
-# inotify(7), of a directory's entries; of the directory itself; lost events.
+# inotify(7): events of a directory's entries, then of the directory itself; a flag; lost events.
 IN_MOVED_FROM = 0x40
 IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
@@ -6134,9 +6140,7 @@ class ServiceProblem(NamedTuple):
     command: str = ""
 
 
-NOT_RUNNING = ServiceProblem(
-    "FAIL", "is not running; start it:", "systemctl start tt-device-plugin"
-)
+NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-device-plugin")
 
 
 def get_view(settings: Settings) -> tuple[View, ServiceProblem | None]:
@@ -6146,6 +6150,10 @@ def get_view(settings: Settings) -> tuple[View, ServiceProblem | None]:
         path = f"{directory}/{STATUS_SOCKET}"
         try:
             view = _receive_view(path)
+            if view["version"] != __version__:
+                text = f"is still version {view['version']}, not {__version__}"
+                problem = ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
+                break
             if all(view[key] == getattr(settings, key) for key in NEEDS_RESTART):
                 return view, None
             theirs = view["device_plugin_dir"]
@@ -6190,8 +6198,8 @@ async def look_once(settings: Settings) -> View:
 def list_devices(settings: Settings, *, as_json: bool) -> int:
     view, problem = get_view(settings)
     if problem:
-        text = f"showing a one-time look at the node: the service {problem.text} {problem.command}"
-        print_safely(text.rstrip(), sys.stderr)
+        reason = Reason(f"the service {problem.text}", command=problem.command)
+        print_safely(f"showing a one-time look at the node: {reason}", sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
@@ -6364,11 +6372,9 @@ class Checks:
     def _service(self, problem: ServiceProblem | None) -> Findings:
         view = self._view
         if problem is NOT_RUNNING and self._problem:
-            yield Finding("FAIL", "service", "not running, and cannot start: see configuration")
-        elif problem is NOT_RUNNING:
-            yield Finding("FAIL", "service", "not running", problem.command)
+            yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
         elif problem:
-            yield Finding(problem.level, "service", problem.text)
+            yield Finding(problem.level, "service", problem.text, problem.command)
         elif view["rejected"] and not self._problem:
             yield Finding("FAIL", "service", view["rejected"], "systemctl reload tt-device-plugin")
         else:

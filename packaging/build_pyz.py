@@ -14,6 +14,7 @@ directory start the program.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import fnmatch
 import hashlib
 import os
@@ -54,6 +55,11 @@ def main() -> int:
         sys.exit(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
     if options.demo:
         settings["abis"] = [this_abi(settings)]
+
+    # Builds share what is below build/: of two at the same time, one waits.
+    BUILD.mkdir(exist_ok=True)
+    turn = os.open(BUILD, os.O_RDONLY)
+    fcntl.flock(turn, fcntl.LOCK_EX)
     build_tools(settings)
     tree = BUILD / "site-packages" / ("demo" if options.demo else options.arch)
     version = options.version or package_version()
@@ -284,7 +290,7 @@ def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
     )
     build_id = _sha256(contents.encode())[:16]
     abis = sorted(path.name.split(".")[1] for path in tree.glob("grpc/_cython/cygrpc.*.so"))
-    bootstrap = tree.with_name(f"{tree.name}.bootstrap")  # other builds can run at the same time
+    bootstrap = BUILD / "bootstrap"
     write_bootstrap(bootstrap, build_id, settings["entry-point"], abis)
     builder.iter_package_files = lambda package: [
         (path, path.name) for path in sorted(bootstrap.iterdir())

@@ -76,7 +76,7 @@ class Answer:
     def complaints(self) -> list[tuple[str, str, str]]:
         """Those of them that are not ok, except that no daemon runs."""
         findings = [finding for finding in self.findings if finding[0] != "ok"]
-        return [finding for finding in findings if not finding[2].startswith("not running")]
+        return [finding for finding in findings if not finding[2].startswith("is not running")]
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tests.world.processes import until
 from ttdp import HugepageDirectories, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
-NOT_RUNNING = ("FAIL", "service", "not running; run: systemctl start tt-device-plugin")
+NOT_RUNNING = ("FAIL", "service", "is not running; run: systemctl start tt-device-plugin")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_an_unknown_key_is_one_line_without_a_remedy_that_cannot_work(host: Host
     assert answer.findings[1] == (
         "FAIL",
         "service",
-        "not running, and cannot start: see configuration",
+        "is not running, and cannot start: see configuration",
     )
     assert "systemctl start" not in answer.out and answer.status == 1
 

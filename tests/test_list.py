@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -30,7 +31,7 @@ KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_i
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
 REGISTERED = "registered with kubelet"
 ONE_LOOK = "showing a one-time look at the node: the service "
-NOT_RUNNING = f"{ONE_LOOK}is not running; start it: systemctl start tt-device-plugin\n"
+NOT_RUNNING = f"{ONE_LOOK}is not running; run: systemctl start tt-device-plugin\n"
 
 
 @pytest.fixture
@@ -496,6 +497,25 @@ async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     assert (await other.ask("list")).err == f"{ONE_LOOK}{line}"
     invalid = await served.ask("list", "--unit=boards")  # so the defaults are used
     assert invalid.err.endswith(line) and "--unit: 'boards'" in invalid.err
+
+
+@pytest.mark.usefixtures("three")
+async def test_a_daemon_of_another_version_is_not_asked(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its view can lack what this command shows: an upgrade did not restart the service."""
+    genuine = ttdp.view_of_node
+
+    def of_former_version(*given: Any, **named: Any) -> Any:
+        return {"version": "0.1.9"} if genuine(*given, **named) else None
+
+    monkeypatch.setattr("ttdp.view_of_node", of_former_version)
+    command = "systemctl restart tt-device-plugin"
+    line = f"is still version 0.1.9, not {ttdp.__version__}; run: {command}\n"
+    answer = await asyncio.to_thread(served.run_as_process, "list")
+    assert answer.err == f"{ONE_LOOK}{line}" and len(answer.table) == 3
+    check = await asyncio.to_thread(served.run_as_process, "check")
+    assert check.status == 1 and ("FAIL", "service", line.strip()) in check.complaints
 
 
 @pytest.mark.usefixtures("three")

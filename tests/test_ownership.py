@@ -115,6 +115,30 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
         assert kubelet.violations == [] and "unhealthy" not in caplog.text
 
 
+async def test_the_chip_of_a_forgotten_pod_that_has_just_ended_is_preferred(
+    node: SimulatedNode, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the last look at pods, in which it still ran: another pod's chip would be chosen."""
+    monkeypatch.setattr("ttdp.ROUND", 3600)
+    for _ in range(2):
+        node.add("p150a")
+    running = RunningDaemon(node, settings_of(node, directory, interval=3600))
+    async with kubelet_of(node, directory) as kubelet, running:
+        for pod in ("first", "second"):
+            await run_pod(kubelet, pod)
+        before = chips_of(kubelet, "second")
+        assert before == {max(chip.bdf for chip in node.chips)}, "the lowest is the default"
+        await kubelet.kill()
+        kubelet.corrupt("missing")
+        await kubelet.start()
+        await kubelet.registered(P150)
+        await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 2)
+        kubelet.force_delete("second")
+        kubelet.end("second")
+        await kubelet.admit("third", "main", {P150: 1})
+        assert chips_of(kubelet, "third") == before
+
+
 @pytest.mark.parametrize("first", ["kubelet", "daemon"])
 async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forgotten(
     node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path, first: str

@@ -554,6 +554,42 @@ def test_the_socket_for_metrics(host: Host) -> None:
         host.systemctl("restart", UNIT)
 
 
+@pytest.mark.usefixtures("running")
+def test_a_back_off_that_cannot_run_prevents_no_start(host: Host) -> None:
+    """As in a full /run: it only delays."""
+    row = "/run/tt-device-plugin/starts"
+    host.shell(f"rm -f {row} && mkdir {row}")
+    host.systemctl("restart", UNIT)
+    assert host.property("ActiveState") == "active"
+    host.shell(f"rmdir {row}")
+
+
+@pytest.mark.usefixtures("running")
+def test_the_file_system_for_locks_is_resized(host: Host) -> None:
+    """By the line of the man page, which keeps the unit's other options."""
+    manual = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
+    line = re.search(r"^\.Li (Options=mode=.*)size=SIZE$", manual, re.MULTILINE)
+    assert line
+    before = mount_options(host)
+    drop_in = "/etc/systemd/system/run-ttdp-shm.mount.d"
+    try:
+        host.write(f"{drop_in}/override.conf", f"[Mount]\n{line[1]}size=3m\n")
+        host.shell(f"systemctl daemon-reload && systemctl stop {UNIT} run-ttdp-shm.mount")
+        host.systemctl("start", UNIT)
+        wanted = {"size=3072k", *(each for each in before if not each.startswith("size="))}
+        assert mount_options(host) == wanted
+    finally:
+        host.shell(f"rm -rf {drop_in} && systemctl daemon-reload")
+        host.shell(f"systemctl stop {UNIT} run-ttdp-shm.mount")
+        host.systemctl("start", UNIT)
+
+
+def mount_options(host: Host) -> set[str]:
+    """Return the options of the file system for locks."""
+    shown = host("findmnt", "--noheadings", "--output=OPTIONS", "/run/ttdp/shm")
+    return set(shown.strip().split(","))
+
+
 # -- boot and upgrade ------------------------------------------------------------------------------
 
 
@@ -765,8 +801,16 @@ def test_purge(host: Host) -> None:
     for path in ("/run/tt-device-plugin", "/run/ttdp", "/run/cdi"):
         assert not host.holds(path), path
     assert host.shell(f"dpkg-query --list {UNIT} 2>/dev/null || true") == ""
+
+    # Directories of others can be links and mount points; hugepages of ended pods are given back.
     host.be_installed()
+    host.shell("mkdir -p /srv/kubernetes && ln -sfn /srv/kubernetes /etc/kubernetes")
+    host.shell("mkdir -p /run/cdi && mount -t tmpfs tmpfs /run/cdi")
+    directory = "/dev/hugepages/tt-device-plugin"
+    host.shell(f"mkdir -p {directory}/0000:01:00.0 && touch {directory}/0000:01:00.0/page")
     host.purge()
+    assert not host.holds(directory)
+    host.shell("umount /run/cdi && rm -r /etc/kubernetes /srv/kubernetes /run/cdi")
 
 
 # -- before the installation -----------------------------------------------------------------------
