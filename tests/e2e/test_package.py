@@ -804,13 +804,16 @@ def test_purge(host: Host) -> None:
 
     # Directories of others can be links and mount points; hugepages of ended pods are given back.
     host.be_installed()
-    host.shell("mkdir -p /srv/kubernetes && ln -sfn /srv/kubernetes /etc/kubernetes")
+    host.shell(
+        "mkdir /srv/kubernetes; rm -rf /etc/kubernetes; ln -s /srv/kubernetes /etc/kubernetes"
+    )
     host.shell("mkdir -p /run/cdi && mount -t tmpfs tmpfs /run/cdi")
     directory = "/dev/hugepages/tt-device-plugin"
     host.shell(f"mkdir -p {directory}/0000:01:00.0 && touch {directory}/0000:01:00.0/page")
-    host.purge()
+    host("dpkg", "--purge", UNIT)
     assert not host.holds(directory)
     host.shell("umount /run/cdi && rm -r /etc/kubernetes /srv/kubernetes /run/cdi")
+    assert host.left_behind() == []
 
 
 # -- before the installation -----------------------------------------------------------------------
