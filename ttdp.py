@@ -1464,19 +1464,6 @@ def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -
 # ==== CHIPS: followed over time ===================================================================
 
 
-class GalaxyPlace(NamedTuple):
-    """Where a chip is in a Galaxy: its bus number is tray + position (tt-metal's get_ubb_id())."""
-
-    card: str
-    domain: int
-    tray: int  # 0x00, 0x40, 0x80 or 0xC0
-    position: int  # 1 to 8; 0: the tray as a whole
-
-    @property
-    def whole_tray(self) -> GalaxyPlace:
-        return self._replace(position=0)
-
-
 class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends.
 
@@ -1535,43 +1522,90 @@ class Chip(NamedTuple):
         return MEMORY_BY_SUBSYSTEM.get(self.function.subsystem, usual)
 
     @property
-    def galaxy_place(self) -> GalaxyPlace | None:
-        """Return its place in a Galaxy; None if its card is another one."""
-        card = self.card_type or ""
-        if not card.startswith("galaxy"):
-            return None
-        domain, bus, *_ = address_numbers(self.bdf)
-        return GalaxyPlace(card, domain, bus & 0xF0, bus & 0x0F)
-
-    @property
-    def tray(self) -> GalaxyPlace | None:
-        """Return its tray; None outside a Galaxy."""
-        place = self.galaxy_place
-        return place.whole_tray if place else None
-
-    @property
-    def board(self) -> tuple[object, ...]:
-        """Return a value that is common to the chips of a board, or of a Galaxy's tray.
-
-        They report one serial. A chip that does not report it is alone until it does.
-        """
-        return (self.tray, self.identity.serial or self.bdf)
-
-    @property
-    def chips_per_board(self) -> int:
-        """Return how many chips a device has with unit = "board"."""
-        if self.tray:
-            return 8
-        return 2 if self.board_type == "p300" else 1
-
-    @property
-    def board_id(self) -> str | None:
-        """Return the ID of its board as a device: a tray's buses ("0000:c0"), or a serial."""
-        place = self.galaxy_place
-        return f"{place.domain:04x}:{place.tray:02x}" if place else self.identity.serial
+    def is_galaxys(self) -> bool:
+        return (self.card_type or "").startswith("galaxy")
 
 
 Chips = Iterable[Chip]
+
+
+# A Galaxy's chips are on 32 buses: the high nibble is the tray, the low one the position in it
+# (tt-metal's get_ubb_id()). In a virtual machine they are on the machine's buses.
+GALAXY_TRAYS = (0x00, 0x40, 0x80, 0xC0)
+GALAXY_POSITIONS = range(1, 9)
+
+
+class Tray(NamedTuple):
+    """A tray of a Galaxy."""
+
+    card: str  # "galaxy-wormhole"
+    domain: int  # of its PCI addresses
+    bus: int  # one of GALAXY_TRAYS
+
+
+class Place(NamedTuple):
+    """The board that a chip is on, and its position on a Galaxy."""
+
+    board: object  # equal for the chips of one board; a Galaxy's tray is a board
+    board_size: int = 1  # chips of the whole board
+    board_id: str | None = None  # its ID with unit = "board"; None: it is not known
+    unknown: str = ""  # why it is not known
+    tray: Tray | None = None  # None: not on a Galaxy, or not known
+    position: int = 0  # in the tray, one of GALAXY_POSITIONS; 0 without a tray
+
+
+def places(chips: Chips) -> dict[str, Place]:
+    """Return the place of each chip, by its address.
+
+    Serial numbers are not unique (tt-smi #243, tt-umd #1302). So they count only for a p300, whose
+    two chips have nothing else in common.
+    """
+    galaxys, pairs, found = [], defaultdict(list), {}
+    for chip in chips:
+        found[chip.bdf] = Place(chip.bdf, board_id=chip.bdf)
+        if chip.is_galaxys:
+            galaxys.append(chip)
+        elif chip.board_type == "p300":
+            pairs[chip.identity.serial].append(chip)
+
+    found |= _places_on_galaxy(galaxys)
+    for serial, members in pairs.items():
+        found |= _places_on_p300(serial, members)
+    return found
+
+
+def _places_on_galaxy(chips: Sequence[Chip]) -> dict[str, Place]:
+    found, strange = {}, []
+    for chip in chips:
+        domain, bus, *_ = address_numbers(chip.bdf)
+        tray = Tray(chip.card_type or "", domain, bus & 0xF0)
+        board_id = f"{domain:04x}:{tray.bus:02x}"
+        found[chip.bdf] = Place(tray, 8, board_id, tray=tray, position=bus & 0x0F)
+        if tray.bus not in GALAXY_TRAYS or bus & 0x0F not in GALAXY_POSITIONS:
+            strange.append(f"{bus:02x}")
+
+    if strange:
+        reason = f"bus {strange[0]} is not a Galaxy's, so trays are not known"
+        return {chip.bdf: Place(chip.bdf, 8, unknown=reason) for chip in chips}
+    return found
+
+
+def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Place]:
+    """Return the places of chips of p300 boards that report this serial number."""
+    if serial is None:
+        reason = "waiting for the board's serial number"
+        return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
+
+    present = [chip for chip in chips if chip.is_present]
+    if len(present) > 2:
+        reason = f"{len(present)} chips report the serial number {serial}, but a p300 has 2"
+        return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
+
+    # If the board was moved to another slot, its former addresses are absent. If it is absent there
+    # as well, any of its addresses will do.
+    found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
+    members = present if len(chips) > 2 and present else chips[-2:]
+    return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
 
 
 def saved_value(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
@@ -2277,8 +2311,9 @@ class RequestError(Exception):
 class Device(NamedTuple):
     """A chip or a board; if it is shared, it has several IDs."""
 
-    identifier: str
+    id: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
+    place: Place  # of its first chip
     expected_chips: int = 1  # how many it should have
     withheld: str | None = None  # why it is not offered: a pod holds its chips by another name
     holder: str | None = None  # that pod
@@ -2292,11 +2327,7 @@ class Device(NamedTuple):
     def incomplete(self) -> str | None:
         """Return why its chips are not one whole board."""
         known, expected = len(self.chips), self.expected_chips
-        if known < expected:
-            return f"only {known} of {expected} chips found"
-        if known > expected:
-            return f"{known} chips report this serial number, but such a board has {expected}"
-        return None
+        return f"only {known} of {expected} chips found" if known < expected else None
 
     @property
     def reason(self) -> str | None:
@@ -2334,7 +2365,7 @@ class Resource:
         """
         found = defaultdict(list)
         for identifier, device in self.devices.items():
-            found[device.identifier, device.addresses].append(identifier)
+            found[device.id, device.addresses].append(identifier)
         return list(found.values())
 
     @cached_property
@@ -2350,7 +2381,7 @@ class Resource:
     def summary(self) -> str:
         """Return its part of the daemon's status, with the first unhealthy device."""
         devices = self.unique_devices
-        unhealthy = [f"{each.identifier}: {each.reason}" for each in devices if each.reason]
+        unhealthy = [f"{each.id}: {each.reason}" for each in devices if each.reason]
         replicas = f", {self.replicas} replicas each" if self.replicas else ""
         text = f"{len(devices)} × {self.name}{replicas}, {len(devices) - len(unhealthy)} healthy"
         if not unhealthy:
@@ -2405,28 +2436,26 @@ def resource_name(chip: Chip, settings: Settings) -> str:
     elif settings.resource_naming == "card":
         name = chip.card_type or chip.function.arch or "unknown"
 
-    has_several_chips = settings.unit == "board" and chip.chips_per_board > 1
+    has_several_chips = settings.unit == "board" and (chip.is_galaxys or chip.board_type == "p300")
     return f"{name}-board" if has_several_chips else name
 
 
 def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]:
     """Return unshared devices by resource. The chips are in the order of PCI addresses."""
     by_board = settings.unit == "board"
+    chips = list(chips)
+    chip_places = places(chips)
     groups = defaultdict(list)
     for chip in chips:
-        identifier = chip.board_id if by_board and chip.chips_per_board > 1 else chip.bdf
-        if identifier:  # else it is a p300's chip that waits for its board's serial
-            groups[resource_name(chip, settings), identifier].append(chip)
+        # A chip whose board is not known belongs to no device.
+        if device_id := chip_places[chip.bdf].board_id if by_board else chip.bdf:
+            groups[resource_name(chip, settings), device_id].append(chip)
 
     devices = defaultdict(list)
-    for (name, identifier), members in groups.items():
-        expected = members[0].chips_per_board if by_board else 1
-        if len(members) > expected:
-            # The board was moved to another slot: its former addresses are absent. If it is absent
-            # there, too, any of its addresses will do.
-            present = [chip for chip in members if chip.is_present]
-            members = present or members[-expected:]
-        devices[name].append(Device(identifier, tuple(members), expected))
+    for (name, device_id), members in groups.items():
+        place = chip_places[members[0].bdf]
+        expected = place.board_size if by_board else 1
+        devices[name].append(Device(device_id, tuple(members), place, expected))
     return dict(sorted(devices.items()))
 
 
@@ -2443,7 +2472,7 @@ def configured_resources(chips: Chips, settings: Settings) -> Resources:
     def add(short: str, base_name: str, devices: Iterable[Device], replicas: int = 0) -> None:
         by_id = {}
         for device in devices:
-            by_id.update(dict.fromkeys(replica_ids(device.identifier, replicas), device))
+            by_id.update(dict.fromkeys(replica_ids(device.id, replicas), device))
         if by_id:
             name = f"{settings.resource_domain}/{short}"
             max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
@@ -2475,7 +2504,7 @@ def aliases(device: Device) -> set[str]:
     A device number selects only while the chip is present: afterwards another one can have it.
     """
     numbers = {str(chip.function.ordinal) for chip in device.chips if chip.is_present}
-    return {device.identifier, *device.addresses, *numbers}
+    return {device.id, *device.addresses, *numbers}
 
 
 def settings_in_vain(
@@ -2557,7 +2586,7 @@ def _held_devices(
             if device is None or device.addresses != addresses:
                 theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address_numbers))
                 name = identifier.partition("::")[0]
-                device = Device(name, theirs, len(theirs), is_retained=True)
+                device = Device(name, theirs, Place(name), len(theirs), is_retained=True)
             held[allocation.resource][identifier] = device
     return held
 
@@ -2659,7 +2688,8 @@ class Candidate(NamedTuple):
     board: object
     tray: object  # outside a Galaxy a board is its own tray
     numa_nodes: tuple[int, ...]  # (-1,) if unknown
-    place: GalaxyPlace | None  # of a Galaxy's chip or tray
+    place: Tray | None  # of a Galaxy's chip or tray
+    position: int
     is_chip: bool
 
 
@@ -2702,20 +2732,20 @@ def preferred_allocation(
             )
             choices.append((own_cost, numbers[identifier]))
 
-        chip = device.chips[0]
         candidate = Candidate(
             choices,
-            board=chip.board,
-            tray=chip.tray or chip.board,
+            board=("board", device.place.board),
+            tray=device.place.tray or device.place.board,
             numa_nodes=device.numa_nodes or (-1,),
-            place=chip.galaxy_place,
+            place=device.place.tray,
+            position=device.place.position,
             is_chip=len(device.chips) == 1,
         )
         if choices:
             candidates.append(candidate)
         if not left:
             partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
-            partly_used.add(candidate.place)
+            partly_used.add((candidate.place, candidate.position))
 
     # At the root of the tree all marks have been judged: one choice is left.
     ((_, chosen),) = _Machine(candidates, partly_used).tree(size).choices(size).values()
@@ -2853,11 +2883,11 @@ class _Machine:
         # See Marks: the bits above the positions.
         nodes = sorted({node for each in candidates for node in each.numa_nodes})
         places = [each.place for each in candidates if each.place]
-        trays = sorted({place.whole_tray for place in places})
+        trays = sorted(set(places))
         self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
         first = 16 + len(nodes)
         self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
-        self._known_halves: dict[GalaxyPlace, list[Marks]] = {}
+        self._known_halves: dict[Tray, list[Marks]] = {}
 
     def tree(self, size: int) -> _Group:
         """Return the group of all candidates, for choices of up to `size` IDs."""
@@ -2883,9 +2913,9 @@ class _Machine:
             members,
             size,
             use_cost=use_cost,
-            judge=partial(self._shape_cost, place.whole_tray),
+            judge=partial(self._shape_cost, place),
             judged_marks=POSITION_BITS,
-            own_mark=self._tray_marks[place.whole_tray],
+            own_mark=self._tray_marks[place],
         )
 
     def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
@@ -2896,20 +2926,20 @@ class _Machine:
     def _marks(self, candidate: Candidate) -> Marks:
         marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
         if candidate.place and candidate.is_chip:
-            marks |= 1 << candidate.place.position
+            marks |= 1 << candidate.position
         return marks
 
-    def _shape_cost(self, tray: GalaxyPlace, positions: Marks) -> int:
+    def _shape_cost(self, tray: Tray, positions: Marks) -> int:
         """Return the cost of the chosen chips' places in a tray."""
         whole_halves = [half for half in self._whole_halves(tray) if half & positions]
         return _link_cost(positions) + len(whole_halves) * cost(whole_halves=1)
 
-    def _whole_halves(self, tray: GalaxyPlace) -> list[Marks]:
+    def _whole_halves(self, tray: Tray) -> list[Marks]:
         """Return the halves of a tray of which no chip is taken."""
         if tray not in self._known_halves:
             halves = []
             for half in TRAY_HALVES:
-                places = {tray._replace(position=position) for position in half}
+                places = {(tray, position) for position in half}
                 if places.isdisjoint(self._partly_used):
                     halves.append(_bits(half))
             self._known_halves[tray] = halves
@@ -2925,7 +2955,7 @@ class _Machine:
         rings = defaultdict(set)
         for place, mark in self._tray_marks.items():
             if mark & marks:
-                rings[place.card, place.domain].add(place.tray)
+                rings[place.card, place.domain].add(place.bus)
         return cost(tray_groups=sum(_count_groups(each, RING_LINKS) for each in rings.values()))
 
 
@@ -3157,8 +3187,11 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
     memory = {sum(chip.memory for chip in device.chips) for device in devices}
-    counts = Counter(chip.board for chip in chips)
-    whole_boards = {chip.board for chip in chips if counts[chip.board] == chip.chips_per_board}
+    chip_places = places(chips)
+    counts = Counter(place.board for place in chip_places.values())
+    whole_boards = {
+        place.board for place in chip_places.values() if counts[place.board] == place.board_size
+    }
     numa_nodes = {chip.function.numa_node for chip in chips} - {None}
 
     labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
@@ -3288,7 +3321,7 @@ class Decision:
         """Yield each device with its name in the log, "RESOURCE ID"."""
         for name, resource in self.resources.items():
             for device in resource.unique_devices:
-                yield f"{name} {device.identifier}", device
+                yield f"{name} {device.id}", device
 
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
@@ -3372,14 +3405,15 @@ def _explained_chips(
             pods[bdf].append(pod_label(allocation, observation.names))
 
     boards = defaultdict(list)
-    for bdf, chip in chips.items():
-        if chip.is_present and chip.chips_per_board == 2:
-            boards[chip.board].append(bdf)
+    chip_places = places(chips.values())
+    for bdf, place in chip_places.items():
+        if chips[bdf].is_present and place.board_size == 2:
+            boards[place.board].append(bdf)
 
     found = {}
     for bdf, chip in chips.items():
         if chip.fault:
-            siblings = [each for each in boards[chip.board] if each != bdf]
+            siblings = [each for each in boards[chip_places[bdf].board] if each != bdf]
             chip = chip._replace(reason=explain(chip, siblings, pods, observation))
         found[bdf] = chip
     return found
@@ -3746,7 +3780,7 @@ def view_of_node(
         if registrations is not None:
             registration = registrations.get(name, Registration())
             row |= {"phase": registration.phase.value, "state": registration.text}
-        row["incomplete"] = {device.identifier: device.incomplete for device in devices}
+        row["incomplete"] = {device.id: device.incomplete for device in devices}
         resources.append(row)
 
     return {
@@ -3776,7 +3810,7 @@ def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods:
     telemetry = record.telemetry or Telemetry()
 
     return {
-        "id": device.identifier if device else None,
+        "id": device.id if device else None,
         "index": function.ordinal,
         "path": function.path if chip.is_present and not function.file_fault else None,
         "bdf": chip.bdf,

@@ -411,7 +411,7 @@ def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Allocation]:
     owners: dict[str, tuple[str, str]] = {}
     for name, resource in resources.items():
         for identifier, device in resource.devices.items():
-            owner = (name, device.identifier)
+            owner = (name, device.id)
             is_free = {owners.get(each, owner) for each in device.addresses} == {owner}
             if not device.reason and is_free and draw(st.booleans()):
                 owners |= dict.fromkeys(device.addresses, owner)
@@ -444,12 +444,12 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
     assert all(found[name].devices.keys() >= configured[name].devices.keys() for name in configured)
     free = advertised(found, {(each.resource, key) for each in allocations for key in each.ids})
     for name, device in free:
-        replicas = {*ttdp.replica_ids(device.identifier, found[name].replicas)}
+        replicas = {*ttdp.replica_ids(device.id, found[name].replicas)}
         for each in allocations:
             shares_device = each.resource == name and each.ids & replicas
             assert shares_device or not each.chips & device.addresses
     for (name, one), (other_name, other) in itertools.combinations(free, 2):
-        is_same = (name, one.identifier) == (other_name, other.identifier)
+        is_same = (name, one.id) == (other_name, other.id)
         assert is_same or not one.addresses & other.addresses
 
 
