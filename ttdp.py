@@ -46,7 +46,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -716,7 +716,6 @@ def _sharing_conflict(
 VENDOR = 0x1E52
 ARCHES = {0x401E: "wormhole", 0xB140: "blackhole"}  # by PCI device ID
 DRIVER = "tenstorrent"
-DRIVER_DIRECTORY = "/sys/bus/pci/drivers/tenstorrent"  # as remedies name it
 
 # By PCI subsystem ID (tt-kmd's telemetry.c), until the firmware reports the card type.
 CARDS = {
@@ -766,13 +765,6 @@ FileIdentity = tuple[int, int, int]  # device, inode, mtime: inodes are reused
 Result = TypeVar("Result")
 
 
-class FileFault(NamedTuple):
-    """Why a chip's device file cannot be used."""
-
-    problem: str
-    command: str = ""  # that mends it; empty: it passes by itself
-
-
 class PciFunction(NamedTuple):
     """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them.
 
@@ -781,15 +773,16 @@ class PciFunction(NamedTuple):
     """
 
     bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
-    arch: str | None = None  # None: only the address is known
+    arch: str | None = None  # None: not known, or not supported
     subsystem: int = 0  # PCI subsystem ID
     numa_node: int | None = None  # None: the platform does not say
     directory: str = ""  # in sysfs
-    on_bus: bool = True  # False: it was, or an allocation has it, but it is not there now
+    on_bus: bool = True  # False: it was, or a hold has it, but it is not there now
     driver: str | None = None  # None: no driver is bound
-    ordinal: int | None = None  # N of /dev/tenstorrent/N; None without a device file
+    driver_is_loaded: bool = True  # the driver `tenstorrent`, bound or not
+    ordinal: int | None = None  # N of /dev/tenstorrent/N; None without a class device
     path: str = ""  # of the device file on the host
-    file_fault: FileFault | None = None
+    file_fault: str | None = None  # why the device file cannot be used
 
     @property
     def class_device(self) -> str:
@@ -799,7 +792,7 @@ class PciFunction(NamedTuple):
     def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
 
-    def differs_only_in_numa_node(self, other: PciFunction) -> bool:
+    def is_same_but_numa_node(self, other: PciFunction) -> bool:
         """Return whether no more differs than what an administrator can correct in sysfs."""
         return self._replace(numa_node=other.numa_node) == other
 
@@ -807,7 +800,7 @@ class PciFunction(NamedTuple):
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# The functions on the PCI bus by address; None for those of other vendors.
+# The Tenstorrent functions on the PCI bus by address; those of other vendors are None.
 Bus = dict[str, PciFunction | None]
 
 
@@ -910,6 +903,22 @@ def read_text(path: str) -> str | None:
     return None
 
 
+def read_others_file(path: str, max_bytes: int) -> bytes:
+    """Return a file that others can replace; raises OSError, ValueError.
+
+    Instead of the file there can be a FIFO, which would block, a link, or terabytes of zeros.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+    with open(descriptor, "rb", 0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+
+        if status.st_size > max_bytes:
+            raise ValueError(f"larger than {max_bytes} bytes")
+        return file.read(max_bytes)
+
+
 def to_integer(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
@@ -935,36 +944,47 @@ def driver_version(settings: Settings) -> str | None:
 
 
 def driver_can_bind(function: PciFunction) -> bool:
-    """Return whether the driver has, or could be bound to, a function."""
+    """Return whether the driver is, or could be, bound to a function."""
     if not function.on_bus:
         return False
     if function.driver:
         return function.driver == DRIVER
+    return driver_override(function) in (None, DRIVER)
 
-    override = read_text(f"{function.directory}/driver_override")  # "(null)" if there is none
-    return override in (None, "", "(null)", DRIVER)
+
+def driver_override(function: PciFunction) -> str | None:
+    """Return the only driver that the kernel may bind to a function; None: any driver.
+
+    driverctl, libvirt and KubeVirt set it, and can leave it behind.
+    """
+    text = read_text(f"{function.directory}/driver_override")
+    return None if text in (None, "", "(null)") else text
 
 
 def pci_directory(settings: Settings, bdf: str = "") -> str:
     return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
 
 
-def scan(settings: Settings, known: Bus) -> Bus:
-    """Return the functions on the PCI bus. `known` is the last result: IDs are read only once."""
+def scan(settings: Settings, last: Bus, *, driver_is_loaded: bool) -> Bus:
+    """Return the functions on the PCI bus. `last`: the last result; IDs are read only once."""
     found: Bus = {}
     for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
         try:
-            function = known[bdf] if bdf in known else _identify(settings, bdf)
+            function = last[bdf] if bdf in last else _read_pci_ids(settings, bdf)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
             continue  # it is appearing or being removed; the next scan looks again
-        found[bdf] = _with_present_state(settings, function) if function else None
+
+        if function and function.arch:
+            function = function._replace(driver_is_loaded=driver_is_loaded)
+            function = _with_present_state(settings, function)
+        found[bdf] = function
     return found
 
 
-def _identify(settings: Settings, bdf: str) -> PciFunction | None:
-    """Return a function by its IDs, which never change; None if it is no Tenstorrent card.
+def _read_pci_ids(settings: Settings, bdf: str) -> PciFunction | None:
+    """Return a function by its IDs, which never change; None for another vendor's.
 
     Raises OSError: while a function appears, its directory is there before its attributes.
     """
@@ -974,7 +994,7 @@ def _identify(settings: Settings, bdf: str) -> PciFunction | None:
 
     arch = ARCHES.get(_pci_id(f"{directory}/device"))
     subsystem = _pci_id(f"{directory}/subsystem_device")
-    return PciFunction(bdf, arch, subsystem, directory=directory) if arch else None
+    return PciFunction(bdf, arch, subsystem, directory=directory)
 
 
 def _pci_id(path: str) -> int:
@@ -987,7 +1007,7 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     text = if_exists(read_attribute, f"{function.directory}/numa_node")
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
 
-    # The usual case: the device file that is known is the chip's still.
+    # The usual case: the known device file is still the chip's.
     if function.path and not function.file_fault and not file_fault_now(function):
         return function
 
@@ -1004,30 +1024,25 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     return function.without_device_file(basename(driver) if driver else None)
 
 
-def file_fault_now(function: PciFunction) -> FileFault | None:
-    """Return why the device file cannot be used at this moment."""
+def file_fault_now(function: PciFunction) -> str | None:
+    """Return why the device file cannot be used at this moment.
+
+    devtmpfs made it when the device appeared; nobody makes it again but `fix`.
+    """
     path = function.path
     number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
     if number is None:
-        return FileFault(f"{path} is being removed")
+        return f"{path} is being removed"
 
-    # udev does not make device files: devtmpfs made it when the device appeared.
-    create = f"mknod -m 666 {path} c {number.replace(':', ' ')}"
     status = if_exists(os.stat, path)
-    if status is None and os.path.lexists(path):
-        return FileFault(f"{path} is a link to nothing", f"rm {path} && {create}")
     if status is None:
-        directory = dirname(path)
-        parent = "" if isdir(directory) else f"mkdir {directory} && "
-        return FileFault(f"{path} does not exist", f"{parent}{create}")
+        is_link = os.path.lexists(path)
+        return f"{path} is a link to nothing" if is_link else f"{path} does not exist"
     if not stat.S_ISCHR(status.st_mode):
-        return FileFault(f"{path} is not a character device", f"rm {path} && {create}")
+        return f"{path} is not a character device"
 
     found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-    if found != number:
-        problem = f"{path} is device {found}, but sysfs has {number}"
-        return FileFault(problem, f"rm {path} && {create}")
-    return None
+    return None if found == number else f"{path} is device {found}, but sysfs has {number}"
 
 
 PIDS_MAX = 2**18  # bytes of a list of process IDs
@@ -1079,7 +1094,7 @@ def expects_links(settings: Settings) -> bool:
     return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
 
 
-def hugetlbfs_directories(settings: Settings) -> list[Mount]:
+def hugetlbfs_mounts(settings: Settings) -> list[Mount]:
     """Return the hugetlbfs directories of the host, as containers would have them."""
     mounts = [Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in HUGETLBFS]
     return [mount for mount in mounts if exists(mount.host)]
@@ -1093,12 +1108,12 @@ def with_configured_mounts(settings: Settings, hugepages: Iterable[Mount]) -> Mo
 
 
 def host_mounts(settings: Settings) -> Mounts:
-    """Return the mounts that are the same for every container: those of the CDI file.
+    """Return the configured mounts, and the host's hugepages unless containers get none.
 
-    Private hugepages are the device's own: Allocate replaces these, and a CDI file has them, as
-    podman's containers have no directory that the daemon would clean.
+    The CDI file has these, also if hugepages are private: the daemon could not clean up after
+    podman's containers.
     """
-    hugepages = [] if settings.hugepages == "none" else hugetlbfs_directories(settings)
+    hugepages = [] if settings.hugepages == "none" else hugetlbfs_mounts(settings)
     return with_configured_mounts(settings, hugepages)
 
 
@@ -1266,14 +1281,15 @@ def _sensor_value(attribute: str, text: str) -> float | None:
 
 HYSTERESIS = 5.0  # °C by which a hot chip must cool down
 READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
-FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after a rebind
+FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after which a chip counts as silent
 
 
-class Fault(Enum):
-    """Why a chip is unhealthy. Each change of it is logged."""
+class Kind(Enum):
+    """The kinds of faults. Each change of it is logged."""
 
-    GONE = "gone"
-    NODE = "node"  # of the device file, which Unix calls a device node
+    GONE = "gone"  # not on the PCI bus
+    NO_DRIVER = "no_driver"
+    DEVICE_FILE = "node"  # a device file is a device node to Unix
     RESETTING = "resetting"
     NO_RESPONSE = "no_response"
     BLOCKED = "blocked"
@@ -1281,175 +1297,102 @@ class Fault(Enum):
     STALLED = "stalled"
     HOT = "hot"
     TRIPPED = "tripped"
-    SILENT = "silent"
+    SILENT = "silent"  # no telemetry
 
 
-# Faults of a chip whose sensors cannot be known at the moment. The others leave them readable:
-# NODE, as sysfs needs no device file, and SILENT, as PCI's own attributes need no firmware.
-UNKNOWN_SENSORS = (
-    Fault.GONE,
-    Fault.BLOCKED,
-    Fault.NO_RESPONSE,
-    Fault.RESETTING,
-    Fault.READ_ERROR,
+# Faults during which no value of the chip can be read. The others leave some readable: DEVICE_FILE,
+# as sysfs needs no device file, and SILENT, as PCI's own attributes need no firmware.
+UNREADABLE = (
+    Kind.GONE,
+    Kind.NO_DRIVER,
+    Kind.BLOCKED,
+    Kind.NO_RESPONSE,
+    Kind.RESETTING,
+    Kind.READ_ERROR,
 )
+NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # but cooling
+WAITING = "waiting for firmware telemetry"  # text of the fault of a chip that has just returned
 
 
-class Remedy(NamedTuple):
-    """A command that mends a fault."""
+class Fault(NamedTuple):
+    """Why a chip is unhealthy."""
 
-    command: str  # with {bdf} for the chip's address
-    condition: str = ""  # under which to run it, such as "if this persists"
-    action: str = ""  # what would end the pods on the chip: "a reset"; empty: it disturbs none
-    resets_board: bool = False  # the board's other chip is affected, too
-
-
-# Without an address, tt-smi resets every card of the node. On arm64 its resets do not work.
-RESET = Remedy("tt-smi -r {bdf}", action="a reset", resets_board=True)
-REBOOT = Remedy("systemctl reboot", condition="drain this node, then")
-REBIND = Remedy(
-    f"cd {DRIVER_DIRECTORY} && echo {{bdf}} > unbind && echo {{bdf}} > bind",
-    condition="if this persists,",
-    action="rebinding the driver",
-)
-LOAD_DRIVER = Remedy("modprobe tenstorrent")
-RESCAN = Remedy("echo 1 > /sys/bus/pci/rescan")
-# Those of GONE and NODE depend on what is found (see explain()); HOT and TRIPPED have no command.
-REMEDIES = {
-    Fault.RESETTING: REBIND,
-    Fault.NO_RESPONSE: RESET,
-    Fault.BLOCKED: RESET._replace(condition="if this persists,"),
-    Fault.READ_ERROR: RESET,
-    Fault.STALLED: RESET,
-    Fault.SILENT: RESET,
-}
+    kind: Kind
+    text: str
 
 
 class Reason(NamedTuple):
-    """Why a chip is unhealthy, and the remedy. As a text: PROBLEM; run: COMMAND."""
+    """What is wrong, and the command that helps. As a text: PROBLEM; run: COMMAND."""
 
     problem: str
-    condition: str = ""  # of the remedy
     command: str = ""  # empty: there is nothing to run
 
-    @property
-    def introduction(self) -> str:
-        """Return the text before the command."""
-        if not self.command:
-            return self.problem
-        return f"{self.problem}; {self.condition} run:".replace("  ", " ")
-
     def __str__(self) -> str:
-        return f"{self.introduction} {self.command}".rstrip()
+        return f"{self.problem}; run: {self.command}" if self.command else self.problem
 
 
-class Verdict(NamedTuple):
-    """Health of a chip by its telemetry."""
-
-    fault: Fault | None = None
-    problem: str | None = None  # the reason, without remedy
+LOAD_DRIVER = "modprobe tenstorrent"
 
 
-# Of a chip whose device file is back, until there is telemetry.
-RETURNING = Verdict(Fault.GONE, "driver is bound; waiting for firmware telemetry")
+def fix_command(bdf: str) -> str:
+    return f"tt-device-plugin fix {bdf}"
 
 
 class Vitals(NamedTuple):
-    """Values of a chip on which its next verdict depends."""
+    """Values of a chip on which its health depends, after each of its readings.
+
+    While a chip reports nothing they stay: it is not cooler, nor is its heartbeat back.
+    """
 
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
-    is_hot: bool = False  # at the operator's limit
-    is_throttling: bool = False  # at its own limit, which is no fault
+    is_hot: bool = False  # at the administrator's limit
+    is_throttling: bool = False  # at its own limit, which is not a fault
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
+    had_telemetry: bool = False  # at any time since boot
     empty_since: float | None = None  # since when telemetry has been missing
 
+    def after(self, reading: Reading, settings: HealthSettings) -> Vitals:
+        """Return the vitals after a reading."""
+        telemetry = reading.telemetry
+        if telemetry.error or telemetry.all_ones:
+            return self
+        if telemetry.is_empty:
+            since = reading.at if self.empty_since is None else self.empty_since
+            return self._replace(empty_since=since)
 
-def judge(
-    reading: Reading,
-    *,
-    verdict: Verdict,
-    vitals: Vitals,
-    settings: HealthSettings,
-    had_telemetry: bool,
-) -> tuple[Verdict, Vitals]:
-    """Return a chip's verdict after a reading, and its vitals.
+        # A reading is compared with the last poll, not with the last reading: only polls are far
+        # enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and
+        # 8 at the next poll is a chip that is alive. Any change shows life: after a reset the
+        # heartbeat begins again, lower.
+        heartbeat, misses = self.heartbeat, self.misses
+        if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
+            misses = 0
+        elif reading.is_poll:
+            misses += 1
+        if reading.is_poll:
+            heartbeat = telemetry.heartbeat
 
-    `verdict` and `vitals` are those before the reading; `had_telemetry`: at any time since boot.
-    While a chip reports nothing, its vitals stay: it is not cooler, nor is its heartbeat back.
-    """
-    telemetry = reading.telemetry
-    if telemetry.error:
-        attribute, number = telemetry.error
-        if number == errno.ENODATA:
-            return Verdict(Fault.RESETTING, "resetting (no telemetry)"), vitals
-        if number == errno.ENODEV:
-            return Verdict(Fault.GONE, "device is being removed"), vitals
-        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
-        return Verdict(Fault.READ_ERROR, problem), vitals
-
-    if telemetry.all_ones:
-        problem = "chip does not respond (registers read as ones)"
-        return Verdict(Fault.NO_RESPONSE, problem), vitals
-
-    # After a rebind the firmware has ten seconds. Until then the former verdict stays: RETURNING,
-    # as vanish() or from_state() has set it. A chip that never had telemetry may have old firmware.
-    if telemetry.is_empty and had_telemetry:
-        since = reading.at if vitals.empty_since is None else vitals.empty_since
-        if reading.at - since >= FIRMWARE_TIMEOUT:
-            verdict = Verdict(Fault.SILENT, "no telemetry since the driver was rebound")
-        return verdict, vitals._replace(empty_since=since)
-
-    limit = settings.temperature_limit
-    if limit == "card":
-        limit = telemetry.throttles_at
-    vitals = _next_vitals(vitals, reading, limit)
-
-    if vitals.misses >= settings.heartbeat_misses:
-        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-        return Verdict(Fault.STALLED, problem), vitals
-
-    if vitals.is_hot:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {limit:g} °C"
-        return Verdict(Fault.HOT, f"too hot: {degrees}; check the cooling"), vitals
-
-    holdoff = settings.trip_holdoff
-    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
-        recovery = f"healthy again after {holdoff:g} s without another one"
-        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
-        return Verdict(Fault.TRIPPED, problem), vitals
-
-    return Verdict(), vitals
+        trips = self.trips if telemetry.trips is None else telemetry.trips
+        has_tripped = trips is not None and self.trips is not None and trips > self.trips
+        degrees = telemetry.temperature
+        limit = hot_limit(telemetry, settings)
+        return Vitals(
+            heartbeat=heartbeat,
+            misses=misses,
+            is_hot=_reaches(degrees, limit, self.is_hot),
+            is_throttling=_reaches(degrees, telemetry.throttles_at, self.is_throttling),
+            trips=trips,
+            tripped_at=reading.at if has_tripped else self.tripped_at,
+            had_telemetry=True,
+        )
 
 
-def _next_vitals(vitals: Vitals, reading: Reading, limit: float | None) -> Vitals:
-    telemetry = reading.telemetry
-
-    # Each reading is compared with the last poll, not with the last reading: only polls are far
-    # enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and 8
-    # at the next poll is a chip that is alive. Any change shows life: after a reset the heartbeat
-    # begins again, lower.
-    heartbeat, misses = vitals.heartbeat, vitals.misses
-    if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
-        misses = 0
-    elif reading.is_poll:
-        misses += 1
-    if reading.is_poll:
-        heartbeat = telemetry.heartbeat
-
-    trips = vitals.trips if telemetry.trips is None else telemetry.trips
-    has_tripped = trips is not None and vitals.trips is not None and trips > vitals.trips
-    degrees = telemetry.temperature
-    return Vitals(
-        heartbeat=heartbeat,
-        misses=misses,
-        is_hot=_reaches(degrees, limit, vitals.is_hot),
-        is_throttling=_reaches(degrees, telemetry.throttles_at, vitals.is_throttling),
-        trips=trips,
-        tripped_at=reading.at if has_tripped else vitals.tripped_at,
-        empty_since=None,  # there is telemetry
-    )
+def hot_limit(telemetry: Telemetry, settings: HealthSettings) -> float | None:
+    """Return the °C at which a chip is too hot; None: high temperature is not a fault."""
+    limit: float | str | None = settings.temperature_limit
+    return telemetry.throttles_at if isinstance(limit, str) else limit
 
 
 def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -> bool:
@@ -1461,48 +1404,107 @@ def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -
     return degrees >= limit
 
 
+def judge(
+    reading: Reading, vitals: Vitals, settings: HealthSettings, former: Fault | None
+) -> Fault | None:
+    """Return the fault that a reading shows: the first rule that applies.
+
+    `vitals`: after this reading; `former`: the fault before it.
+    """
+    telemetry = reading.telemetry
+    if telemetry.error:
+        attribute, number = telemetry.error
+        if number == errno.ENODATA:
+            return Fault(Kind.RESETTING, "resetting (no telemetry)")
+        if number == errno.ENODEV:
+            return former  # the device is being removed: the next scan shows why
+        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
+        return Fault(Kind.READ_ERROR, problem)
+
+    if telemetry.all_ones:
+        return Fault(Kind.NO_RESPONSE, "chip does not respond (registers read as ones)")
+
+    if vitals.misses >= settings.heartbeat_misses and not telemetry.is_empty:
+        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+        return Fault(Kind.STALLED, problem)
+
+    if vitals.is_hot and not telemetry.is_empty:
+        degrees = f"{telemetry.temperature:.1f} °C, limit {hot_limit(telemetry, settings):g} °C"
+        return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
+
+    holdoff = settings.trip_holdoff
+    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
+        recovery = f"healthy again after {holdoff:g} s without another one"
+        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
+        return Fault(Kind.TRIPPED, problem)
+
+    # After a rebind the firmware of a healthy chip has ten seconds. One that was ill must show first
+    # that it is well. A chip that never had telemetry may have old firmware.
+    is_missing = vitals.empty_since is not None and vitals.had_telemetry
+    if is_missing and (former or reading.at - (vitals.empty_since or 0) >= FIRMWARE_TIMEOUT):
+        return Fault(Kind.SILENT, "firmware reports no telemetry")
+    return None
+
+
 # ==== CHIPS: followed over time ===================================================================
 
 
 class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends.
 
-    It is *present* while it has a device file, and *listed*, so a device of a resource, from the
-    time that it had a valid one. Its verdict counts only while the device file can be used.
-    Measured values are not here, but in the text of a verdict: they change all the time, and no
-    decision depends on them.
+    It is *seen* from the first scan that finds it, *present* while it has a device file, and
+    *listed*, so a device of a resource, from the time that it had a valid one. Measured values are
+    not here, but in the text of a fault: they change all the time, and no decision depends on them.
     """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
-    verdict: Verdict = Verdict()
+    telemetry_fault: Fault | None = None  # by its last reading; counts only while it is present
     is_throttling: bool = False  # for the log
     had_device_file: bool = False  # at any time since boot
-    is_listed: bool = False  # see ChipRecord.start_listing()
-    reason: Reason | None = None  # why it is unhealthy; see explain()
+    is_listed: bool = False  # see ChipState.start_listing()
 
     @property
     def bdf(self) -> str:
         return self.function.bdf
 
     @property
-    def label(self) -> str:
+    def display_name(self) -> str:
         return f"{self.bdf} ({self.card_type or self.function.arch or 'unknown card'})"
 
     @property
     def is_present(self) -> bool:
-        """Return whether it has a device file."""
         return self.function.ordinal is not None
 
     @property
     def fault(self) -> Fault | None:
+        """Return why it is unhealthy."""
+        function = self.function
+        if not function.on_bus:
+            return Fault(Kind.GONE, "PCI device is gone")
         if not self.is_present:
-            return Fault.GONE
-        return Fault.NODE if self.function.file_fault else self.verdict.fault
+            return _absence(function)
+        if function.file_fault:
+            return Fault(Kind.DEVICE_FILE, f"device file is invalid: {function.file_fault}")
+        return self.telemetry_fault
+
+    @property
+    def reason(self) -> Reason | None:
+        """Return why it is unhealthy, and the command that helps."""
+        fault, function = self.fault, self.function
+        if fault is None:
+            return None
+        if fault.kind in NO_COMMAND_HELPS or fault.text == WAITING:
+            return Reason(fault.text)
+        if fault.kind is Kind.NO_DRIVER and function.driver:
+            return Reason(fault.text)  # a virtual machine may have it
+        if fault.kind is Kind.NO_DRIVER and not function.driver_is_loaded:
+            return Reason(fault.text, LOAD_DRIVER)
+        return Reason(fault.text, fix_command(self.bdf))
 
     @property
     def is_readable(self) -> bool:
-        return self.fault not in UNKNOWN_SENSORS
+        return self.fault is None or self.fault.kind not in UNREADABLE
 
     @property
     def card_type(self) -> str | None:
@@ -1527,6 +1529,18 @@ class Chip(NamedTuple):
 
 
 Chips = Iterable[Chip]
+
+
+def _absence(function: PciFunction) -> Fault:
+    """Return why a function that is on the bus has no device file."""
+    if function.driver == DRIVER:
+        return Fault(Kind.DEVICE_FILE, "driver is bound, but there is no device file")
+    if function.driver:
+        release = "release the card there, or add it to exclude"
+        return Fault(Kind.NO_DRIVER, f"driver {function.driver} is bound; {release}")
+    if not function.driver_is_loaded:
+        return Fault(Kind.NO_DRIVER, "driver is not loaded")
+    return Fault(Kind.NO_DRIVER, "driver is not bound")
 
 
 # A Galaxy's chips are on 32 buses: the high nibble is the tray, the low one the position in it
@@ -1585,7 +1599,7 @@ def _places_on_galaxy(chips: Sequence[Chip]) -> dict[str, Place]:
             strange.append(f"{bus:02x}")
 
     if strange:
-        reason = f"bus {strange[0]} is not a Galaxy's, so trays are not known"
+        reason = f"bus {strange[0]} is not one of a Galaxy's, so its trays are not known"
         return {chip.bdf: Place(chip.bdf, 8, unknown=reason) for chip in chips}
     return found
 
@@ -1608,275 +1622,514 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
     return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
 
 
-def saved_value(table: Json, key: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a value of the saved state; raises KeyError, ValueError.
-
-    Texts that cannot be printed and numbers that no attribute can have are damage, too.
-    """
-    value = table[key]
-    if value is None and optional:
-        return None
-
-    if isinstance(value, str) and not value.isprintable():
-        raise ValueError(f"{key} cannot be printed")
-    if isinstance(value, (int, float)) and not abs(value) < 10**20:  # "not" because of NaN
-        raise ValueError(f"{key} is out of range")
-    if type(value) is not kind:
-        raise ValueError(f"{key} is not of type {kind.__name__}")
-    return value
-
-
 @dataclass(slots=True)
-class ChipRecord:
+class ChipState:
     """All that is known of a chip; decisions depend on `chip`."""
 
     chip: Chip
     vitals: Vitals = field(default_factory=Vitals)
-    had_telemetry: bool = False  # at any time since boot
+    fault_kind: str | None = None  # value of the present fault's kind …
+    since: float | None = None  # … and when that began, Unix time
     telemetry: Telemetry | None = None  # since its device file appeared
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file. The slot can have another card already."""
+        """Record a new device file."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
         self.telemetry = None
 
     def vanish(self, function: PciFunction) -> None:
-        """Record that it has no device file."""
-        if self.chip.is_present:
-            self.chip = self.chip._replace(verdict=RETURNING)
-            self.vitals = self.vitals._replace(empty_since=None)
+        """Record that it has no device file.
+
+        When it is back, it is as ill as it is now, until there is a reading.
+        """
         self.chip = self.chip._replace(function=function)
+        if self.chip.fault and self.chip.had_device_file:
+            waiting = self.chip.fault._replace(text=WAITING)
+            self.chip = self.chip._replace(telemetry_fault=waiting)
+        self.vitals = self.vitals._replace(empty_since=None)
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         telemetry = reading.telemetry
-        verdict, self.vitals = judge(
-            reading,
-            verdict=self.chip.verdict,
-            vitals=self.vitals,
-            settings=settings,
-            had_telemetry=self.had_telemetry,
-        )
+        # The slot has another card by now: nothing of the former one counts.
+        if telemetry.identity.contradicts(self.chip.identity):
+            self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
+            self.vitals = Vitals()
 
-        # Values that the firmware does not report at the moment stay, unless the slot has another
-        # board by now.
-        identity = self.chip.identity
-        if telemetry.identity.contradicts(identity):
-            identity = Identity()
-        pairs = zip(telemetry.identity, identity, strict=True)
-        identity = Identity(*(new or old for new, old in pairs))
+        self.vitals = self.vitals.after(reading, settings)
+        fault = judge(reading, self.vitals, settings, self.chip.telemetry_fault)
+
+        # Values that the firmware does not report at the moment stay.
+        pairs = zip(telemetry.identity, self.chip.identity, strict=True)
+        self.chip = self.chip._replace(
+            identity=Identity(*(new or old for new, old in pairs)),
+            telemetry_fault=fault,
+            is_throttling=self.vitals.is_throttling,
+        )
 
         has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
         if has_values:
             self.telemetry = telemetry
-            self.had_telemetry = True
-        elif verdict.fault is Fault.SILENT:
-            self.telemetry = None
+        elif fault and fault.kind is Kind.SILENT:
+            self.telemetry = None  # its last values are no longer true
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
-
-        self.chip = self.chip._replace(
-            identity=identity, verdict=verdict, is_throttling=self.vitals.is_throttling
-        )
         self.start_listing()
 
     def start_listing(self) -> None:
-        """List it, unless its device file was invalid from the start."""
+        """List it, as soon as its device file is valid."""
         if not self.chip.is_listed and not self.chip.function.file_fault:
             self.chip = self.chip._replace(is_listed=True)
 
     def block(self) -> None:
         """Record that a read of its telemetry takes too long."""
-        problem = "telemetry read timed out (the driver may be waiting for a reset)"
-        self.chip = self.chip._replace(verdict=Verdict(Fault.BLOCKED, problem))
+        text = "telemetry read timed out (the driver may be waiting for a reset)"
+        self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
 
-    def to_state(self) -> Json:
-        """Return the state for the next daemon: identity, and faults that a reading cannot show."""
-        function, vitals = self.chip.function, self.vitals
-        is_stalled = self.chip.verdict.fault is Fault.STALLED
+    def date_fault(self, now: float) -> None:
+        """Record when the present kind of fault has begun; `now`: Unix time."""
+        fault = self.chip.fault
+        kind = fault.kind.value if fault else None
+        if kind != self.fault_kind:
+            self.fault_kind = kind
+            self.since = now if fault else None
 
+    def to_saved(self) -> Json:
+        """Return what a reading cannot show to the next daemon."""
+        function, fault = self.chip.function, self.chip.telemetry_fault
         return {
             "arch": function.arch,
             "subsystem": function.subsystem,
             "numa_node": function.numa_node,
-            **self.chip.identity._asdict(),
-            "had_telemetry": self.had_telemetry,
-            "is_gone": self.chip.verdict.fault is Fault.GONE,
-            "stalled_at": vitals.heartbeat if is_stalled else None,
-            "trips": vitals.trips,
-            "tripped_at": vitals.tripped_at,
-            "empty_since": vitals.empty_since,
+            "identity": self.chip.identity,
+            "telemetry_fault": (fault.kind.value, fault.text) if fault else None,
+            "is_listed": self.chip.is_listed,
+            "vitals": self.vitals,
+            "fault_kind": self.fault_kind,
+            "since": self.since,
         }
 
     @classmethod
-    def from_state(cls, bdf: str, saved: Json, settings: HealthSettings) -> ChipRecord:
-        """Return a chip that has not been seen yet; raises KeyError, ValueError."""
-        if not BDF.fullmatch(bdf):
-            raise ValueError(f"{bdf!r} is not a PCI address")
-        numa_node = saved_value(saved, "numa_node", int, optional=True)
-        if numa_node is not None and not 0 <= numa_node < ALL_ONES:
-            raise ValueError("numa_node is out of range")
+    def from_saved(cls, bdf: str, saved: Json) -> ChipState:
+        """Return a chip that has not been seen yet. Raises many errors: see StateFile."""
         function = PciFunction(
-            bdf,
-            arch=saved_value(saved, "arch", str, optional=True),
-            subsystem=saved_value(saved, "subsystem", int),
-            numa_node=numa_node,
-            on_bus=False,
+            bdf, saved["arch"], saved["subsystem"], saved["numa_node"], on_bus=False
         )
-        identity = Identity(
-            *(saved_value(saved, key, str, optional=True) for key in Identity._fields)
-        )
+        fault = None
+        if saved["telemetry_fault"]:
+            kind, text = saved["telemetry_fault"]
+            fault = Fault(Kind(kind), text)
 
-        # If the first reading has the heartbeat of a chip that had stalled, it is stalled still.
-        stalled_at = saved_value(saved, "stalled_at", int, optional=True)
-        vitals = Vitals(
-            heartbeat=stalled_at,
-            misses=0 if stalled_at is None else settings.heartbeat_misses,
-            trips=saved_value(saved, "trips", int, optional=True),
-            tripped_at=saved_value(saved, "tripped_at", float, optional=True),
-            empty_since=saved_value(saved, "empty_since", float, optional=True),
+        chip = Chip(
+            function,
+            Identity(*saved["identity"]),
+            fault,
+            had_device_file=True,
+            is_listed=saved["is_listed"],
         )
-        verdict = RETURNING if saved_value(saved, "is_gone", bool) else Verdict()
-        chip = Chip(function, identity, verdict, had_device_file=True)
-        return cls(chip, vitals, saved_value(saved, "had_telemetry", bool))
+        vitals = Vitals(*saved["vitals"])
+        return cls(chip, vitals, saved["fault_kind"], saved["since"])
 
 
 class Inventory:
-    """The chips of the node since boot."""
+    """The chips of the host since boot."""
 
-    def __init__(self, records: dict[str, ChipRecord]) -> None:
-        self.records = records  # by PCI address
+    def __init__(self, states: dict[str, ChipState]) -> None:
+        self.states = states  # by PCI address
         self.driver: str | None = None  # see driver_version()
+        self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions that no driver of ours has
         self._bus: Bus = {}
 
     @property
     def chips(self) -> dict[str, Chip]:
-        return {bdf: record.chip for bdf, record in self.records.items()}
+        return {bdf: state.chip for bdf, state in self.states.items()}
 
     @property
     def present(self) -> list[PciFunction]:
         """Return the functions that have a device file."""
-        records = self.records.values()
-        return [record.chip.function for record in records if record.chip.is_present]
+        states = self.states.values()
+        return [state.chip.function for state in states if state.chip.is_present]
 
     def scan(self, settings: Settings) -> None:
         """Look which chips and device files exist; raises OSError."""
-        self._bus = scan(settings, self._bus)
         self.driver = driver_version(settings)
+        self._bus = scan(settings, self._bus, driver_is_loaded=self.driver is not None)
 
-        functions = {bdf: function for bdf, function in self._bus.items() if function}
+        found = [function for function in self._bus.values() if function]
+        self.unsupported = tuple(sorted(each.bdf for each in found if not each.arch))
+        functions = {function.bdf: function for function in found if function.arch}
         for bdf, function in functions.items():
-            record = self.records.get(bdf)
-            if record is None or not record.chip.function.is_same_model(function):
-                record = self.records[bdf] = ChipRecord(Chip(function))
+            state = self.states.get(bdf)
+            if state is None or not state.chip.function.is_same_model(function):
+                state = self.states[bdf] = ChipState(Chip(function))
 
             if function.ordinal is None:
-                record.vanish(function)
+                state.vanish(function)
                 continue
 
-            # The record of a new chip has this function already, but never had a device file.
-            last = record.chip.function
-            if record.chip.had_device_file and function.differs_only_in_numa_node(last):
-                record.chip = record.chip._replace(function=function)
+            # The state of a new chip has this function already, but never had a device file.
+            is_new = not state.chip.had_device_file
+            if is_new or not function.is_same_but_numa_node(state.chip.function):
+                state.appear(function)
             else:
-                record.appear(function)
+                state.chip = state.chip._replace(function=function)
 
-        # Records stay until the daemon ends.
-        for bdf in self.records.keys() - functions.keys():
-            last = self.records[bdf].chip.function
-            self.records[bdf].vanish(last.without_device_file()._replace(on_bus=False))
+        # States stay until the daemon ends.
+        for bdf in self.states.keys() - functions.keys():
+            last = self.states[bdf].chip.function
+            self.states[bdf].vanish(last.without_device_file()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record what was read of chips."""
         for reading in readings:
-            record = self.records[reading.function.bdf]
+            state = self.states[reading.function.bdf]
             # A chip that has been renumbered since was read under its former number.
-            if record.chip.function.ordinal == reading.function.ordinal:
-                record.apply(reading, settings)
+            if state.chip.function.ordinal == reading.function.ordinal:
+                state.apply(reading, settings)
+
+    def date_faults(self, now: float) -> None:
+        """Record which faults have begun or ended; `now`: Unix time."""
+        for state in self.states.values():
+            state.date_fault(now)
 
 
-# ==== ALLOCATIONS: which pod holds which chips, by the kubelet's checkpoint =======================
+# ==== RESOURCES: what the configuration gives, whoever holds it. Pure =============================
+
+Status = grpc.StatusCode
+DeviceList = pb.ListAndWatchResponse
+
+
+class RequestError(Exception):
+    """A request of the kubelet's that is rejected: gRPC status code and reason."""
+
+
+class Device(NamedTuple):
+    """What an ID of a resource stands for: a chip, or a board. If it is shared, it has several."""
+
+    id: str
+    chips: tuple[Chip, ...]  # in the order of PCI addresses
+    place: Place  # of its first chip
+    expected_chips: int = 1  # how many it should have
+    is_reserved: bool = False  # listed only for a hold: the configuration does not give this ID
+    withheld: str | None = None  # why it is not offered: a pod holds its chips by another ID
+    holder: str | None = None  # that pod
+
+    @property
+    def addresses(self) -> ChipAddresses:
+        return frozenset(chip.bdf for chip in self.chips)
+
+    @property
+    def incomplete(self) -> str | None:
+        """Return why its chips are not one whole board."""
+        known, expected = len(self.chips), self.expected_chips
+        return f"only {known} of {expected} chips found" if known < expected else None
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the kubelet sees it as unhealthy."""
+        for chip in self.chips:
+            if reason := chip.reason:
+                return f"{chip.bdf}: {reason}" if self.expected_chips > 1 else str(reason)
+        return self.incomplete or self.withheld
+
+    @property
+    def numa_nodes(self) -> tuple[int, ...]:
+        nodes = {chip.function.numa_node for chip in self.chips}
+        return tuple(sorted(node for node in nodes if node is not None))
+
+
+@dataclass(frozen=True)
+class Resource:
+    """An extended resource."""
+
+    name: str  # "tenstorrent.com/n300"
+    devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
+    replicas: int = 0  # per device; 0: not shared
+    max_one_replica: bool = False  # per container
+    base_name: str = ""  # unshared, without the domain
+
+    @property
+    def short_name(self) -> str:
+        return without_domain(self.name)
+
+    @cached_property
+    def ids_by_device(self) -> list[list[str]]:
+        """Return the IDs of each device: more than one, if it is shared.
+
+        A reserved ID can be called like a device, but have other chips: it is another device then.
+        """
+        found = defaultdict(list)
+        for device_id, device in self.devices.items():
+            found[device.id, device.addresses].append(device_id)
+        return list(found.values())
+
+    @cached_property
+    def unique_devices(self) -> list[Device]:
+        """Return each device once: as withheld, if one of its IDs is."""
+        found = []
+        for ids in self.ids_by_device:
+            devices = [self.devices[device_id] for device_id in ids]
+            found.append(next((each for each in devices if each.withheld), devices[0]))
+        return found
+
+    @cached_property
+    def device_list(self) -> DeviceList:
+        """Return the message for the kubelet: without device numbers, which can change."""
+        message = DeviceList()
+        for ids in self.ids_by_device:
+            for device_id in ids:
+                device = self.devices[device_id]
+                nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+
+                message.devices.add(
+                    ID=device_id,
+                    health="Unhealthy" if device.reason else "Healthy",
+                    topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
+                )
+        return message
+
+    def chips(self, ids: Iterable[str]) -> list[Chip]:
+        """Return the chips of those of these IDs that exist, each once."""
+        chips: dict[str, Chip] = {}
+        for device_id in ids:
+            if device := self.devices.get(device_id):
+                chips |= {chip.bdf: chip for chip in device.chips}
+        return list(chips.values())
+
+
+Resources = dict[str, Resource]  # by name
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the configuration gives."""
+
+    resources: Resources
+    excluded: ChipAddresses  # chips that are taken out of service, with their whole boards
+    unplaced: Mapping[str, str]  # why the boards of chips are not known, by address
+    without_effect: Sequence[str]  # messages about settings that concern nothing on this node
+
+    @cached_property
+    def by_chip(self) -> dict[str, tuple[Resource, list[str]]]:
+        """Return the resource of each chip, and the IDs of its device, by address."""
+        found = {}
+        for resource in self.resources.values():
+            for ids in resource.ids_by_device:
+                for chip in resource.devices[ids[0]].chips:
+                    found[chip.bdf] = (resource, ids)
+        return found
+
+
+def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
+    """Return what the configuration gives of these chips, by address and in that order."""
+    listed = [chip for chip in chips.values() if chip.is_listed]
+    devices = devices_by_name(listed, settings)
+    excluded = chips.keys() & set(settings.exclude)
+    for device in chain(*devices.values()):
+        if not device.addresses.isdisjoint(settings.exclude):
+            excluded |= device.addresses
+
+    unplaced = {bdf: place.unknown for bdf, place in places(listed).items() if place.unknown}
+    return Offer(
+        resources=_configured_resources(devices, frozenset(excluded), settings),
+        excluded=frozenset(excluded),
+        unplaced=unplaced,
+        without_effect=list(_without_effect(chips, devices, settings)),
+    )
+
+
+def devices_by_name(chips: Sequence[Chip], settings: Settings) -> dict[str, list[Device]]:
+    """Return unshared devices by resource. The chips are in the order of PCI addresses."""
+    by_board = settings.unit == "board"
+    chip_places = places(chips)
+    groups = defaultdict(list)
+    for chip in chips:
+        # A chip whose board is not known belongs to no device.
+        if device_id := chip_places[chip.bdf].board_id if by_board else chip.bdf:
+            groups[resource_name(chip, settings), device_id].append(chip)
+
+    devices = defaultdict(list)
+    for (name, device_id), members in groups.items():
+        place = chip_places[members[0].bdf]
+        expected = place.board_size if by_board else 1
+        devices[name].append(Device(device_id, tuple(members), place, expected))
+    return dict(sorted(devices.items()))
+
+
+def resource_name(chip: Chip, settings: Settings) -> str:
+    """Return a chip's resource, unshared and without the domain."""
+    name = chip.board_type
+    if settings.resource_naming == "arch":
+        name = chip.function.arch or "unknown"
+    elif settings.resource_naming == "card":
+        name = chip.card_type or chip.function.arch or "unknown"
+
+    has_several_chips = settings.unit == "board" and (chip.is_galaxys or chip.board_type == "p300")
+    return f"{name}-board" if has_several_chips else name
+
+
+def _configured_resources(
+    devices: Mapping[str, list[Device]], excluded: ChipAddresses, settings: Settings
+) -> Resources:
+    sharing = settings.sharing
+    found: Resources = {}
+
+    def add(short: str, base_name: str, members: Iterable[Device], replicas: int = 0) -> None:
+        by_id = {}
+        for device in members:
+            by_id.update(dict.fromkeys(replica_ids(device.id, replicas), device))
+        if by_id:
+            name = f"{settings.resource_domain}/{short}"
+            max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
+            found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
+
+    for base_name, members in devices.items():
+        exclusive = [device for device in members if excluded.isdisjoint(device.addresses)]
+        for entry in sharing.resources:
+            if entry.name == base_name:
+                selected = selection(entry, exclusive)
+                exclusive = [device for device in exclusive if device not in selected]
+                add(sharing.shared_name(entry), base_name, selected, entry.replicas)
+        add(base_name, base_name, exclusive)
+    return found
+
+
+def replica_ids(device_id: str, replicas: int) -> list[str]:
+    """Return the IDs under which a device is advertised."""
+    if not replicas:
+        return [device_id]
+    return [f"{device_id}::{number}" for number in range(replicas)]
+
+
+def is_replica(device_id: str) -> bool:
+    return "::" in device_id
+
+
+def without_replica(device_id: str) -> str:
+    """Return the device's ID of a replica's."""
+    return device_id.partition("::")[0]
+
+
+def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
+    """Return the devices that an entry of the configuration shares."""
+    if isinstance(entry.devices, int):
+        return devices[: entry.devices]
+    if entry.devices == "all":
+        return devices
+    return [device for device in devices if aliases(device) & entry.named_devices]
+
+
+def aliases(device: Device) -> set[str]:
+    """Return the names by which the configuration can select a device.
+
+    A device number selects only while the chip is present: afterwards another one can have it.
+    """
+    numbers = {str(chip.function.ordinal) for chip in device.chips if chip.is_present}
+    return {device.id, *device.addresses, *numbers}
+
+
+def _without_effect(
+    chips: Container[str], devices: Mapping[str, list[Device]], settings: Settings
+) -> Iterator[str]:
+    """Yield messages about chips, devices and resources in the settings that do not exist."""
+    for bdf in settings.exclude:
+        if bdf not in chips:
+            yield f"exclude: {bdf} is not a chip of this node"
+
+    for entry in settings.sharing.resources:
+        found = devices.get(entry.name, [])
+        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
+        if missing:
+            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
+        elif not found:
+            available = ", ".join(devices) or "none"
+            yield f"sharing: there is no resource {entry.name}; available: {available}"
+
+
+# ==== HOLDS: which pod has which chips, and what follows from that ================================
 #
-# Each response to Allocate gives chips to a container. It counts, and so keeps them from other
-# pods, while there is evidence for it, and for EVIDENCE_LASTS seconds after the last evidence:
+# A *hold* is one answer to Allocate: what one container was given. The chips and directories stand
+# in the answer. The kubelet keeps it in its checkpoint, with resource, IDs, pod and container. So
+# holds are read, not remembered:
 #
-#     its entry in      the pod's       process
-#     the checkpoint    cgroup          in it     evidence
-#     --------------    ------------    -------   ------------------------------------------------
-#     not yet           -               -         the response itself, at the moment it is given
-#     yes               not seen        -         yes: a pod that is being admitted, or that has not
-#                       since boot                been started since then
-#     yes               exists          any       yes: an empty one, too, while volumes are mounted
-#                                                 or the sandbox is replaced
-#     yes               seen, gone      -         no: the pod has ended (an entry goes at the next
-#                                                 admission; up to 1.31 the last one's stays)
-#     no                exists          yes       yes: the pod was deleted by force, or the kubelet
-#                                                 has lost its checkpoint
-#     no                exists          not yet   yes: as before, while a container is being created
-#                                                 (see START_TIMEOUT)
-#     no                any other       -         no
+#     the hold is in
+#     the checkpoint    it is *current*, so has its chips
+#     --------------    --------------------------------------------------------------------------
+#     yes               while its pod's cgroup exists, or none was seen since the answer (or the
+#                       boot, if that is later)
+#     no                for WRITTEN_WITHIN seconds after the answer, as kubelets write late and
+#                       their writings overtake each other; and while its pod *runs*: it was
+#                       deleted by force, or the kubelet has lost its checkpoint
 #
-# If the checkpoint disappears, the last one stays in use. While it cannot be parsed, allocations
-# that count go on counting.
+# A checkpoint that has disappeared or cannot be parsed is as if it had not changed. What follows
+# from the current holds stands below, in this order:
 #
-# Counting keeps chips from other pods' lists. Whether a pod *runs* is another question, which
-# delays the starts of other pods' containers: see AllocationTracker.is_running().
+#     runs          which pods use their chips: others' containers do not start on these
+#     starts        whose start a PreStartContainer call may be, and when it is allowed
+#     lists         which IDs the kubelet gets, and which are withheld
+#     directories   for hugepages and locks: they exist while a current hold names them
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
+CHECKPOINT_MAX = 64 << 20  # bytes
 KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a container's chips
-EVIDENCE_LASTS = 30.0  # seconds for which an allocation counts after the last evidence
-START_TIMEOUT = 60.0  # seconds that a runtime has to create a container's first process
-KUBEPODS = re.compile(r"kubepods(\.slice)?|.+-kubepods\.slice")
-QOS_DIRECTORY = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
-POD_DIRECTORY = re.compile(r"pod(.+)|.+-pod([^-]+)\.slice")
+ANSWER_NAME = "tenstorrent.com/hold"  # annotation with the name of an answer
+WRITTEN_WITHIN = 30.0  # seconds after an answer in which the kubelet has written its checkpoint
+CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
+MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
 
-# Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
-# buses, a board's serial; of a shared device with the number of the replica.
-POSSIBLE_ID = re.compile(
-    r"([0-9a-f]{4,}:[0-9a-f]{2}(:[0-9a-f]{2}\.[0-7])?|[0-9A-F]{16})(::[0-9]+)?"
-)
-
-Label = Callable[["Allocation"], str]  # returns the name of its pod
+Label = Callable[["Hold"], str]  # returns the name of its pod
 PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
-AllocationKey = tuple[str, str, str]  # pod, container, resource
+HoldKey = tuple[str, str, str, str]
 
 
-class Allocation(NamedTuple):
-    """A container's devices of one resource, from one response to Allocate.
-
-    Either the chips are known or, of another plugin's response, the device files.
-    """
+class Hold(NamedTuple):
+    """One answer to Allocate: what a container was given of a resource."""
 
     resource: str
     ids: DeviceIds
-    chips: ChipAddresses
-    pod: str = ""  # UID; empty while no checkpoint contains the response
+    name: str = ""  # that we gave this answer; empty: another version did, or another plugin
+    chips: ChipAddresses = frozenset()  # of another plugin's: see with_chips()
+    device_files: tuple[str, ...] = ()  # of another plugin's
+    directories: tuple[str, ...] = ()  # for hugepages, on the host
+    locks: str = ""  # host directory that is its /dev/shm
+    is_ours: bool = True
+    pod: str = ""  # UID; empty while no checkpoint has named it
     container: str = ""
-    device_files: tuple[str, ...] = ()  # of another plugin's response, which names no addresses
 
     @property
-    def key(self) -> AllocationKey:
-        return (self.pod, self.container, self.resource)
+    def key(self) -> HoldKey:
+        return (self.pod, self.container, self.resource, self.name)
 
-    @property
-    def first_chip(self) -> str:
-        """Return the lowest address, after which the container's hugepage directory is named."""
-        return min(self.chips, key=address_numbers, default="")
+    def of(self, resource: str, ids: Iterable[str]) -> Hold:
+        """Return the hold that gives these IDs."""
+        ids = frozenset(ids)
+        # An administrator's own mount on /dev/shm is not a directory for locks.
+        has_locks = all(map(is_replica, ids)) and basename(self.locks) == without_domain(resource)
+        return self._replace(resource=resource, ids=ids, locks=self.locks if has_locks else "")
+
+    def shares_device(self, resource: str, ids: Collection[str]) -> bool:
+        """Return whether it has a replica of a device of which these are replicas, too."""
+        if self.resource != resource or not all(map(is_replica, {*self.ids, *ids})):
+            return False
+        return not {*map(without_replica, self.ids)}.isdisjoint(map(without_replica, ids))
+
+
+# -- the checkpoint --------------------------------------------------------------------------------
 
 
 class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
-    entries: Sequence[Allocation] = ()
-    # Resources with IDs that cannot be the daemon's: of another plugin, perhaps for the same chips.
-    rivals: frozenset[str] = frozenset()
+    holds: Sequence[Hold] = ()
+    unreadable: Sequence[str] = ()  # entries of ours, "pod UID, container NAME"
+    registered: Mapping[str, Any] = {}  # the IDs that the kubelet takes for healthy, by resource
 
 
-def parse_checkpoint(content: bytes) -> Checkpoint:
-    """Return a checkpoint; raises ValueError. Entries that are not as expected are skipped."""
+def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
+    """Return a checkpoint; raises ValueError. `domain`: that of the resources."""
     try:
         data = json.loads(content)["Data"]
         entries = list(data["PodDeviceEntries"] or ())
@@ -1884,43 +2137,45 @@ def parse_checkpoint(content: bytes) -> Checkpoint:
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
-    allocations = []
+    holds, unreadable = [], []
     for entry in entries:
-        with suppress(LookupError, TypeError, ValueError, AttributeError):
-            if allocation := _parse_entry(entry):
-                allocations.append(allocation)
-
-    rivals = set()
-    for resource, ids in registered.items():
-        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
-            continue
-        if not all(map(_is_possible_id, ids)):
-            rivals.add(resource)
-    return Checkpoint(allocations, frozenset(rivals))
+        try:
+            if hold := _parse_entry(entry, domain):
+                holds.append(hold)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if _is_ours(entry, domain):
+                names = (str(entry.get(key))[:63] for key in ("PodUID", "ContainerName"))
+                unreadable.append(printable("pod {}, container {}".format(*names)))
+                log.debug("checkpoint: %s: %s", unreadable[-1], error)
+    return Checkpoint(holds, unreadable, registered)
 
 
-def _parse_entry(entry: Json) -> Allocation | None:
-    """Return an entry of our devices, None for others'; raises ValueError and other errors."""
-    chips, device_files = _parse_response(entry["AllocResp"])
-    if not chips and not device_files:
+def _is_ours(entry: object, domain: str) -> bool:
+    """Return whether an entry is that of a device of ours, though the rest cannot be read."""
+    return isinstance(entry, dict) and str(entry.get("ResourceName")).startswith(f"{domain}/")
+
+
+def _parse_entry(entry: Json, domain: str) -> Hold | None:
+    """Return the hold of an entry, None for others' devices; raises ValueError and others.
+
+    Another plugin's answer under our domain counts, whatever the resource is called: its chips are
+    ours. One under another domain does not: a monitoring pod can have all chips.
+    """
+    resource = _name(entry["ResourceName"])
+    answer = _parse_answer(entry["AllocResp"] or "", resource.startswith(f"{domain}/"))
+    if not answer or not (answer.chips or answer.device_files):
         return None
 
     ids: set[str] = set()
     for ids_of_node in entry["DeviceIDs"].values():  # by NUMA node; one on two nodes is in both
         if not isinstance(ids_of_node, list):
-            raise ValueError("not a list")
+            raise ValueError("device IDs are not a list")
         ids.update(map(_name, ids_of_node))
     if not ids:
-        return None
+        raise ValueError("no device IDs")
 
-    return Allocation(
-        resource=_name(entry["ResourceName"]),
-        ids=frozenset(ids),
-        chips=chips,
-        pod=_name(entry["PodUID"]),
-        container=_name(entry["ContainerName"]),
-        device_files=device_files,
-    )
+    pod, container = _name(entry["PodUID"]), _name(entry["ContainerName"])
+    return answer.of(resource, ids)._replace(pod=pod, container=container)
 
 
 def _name(value: object) -> str:
@@ -1930,37 +2185,98 @@ def _name(value: object) -> str:
     return value
 
 
-@lru_cache(maxsize=1024)  # a checkpoint is written often, with the same responses
-def _parse_response(encoded: str) -> tuple[ChipAddresses, tuple[str, ...]]:
-    """Return the chips of a response, else its device files; raises ValueError."""
+@lru_cache(maxsize=1024)  # a checkpoint is written often, with the same answers
+def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
+    """Return what stands in an answer, None if it is another vendor's; raises ValueError."""
     content = base64.b64decode(encoded)
-    if ADDRESSES.encode() not in content and b"/tenstorrent/" not in content:
-        return frozenset(), ()
+    if not is_our_domain and ADDRESSES.encode() not in content:
+        return None
 
     try:
-        response = pb.ContainerAllocateResponse.FromString(content)
+        return read_answer(pb.ContainerAllocateResponse.FromString(content))
     except DecodeError as error:
         raise ValueError(str(error)) from None
-    chips = frozenset(filter(BDF.fullmatch, response.envs.get(ADDRESSES, "").split(",")))
-    device_files = tuple(device.host_path for device in response.devices)
-    return chips, (() if chips else device_files)
 
 
-@lru_cache(maxsize=16384)  # 128 chips of 100 replicas
-def _is_possible_id(identifier: str) -> bool:
-    return POSSIBLE_ID.fullmatch(identifier) is not None
+def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
+    """Return what stands in an answer, without resource, IDs and pod."""
+    ours = frozenset(filter(BDF.fullmatch, answer.envs.get(ADDRESSES, "").split(",")))
+    if not ours:
+        texts = [*answer.envs.values(), *(each.name for each in answer.cdi_devices)]
+        paths = [each.host_path for each in answer.devices if f"/{DRIVER}/" in each.host_path]
+        chips = frozenset(BDF.findall(" ".join([*texts, *paths])))
+        return Hold("", frozenset(), chips=chips, device_files=tuple(paths), is_ours=False)
+
+    directories, locks = [], ""
+    for mount in answer.mounts:
+        parent, name = os.path.split(mount.host_path)
+        # The host's own hugetlbfs, of hugepages = "host", is nobody's.
+        if basename(parent) == OWN_DIRECTORY and name not in ("", ".", ".."):
+            directories.append(mount.host_path)
+        elif mount.container_path == SHM != mount.host_path:
+            locks = mount.host_path
+    return Hold(
+        "",
+        frozenset(),
+        name=printable(answer.annotations.get(ANSWER_NAME, "")),
+        chips=ours,
+        directories=tuple(directories),
+        locks=locks,
+    )
+
+
+def with_chips(holds: Iterable[Hold], chips: Mapping[str, Chip]) -> Iterator[Hold]:
+    """Yield the holds; another plugin's with the chips that its device files have now."""
+    for hold in holds:
+        if hold.is_ours:
+            yield hold
+            continue
+
+        found = hold.chips & chips.keys()
+        names = {basename(path) for path in hold.device_files}
+        for bdf, chip in chips.items():
+            by_id = f"{chip.function.arch}-{chip.identity.asic_id}"  # the driver's link
+            if chip.is_present and not names.isdisjoint((str(chip.function.ordinal), by_id)):
+                found |= {bdf}
+        yield hold._replace(chips=found)
+
+
+# Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
+# buses, a p300's serial; of a shared device with the number of the replica.
+POSSIBLE_ID = re.compile(
+    r"([0-9a-f]{4,}:[0-9a-f]{2}(:[0-9a-f]{2}\.[0-7])?|[0-9A-F]{16})(::[0-9]+)?"
+)
+
+
+def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
+    """Return IDs that no configuration gives, by resource: another plugin's, unless a hold's."""
+    found = {}
+    for resource, ids in registered.items():
+        if isinstance(ids, list):
+            strange = [each for each in ids if not POSSIBLE_ID.fullmatch(str(each))]
+            if strange:
+                found[resource] = frozenset(map(str, strange))
+    return found
+
+
+# -- pods' cgroups ---------------------------------------------------------------------------------
+
+KUBEPODS = re.compile(r"kubepods(\.slice)?|.+-kubepods\.slice")
+QOS_DIRECTORY = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
+POD_DIRECTORY = re.compile(r"pod(.+)|.+-pod([^-]+)\.slice")
+CONMON = "crio-conmon-"  # CRI-O's monitor, in a cgroup beside its container's
 
 
 class Cgroups:
-    """The cgroups of pods at the last look, named by UID (pod_container_manager_linux.go)."""
+    """The cgroups of pods at the last refresh, by UID (pod_container_manager_linux.go)."""
 
     def __init__(self, sysfs_root: str) -> None:
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
         self._directories: dict[str, list[str]] = {}  # of pods, by UID with "_" for "-"
-        self._populated: dict[str, bool] = {}  # by UID; only of pods that were asked for
+        self._populated: dict[str, bool] = {}  # by UID; of the pods that were asked for since then
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """List the pods' directories, and drop all former findings; raises OSError."""
         self._directories = {}
         self._populated = {}
@@ -1996,290 +2312,381 @@ class Cgroups:
                     roots += filter(_is_roots_directory, inner)
         return roots
 
-    def exists(self, pod: str) -> bool:
-        return bool(self._directories.get(pod.replace("-", "_")))
+    def _of(self, pod: str) -> Sequence[str]:
+        # After a change of the cgroup driver a pod has two directories.
+        return self._directories.get(pod.replace("-", "_"), ())
 
-    def has_processes(self, pod: str) -> bool:
-        """Return whether a process is in a pod's cgroup, read at most once for each look."""
+    def exists(self, pod: str) -> bool:
+        return bool(self._of(pod))
+
+    def is_populated(self, pod: str) -> bool:
+        """Return whether a process is in a pod's cgroup, read at most once after each refresh."""
         if pod not in self._populated:
-            # After a change of the cgroup driver a pod has two directories.
-            directories = self._directories.get(pod.replace("-", "_"), ())
-            try:
-                self._populated[pod] = any(map(self._is_populated, directories))
-            except RecursionError:  # a thousand cgroups in each other
-                self._populated[pod] = True
+            self._populated[pod] = any(map(self._has_processes, self._of(pod)))
         return self._populated[pod]
 
-    def _is_populated(self, directory: str) -> bool:
+    def containers(self, pod: str) -> frozenset[str]:
+        """Return the cgroups of a pod's containers, pause process included, by their names."""
+        found: set[str] = set()
+        for directory in self._of(pod):
+            for each in if_exists(os.scandir, directory) or ():
+                if each.is_dir(follow_symlinks=False) and not each.name.startswith(CONMON):
+                    found.add(each.name)
+        return frozenset(found)
+
+    def has_populated(self, pod: str, containers: Iterable[str]) -> bool:
+        """Return whether a process is in one of these cgroups of a pod."""
+        paths = [f"{directory}/{name}" for directory in self._of(pod) for name in containers]
+        return any(map(self._has_processes, paths))
+
+    def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
+        waiting = [directory]
         try:
             if self._is_v2:
                 with open(f"{directory}/cgroup.events", "rb", 0) as file:
                     return b"populated 1" in file.read()
 
-            # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
-            with open(f"{directory}/tasks", "rb", 0) as file:
-                if file.read(1):
-                    return True
-            with os.scandir(directory) as entries:
-                below = [each.path for each in entries if each.is_dir(follow_symlinks=False)]
+            while waiting:
+                directory = waiting.pop()
+                # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
+                with open(f"{directory}/tasks", "rb", 0) as file:
+                    if file.read(1):
+                        return True
+                with os.scandir(directory) as entries:
+                    waiting += [each.path for each in entries if each.is_dir(follow_symlinks=False)]
         except OSError as error:
             return error.errno not in ABSENT
-        return any(map(self._is_populated, below))
+        return False
 
 
 def _is_roots_directory(path: str) -> bool:
-    """Return whether a directory is root's: a user can make `kubepods` in a subtree of the own."""
+    """Return whether a directory is root's: users can make a `kubepods` in their own subtree."""
     status = if_exists(os.lstat, path)
-    return bool(status and stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()))
+    return bool(status and stat.S_ISDIR(status.st_mode) and _is_roots(status))
+
+
+# -- current holds, runs and starts ----------------------------------------------------------------
+
+
+class Start(Enum):
+    """The last allowed start of a container with a hold's chips."""
+
+    NONE = "none"  # its pod has only a sandbox
+    AWAITED = "awaited"  # the container was not seen yet
+    SEEN = "seen"
+    OVER = "over"  # since then, the pod's cgroup was empty
 
 
 @dataclass(slots=True)
-class AllocationRecord:
-    """An allocation, and what its evidence depends on."""
+class HoldState:
+    """A hold, and what was seen of it."""
 
-    allocation: Allocation
-    evident_at: float | None = None  # when there was evidence for the last time
-    had_cgroup: bool = False  # the pod's cgroup was seen since the node was booted
-    start_was_allowed: bool = False  # of any container, since the node was booted
-    # When a container was last allowed to start; None once a process was seen: see is_running().
-    start_allowed_at: float | None = None
+    hold: Hold
+    answered_at: float | None = None  # in this boot; None: it was found in the checkpoint
+    is_in_checkpoint: bool = False
+    left_at: float = -inf  # when the checkpoint lost it
+    cgroup_seen: bool = False  # its pod's, since the answer or the boot
+    start: Start = Start.NONE
+    allowed_at: float = 0.0  # when that start was allowed …
+    containers: frozenset[str] = frozenset()  # … and the pod's container cgroups at that moment
 
-    def counts(self, now: float) -> bool:
-        return self.evident_at is not None and now - self.evident_at <= EVIDENCE_LASTS
+    @property
+    def pod_key(self) -> HoldKey | str:
+        """Return what is equal for holds of one pod; one without a name is a pod of its own."""
+        return self.hold.pod or self.hold.key
 
-    def to_state(self, now: float) -> Json:
-        """Return the state for the next daemon."""
-        resource, ids, chips, pod, container, device_files = self.allocation
+    def to_saved(self) -> Json:
+        hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
+        hold["chips"] = sorted(self.hold.chips)
         return {
-            "resource": resource,
-            "ids": sorted(ids),
-            "chips": sorted(chips),
-            "pod": pod,
-            "container": container,
-            "device_files": device_files,
-            "counts": self.counts(now),
-            "had_cgroup": self.had_cgroup,
-            "start_was_allowed": self.start_was_allowed,
-            "start_allowed_at": self.start_allowed_at,
+            "hold": hold,
+            "answered_at": self.answered_at,
+            "is_in_checkpoint": self.is_in_checkpoint,
+            "cgroup_seen": self.cgroup_seen,
+            "start": self.start.value,
+            "allowed_at": self.allowed_at,
+            "containers": sorted(self.containers),
         }
 
     @classmethod
-    def from_state(cls, saved: Json, now: float) -> AllocationRecord:
-        """Return a saved record; raises KeyError, ValueError. One that counted does from now on."""
-        chips = frozenset(saved_value(saved, "chips", list))
-        if not all(map(BDF.fullmatch, chips)):
-            raise ValueError("chips are not PCI addresses")
-        device_files = tuple(saved_value(saved, "device_files", list))
-        if not all(isinstance(path, str) for path in device_files):
-            raise ValueError("device_files are not paths")
-
-        allocation = Allocation(
-            saved_value(saved, "resource", str),
-            frozenset(map(_name, saved_value(saved, "ids", list))),
-            chips,
-            saved_value(saved, "pod", str),
-            saved_value(saved, "container", str),
-            device_files,
-        )
+    def from_saved(cls, saved: Json) -> HoldState:
+        """Return a hold of the last daemon. Raises many errors: see StateFile."""
+        hold = saved["hold"]
+        for key, kind in (("ids", frozenset), ("chips", frozenset)):
+            hold[key] = kind(hold[key])
+        for key in ("device_files", "directories"):
+            hold[key] = tuple(hold[key])
         return cls(
-            allocation,
-            evident_at=now if saved_value(saved, "counts", bool) else None,
-            had_cgroup=saved_value(saved, "had_cgroup", bool),
-            start_was_allowed=saved_value(saved, "start_was_allowed", bool),
-            start_allowed_at=saved_value(saved, "start_allowed_at", float, optional=True),
+            Hold(**hold),
+            answered_at=saved["answered_at"],
+            is_in_checkpoint=saved["is_in_checkpoint"],
+            cgroup_seen=saved["cgroup_seen"],
+            start=Start(saved["start"]),
+            allowed_at=saved["allowed_at"],
+            containers=frozenset(saved["containers"]),
         )
 
 
-class AllocationTracker:
-    """Tracks which allocations count: see the table at the head of this chapter."""
+class Call(NamedTuple):
+    """A PreStartContainer call, which has only a resource and IDs."""
 
-    def __init__(self, settings: Settings, saved: Iterable[AllocationRecord]) -> None:
-        self.checkpoint = Checkpoint()
-        self.checkpoint_file: FileIdentity | None = None  # of the checkpoint that was read last
+    resource: str
+    ids: DeviceIds
+    chips: ChipAddresses  # of these IDs
+    callers: Sequence[HoldState]  # the holds whose container it may be, when it came
+
+
+class HoldBook:
+    """The holds of this host. Times are seconds of the monotonic clock."""
+
+    def __init__(self, settings: Settings, saved: Iterable[HoldState]) -> None:
+        self.checkpoint_stamp: FileIdentity | None = None  # of the checkpoint that was read last
         self.has_read = False  # a checkpoint was parsed
-        self.unreadable: str | None = None  # why the present checkpoint cannot be used
+        self.problem: str | None = None  # why the present checkpoint cannot be used
+        self.unreadable: Sequence[str] = ()  # its entries that cannot be read
         self.names: dict[str, str] = {}  # "namespace/name" by UID
         self._path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
+        self._domain = ""  # for which the checkpoint was read
         self._cgroups = Cgroups(settings.sysfs_root)
-        self._must_look = True
-        self._entries: dict[AllocationKey, Allocation] = {}
+        self._is_stale = True  # an observation has failed
+        self._checkpoint = Checkpoint()
+        self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
+        # In the order in which they were answered or found.
+        self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
 
-        # Both with the newest last. A response that no checkpoint contains has no pod yet; the key
-        # is its resource and IDs.
-        self._records: dict[AllocationKey, AllocationRecord] = {}
-        self._pending: dict[tuple[str, DeviceIds], AllocationRecord] = {}
-        for record in saved:
-            allocation = record.allocation
-            if allocation.pod:
-                self._records[allocation.key] = record
-            else:
-                self._pending[allocation.resource, allocation.ids] = record
+    def refresh(self, now: float, domain: str, *, look: bool) -> None:
+        """Read the checkpoint if it has changed; then, or if `look`, list the pods' cgroups.
 
-    def observe(self, now: float, *, look: bool) -> None:
-        """Read the checkpoint if it has changed; then, or if `look`, look at the pods' cgroups.
-
-        Raises OSError; the next call looks again then.
+        Raises OSError; the next call does it all then.
         """
-        self._must_look |= look
-        self._read_checkpoint()
-        if self._must_look:
-            self._look(now)
-            self._must_look = False
+        self._is_stale |= look
+        self._is_stale |= self._read_checkpoint(domain)
+        if self._is_stale:
+            self._cgroups.refresh()
+            if self.has_read:
+                self._take_entries(now)
+            self._follow(now)
+            self._is_stale = False
 
-    def _read_checkpoint(self) -> None:
-        identity = file_identity(self._path)
-        if identity in (None, self.checkpoint_file):
-            return
+    def _read_checkpoint(self, domain: str) -> bool:
+        """Return whether there is a new checkpoint."""
+        stamp = file_identity(self._path)
+        if (stamp, domain) == (self.checkpoint_stamp, self._domain):
+            return False
+        if stamp is None and not self.has_read:
+            return False  # no kubelet has written one yet
+
+        self.checkpoint_stamp, self._domain = stamp, domain
         try:
-            with open(self._path, "rb") as file:
-                content = file.read()
+            checkpoint = parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX), domain)
         except FileNotFoundError:
-            return
+            self._note_problem("has disappeared", "the kubelet has forgotten its pods")
+            return False
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in OWN_ERRORS:
+                self.checkpoint_stamp = None
+                raise
+            self._note_problem("cannot be read", str(error))
+            return False
 
-        self.checkpoint_file = identity
-        try:
-            self.checkpoint = parse_checkpoint(content)
-        except ValueError as error:
-            if self.unreadable is None:
-                log.warning("%s cannot be parsed: %s", self._path, error)
-            self.unreadable = f"{CHECKPOINT} cannot be parsed"
-            # The entries stay in use. What is registered now is not known: no rival is named.
-            self.checkpoint = self.checkpoint._replace(rivals=frozenset())
-            return
-
-        if self.unreadable:
-            log.info("%s can be parsed again", self._path)
-        self.unreadable = None
+        if self.problem:
+            log.info("%s can be read again", self._path)
+        for entry in checkpoint.unreadable:
+            if entry not in self.unreadable:
+                log.warning("%s: cannot read the entry of %s", self._path, entry)
+        if checkpoint.registered != self._checkpoint.registered:
+            self._strange = strange_ids(checkpoint.registered)
+        self.problem, self.unreadable = None, checkpoint.unreadable
         self.has_read = True
-        self._entries = {each.key: each for each in self.checkpoint.entries}
-        self._record_entries()
+        self._checkpoint = checkpoint
+        return True
 
-    def _record_entries(self) -> None:
-        """Record new entries. One replaces its pending response, and the container's former one."""
-        for key, allocation in self._entries.items():
-            record = self._records.get(key)
-            if record and record.allocation == allocation:
-                continue
+    def _note_problem(self, what: str, why: str) -> None:
+        if self.problem is None:
+            log.warning("%s %s (%s); its last content stays in use", self._path, what, why)
+        self.problem = f"{CHECKPOINT} {what}"
+        # What is registered now is not known, so no other plugin is named.
+        self._checkpoint = self._checkpoint._replace(registered={})
+        self._strange = {}
 
-            record = self._pending.pop((allocation.resource, allocation.ids), None)
-            if record:
-                record.allocation = allocation
-            else:
-                # Another daemon has given this response. The container may have started, and its
-                # hugepage files must not be removed when it starts again.
-                record = AllocationRecord(allocation, start_was_allowed=True)
-            self._records.pop(key, None)  # so that the new record is the last
-            self._records[key] = record
-            self._must_look = True
+    def _take_entries(self, now: float) -> None:
+        """Bring the states in line with the checkpoint."""
+        present = {hold.key: hold for hold in self._checkpoint.holds}
+        for key, hold in present.items():
+            if key not in self._states:
+                self._states[key] = self._unnamed(hold) or self._found(hold)
+            self._states[key].hold = hold
+            self._states[key].is_in_checkpoint = True
 
-    def _look(self, now: float) -> None:
-        """Look for evidence, and drop the records of allocations that no longer matter."""
-        if self._records:
-            self._cgroups.look()
+        for key, state in self._states.items():
+            if state.is_in_checkpoint and key not in present:
+                state.is_in_checkpoint = False
+                state.left_at = now
 
-        for record in self._records.values():
-            pod = record.allocation.pod
-            exists = self._cgroups.exists(pod)
-            record.had_cgroup |= exists
-            self._end_start(record, now)
-            if self._has_evidence(record):
-                record.evident_at = now
-        if self.unreadable:
-            for record in self._all_records():
-                if record.counts(now):
-                    record.evident_at = now
+    def _unnamed(self, hold: Hold) -> HoldState | None:
+        """Return the state of an answer that a checkpoint names for the first time."""
+        return self._states.pop(("", "", hold.resource, hold.name), None) if hold.name else None
 
-        # The record of an entry stays, also without evidence. Otherwise the next look would take
-        # a pod that has ended for one that has not been started.
-        for key in [*self._records]:
-            if key not in self._entries and not self._records[key].counts(now):
-                del self._records[key]
-        for pending_key in [*self._pending]:
-            if not self._pending[pending_key].counts(now):
-                del self._pending[pending_key]
-        pods = {pod for pod, *_ in self._records}
+    def _found(self, hold: Hold) -> HoldState:
+        """Return the state of a hold that this daemon and the last one have not answered.
+
+        If its pod's cgroup exists, a container may have started.
+        """
+        start = Start.SEEN if self._cgroups.exists(hold.pod) else Start.NONE
+        return HoldState(hold, start=start)
+
+    def _follow(self, now: float) -> None:
+        """Note what has become of pods and starts, and drop the states that no longer matter."""
+        for state in self._states.values():
+            pod = state.hold.pod
+            state.cgroup_seen |= self._cgroups.exists(pod)
+            if state.start is Start.AWAITED and self._is_start_over(state, now):
+                state.start = Start.SEEN
+
+        # An entry's state stays while it is not current, or the next refresh would take a pod that
+        # has ended for one whose cgroup does not exist yet.
+        for key in [*self._states]:
+            state = self._states[key]
+            was_there = state.is_in_checkpoint or now - state.left_at < MISSING_FOR
+            if not was_there and not self.is_current(state, now):
+                del self._states[key]
+        pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
-    def _has_evidence(self, record: AllocationRecord) -> bool:
-        """Return whether there is evidence for an allocation now, by the table above."""
-        pod = record.allocation.pod
-        if record.allocation.key in self._entries:
-            return self._cgroups.exists(pod) or not record.had_cgroup
-        return self._cgroups.has_processes(pod) or record.start_allowed_at is not None
+    def _is_start_over(self, state: HoldState, now: float) -> bool:
+        """Return whether the container of an awaited start was seen, or will not come."""
+        if now - state.allowed_at > CREATED_WITHIN:
+            return True
 
-    def _end_start(self, record: AllocationRecord, now: float) -> None:
-        """End the time in which an allowed start counts as a process.
-
-        There is one now, or there will be none: the pod is gone, or START_TIMEOUT has passed.
-        """
-        pod = record.allocation.pod
-        if record.start_allowed_at is None:
-            return
-        is_overdue = now - record.start_allowed_at > START_TIMEOUT
-        if is_overdue or not self._cgroups.exists(pod) or self._cgroups.has_processes(pod):
-            record.start_allowed_at = None
-
-    def add_response(self, allocation: Allocation, now: float) -> None:
-        """Record a response to Allocate, until the checkpoint contains it."""
-        key = (allocation.resource, allocation.ids)
-        self._pending.pop(key, None)
-        self._pending[key] = AllocationRecord(allocation, evident_at=now)
-
-    def counting(self, now: float) -> tuple[Allocation, ...]:
-        """Return the allocations that count, the newest last."""
-        records = self._all_records()
-        return tuple(record.allocation for record in records if record.counts(now))
-
-    def _all_records(self) -> Iterator[AllocationRecord]:
-        return chain(self._records.values(), self._pending.values())
-
-    def is_running(self, allocation: Allocation) -> bool:
-        """Return whether, at the last look, the pod ran or a container of it was starting.
-
-        With containerd a pod has its pause process from the beginning. CRI-O runs none, so a pod
-        has no process from the moment at which the start of its first container was allowed until
-        that container was created.
-        """
-        pod = allocation.pod
+        pod = state.hold.pod
         if not pod:
-            # No checkpoint contains the response yet. If none ever does, its record ends by itself.
-            record = self._record_of(allocation)
-            return record is not None and record.start_allowed_at is not None
+            return False  # its cgroup cannot be found yet
+        if not self._cgroups.exists(pod):
+            return True
+        new = self._cgroups.containers(pod) - state.containers
+        return self._cgroups.has_populated(pod, new)
 
-        # A start of any of its containers counts: they are one pod, with all of its devices.
-        records = [each for each in self._records.values() if each.allocation.pod == pod]
-        is_starting = any(each.start_allowed_at is not None for each in records)
-        return is_starting or self._cgroups.has_processes(pod)
+    def note_ended_pods(self) -> None:
+        """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
+        for state in self._states.values():
+            pod = state.hold.pod
+            if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
+                state.start = Start.OVER
 
-    def start_was_allowed(self, allocation: Allocation) -> bool:
-        """Return whether a container of the pod was allowed to start with the same first chip.
+    def add(self, hold: Hold, now: float) -> None:
+        """Add an answer that is given now."""
+        self._states[hold.key] = HoldState(hold, answered_at=now)
 
-        Such containers have one directory for hugepages.
+    def is_current(self, state: HoldState, now: float) -> bool:
+        """Return whether a hold still has its chips: see the table at the head of this chapter."""
+        if state.is_in_checkpoint:
+            return self._cgroups.exists(state.hold.pod) or not state.cgroup_seen
+
+        if state.answered_at is not None and now - state.answered_at < WRITTEN_WITHIN:
+            return True
+        return self.runs(state)
+
+    def current(self, now: float) -> tuple[Hold, ...]:
+        """Return the current holds."""
+        states = self._states.values()
+        return tuple(state.hold for state in states if self.is_current(state, now))
+
+    def runs(self, state: HoldState) -> bool:
+        """Return whether the pod of a hold runs on its chips.
+
+        It does from the first allowed start of one of its containers with these chips until its
+        cgroup is empty; after that, only a new allowed start makes it run again. From each allowed
+        start until the new container's cgroup was seen populated (at most CREATED_WITHIN), the pod
+        counts as not empty: without a pause process (CRI-O) it has no process meanwhile. Of another
+        plugin's holds no start is seen, so that the processes decide alone.
         """
-        device = allocation.first_chip
-        return any(
-            record.start_was_allowed
-            for record in self._all_records()
-            if (record.allocation.pod, record.allocation.first_chip) == (allocation.pod, device)
-        )
+        pod = state.hold.pod
+        if not pod:
+            return state.start is Start.AWAITED
 
-    def allow_start(self, allocation: Allocation, now: float) -> None:
-        """Record that a container of this allocation may start now: see is_running()."""
-        if record := self._record_of(allocation):
-            record.start_was_allowed = True
-            if not self._cgroups.has_processes(allocation.pod):
-                record.start_allowed_at = now
+        if not state.hold.is_ours:
+            return self._cgroups.is_populated(pod)
+        if state.start is Start.AWAITED:
+            return self._cgroups.exists(pod)
+        return state.start is Start.SEEN and self._cgroups.is_populated(pod)
 
     @property
-    def has_starting_pods(self) -> bool:
-        """Return whether a container was allowed to start, and no process was seen yet."""
-        return any(each.start_allowed_at is not None for each in self._records.values())
+    def is_awaiting_containers(self) -> bool:
+        return any(state.start is Start.AWAITED for state in self._states.values())
 
-    def _record_of(self, allocation: Allocation) -> AllocationRecord | None:
-        if allocation.pod:
-            return self._records.get(allocation.key)
-        return self._pending.get((allocation.resource, allocation.ids))
+    def call(self, resource: str, ids: DeviceIds, chips: ChipAddresses, now: float) -> Call:
+        """Return a PreStartContainer call that comes now, with its possible callers.
+
+        These are the pods that the checkpoint has with exactly these IDs (or had a moment before),
+        and holds that no checkpoint has named yet.
+        """
+        callers = []
+        for state in self._states.values():
+            is_same = (state.hold.resource, state.hold.ids) == (resource, ids)
+            if is_same and self._may_call(state, now):
+                callers.append(state)
+
+        return Call(resource, ids, chips.union(*(state.hold.chips for state in callers)), callers)
+
+    def _may_call(self, state: HoldState, now: float) -> bool:
+        if self._states.get(state.hold.key) is not state:
+            return False  # it was dropped
+        if not state.is_in_checkpoint and now - state.left_at < MISSING_FOR:
+            return True
+        is_known = state.is_in_checkpoint or not state.hold.pod
+        return is_known and self.is_current(state, now)
+
+    def was_deleted(self, call: Call, now: float) -> bool:
+        """Return whether the pod of a call has left the checkpoint, whichever it is."""
+        return bool(call.callers) and not any(self._may_call(each, now) for each in call.callers)
+
+    def waits_for(self, call: Call, holds: Iterable[Hold]) -> list[Hold]:
+        """Return the holds for whose pods' end a start must wait; none if it is allowed.
+
+        It waits while another pod runs on one of the chips without sharing them. `holds`: the
+        current ones. If the only pod that runs is the only possible caller, the start is that of
+        its next container, or a restart.
+        """
+        running = []
+        for hold in holds:
+            shares = hold.shares_device(call.resource, call.ids)
+            if shares or call.chips.isdisjoint(hold.chips):
+                continue
+            if self.runs(self._states[hold.key]):
+                running.append(hold)
+
+        pods = {self._states[hold.key].pod_key for hold in running}
+        own = {state.pod_key for state in call.callers}
+        return [] if len(own) == 1 and pods == own else running
+
+    def allow(self, call: Call, now: float) -> None:
+        """Note that a start is allowed: it counts for all possible callers."""
+        for state in call.callers:
+            state.start = Start.AWAITED
+            state.allowed_at = now
+            state.containers = self._cgroups.containers(state.hold.pod)
+
+    def forgotten_ids(self, resource: str, holds: Iterable[Hold]) -> DeviceIds:
+        """Return IDs of running pods that the kubelet does not know, so takes for free."""
+        found: set[str] = set()
+        for hold in holds:
+            state = self._states[hold.key]
+            if hold.resource == resource and not state.is_in_checkpoint and self.runs(state):
+                found |= hold.ids
+        return frozenset(found)
+
+    def other_plugins(self, holds: Iterable[Hold]) -> set[str]:
+        """Return the resources under whose name another plugin has registered.
+
+        The kubelet takes IDs for healthy that are neither possible here nor a hold's.
+        """
+        if not self._strange:
+            return set()
+        held: dict[str, set[str]] = defaultdict(set)
+        for hold in holds:
+            held[hold.resource] |= hold.ids
+        return {name for name, ids in self._strange.items() if not ids <= held[name]}
 
     def apply_names(self, listed: PodNames) -> None:
         """Record the pods' names that the kubelet has listed.
@@ -2288,346 +2695,401 @@ class AllocationTracker:
         pod already for the devices of one that was deleted by force.
         """
         names = dict(self.names)
-        for allocation in self._entries.values():
-            for identifier in allocation.ids:
-                name = listed.get((allocation.resource, identifier, allocation.container))
-                if name:
-                    names.setdefault(allocation.pod, name)
+        for hold in self._checkpoint.holds:
+            for device_id in hold.ids:
+                if name := listed.get((hold.resource, device_id, hold.container)):
+                    names.setdefault(hold.pod, name)
         self.names = names
 
-    def to_state(self, now: float) -> list[Json]:
-        return [record.to_state(now) for record in self._all_records()]
+    def to_saved(self) -> list[Json]:
+        return [state.to_saved() for state in self._states.values()]
 
+    # The directories of holds: see below.
 
-# ==== RESOURCES: which devices exist, and their names. Pure =======================================
+    def directory_for(self, hold: Hold, now: float) -> str | None:
+        """Return the name of the hugepage directory that a new answer shares; None: a new one.
 
-Status = grpc.StatusCode
-
-
-class RequestError(Exception):
-    """A request of the kubelet's that is rejected: gRPC status code and reason."""
-
-
-class Device(NamedTuple):
-    """A chip or a board; if it is shared, it has several IDs."""
-
-    id: str
-    chips: tuple[Chip, ...]  # in the order of PCI addresses
-    place: Place  # of its first chip
-    expected_chips: int = 1  # how many it should have
-    withheld: str | None = None  # why it is not offered: a pod holds its chips by another name
-    holder: str | None = None  # that pod
-    is_retained: bool = False  # a pod holds it under an ID that the configuration does not give
-
-    @property
-    def addresses(self) -> ChipAddresses:
-        return frozenset(chip.bdf for chip in self.chips)
-
-    @property
-    def incomplete(self) -> str | None:
-        """Return why its chips are not one whole board."""
-        known, expected = len(self.chips), self.expected_chips
-        return f"only {known} of {expected} chips found" if known < expected else None
-
-    @property
-    def reason(self) -> str | None:
-        """Return why the kubelet sees it as unhealthy."""
-        for chip in self.chips:
-            if chip.reason:
-                return f"{chip.bdf}: {chip.reason}" if self.expected_chips > 1 else str(chip.reason)
-        return self.incomplete or self.withheld
-
-    @property
-    def numa_nodes(self) -> tuple[int, ...]:
-        nodes = {chip.function.numa_node for chip in self.chips}
-        return tuple(sorted(node for node in nodes if node is not None))
-
-
-@dataclass(frozen=True)
-class Resource:
-    """An extended resource."""
-
-    name: str  # "tenstorrent.com/n300"
-    devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
-    replicas: int = 0  # per device; 0: not shared
-    max_one_replica: bool = False  # per container
-    base_name: str = ""  # unshared, without the domain
-
-    @property
-    def short_name(self) -> str:
-        return without_domain(self.name)
-
-    @cached_property
-    def ids_by_device(self) -> list[list[str]]:
-        """Return the IDs of each device: more than one, if it is shared.
-
-        A held ID can have a device's name, but other chips; it is another device then.
+        The kubelet gives an init container's IDs to the pod's other containers, too, each with an
+        Allocate, before any of them starts. So an answer for the same IDs as a recent one has its
+        directory, if nobody can have used that. Containers that share a device have one directory.
         """
-        found = defaultdict(list)
-        for identifier, device in self.devices.items():
-            found[device.id, device.addresses].append(identifier)
-        return list(found.values())
+        if all(map(is_replica, hold.ids)):
+            for device_id in sorted(hold.ids):
+                for state in self._states.values():
+                    shares = state.hold.shares_device(hold.resource, [device_id])
+                    if shares and state.hold.directories and self.is_current(state, now):
+                        return basename(state.hold.directories[0])
+            return None
 
-    @cached_property
-    def unique_devices(self) -> list[Device]:
-        """Return each device once: as withheld, if one of its IDs is."""
-        found = []
-        for ids in self.ids_by_device:
-            devices = [self.devices[identifier] for identifier in ids]
-            found.append(next((each for each in devices if each.withheld), devices[0]))
-        return found
+        used = {
+            directory
+            for state in self._states.values()
+            if state.cgroup_seen or state.start is not Start.NONE
+            for directory in state.hold.directories
+        }
+        for state in reversed(self._states.values()):
+            is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
+            is_recent = state.answered_at is not None and now - state.answered_at < WRITTEN_WITHIN
+            is_unused = used.isdisjoint(state.hold.directories)
+            if is_same and is_recent and is_unused and state.hold.directories:
+                return basename(state.hold.directories[0])
+        return None
 
-    @cached_property
-    def summary(self) -> str:
-        """Return its part of the daemon's status, with the first unhealthy device."""
-        devices = self.unique_devices
-        unhealthy = [f"{each.id}: {each.reason}" for each in devices if each.reason]
-        replicas = f", {self.replicas} replicas each" if self.replicas else ""
-        text = f"{len(devices)} × {self.name}{replicas}, {len(devices) - len(unhealthy)} healthy"
-        if not unhealthy:
-            return text
-        return f"{text} ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
+    def left_behind(self, call: Call, holds: Iterable[Hold]) -> set[str]:
+        """Return the hugepage directories that are to be emptied before a start.
 
-    @cached_property
-    def device_list(self) -> DeviceList:
-        """Return the message for the kubelet: without device numbers, which can change."""
-        message = DeviceList()
-        for ids in self.ids_by_device:
-            for identifier in ids:
-                device = self.devices[identifier]
-                nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-
-                message.devices.add(
-                    ID=identifier,
-                    health="Unhealthy" if device.reason else "Healthy",
-                    topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
-                )
-        return message
-
-    def chips(self, ids: Iterable[str]) -> list[Chip]:
-        """Return the chips of those of these IDs that exist, each once."""
-        chips: dict[str, Chip] = {}
-        for identifier in ids:
-            if device := self.devices.get(identifier):
-                chips |= {chip.bdf: chip for chip in device.chips}
-        return list(chips.values())
+        These are those that only holds of its chips name of which none runs, but none of a possible
+        caller: a pod that was killed leaves its files, and the kubelet gives its chips away before
+        its cgroup goes. `holds`: the current ones.
+        """
+        found: set[str] = set()
+        kept: set[str] = set()
+        for state in call.callers:
+            kept.update(state.hold.directories)
+        for hold in holds:
+            is_in_use = call.chips.isdisjoint(hold.chips) or self.runs(self._states[hold.key])
+            (kept if is_in_use else found).update(hold.directories)
+        return found - kept
 
 
-Resources = dict[str, Resource]  # by name
-DeviceList = pb.ListAndWatchResponse
-
-
-def replica_ids(identifier: str, replicas: int) -> list[str]:
-    """Return the IDs under which a device is advertised."""
-    if not replicas:
-        return [identifier]
-    return [f"{identifier}::{number}" for number in range(replicas)]
-
-
-def is_replica(identifier: str) -> bool:
-    return "::" in identifier
-
-
-def resource_name(chip: Chip, settings: Settings) -> str:
-    """Return a chip's resource, unshared and without the domain."""
-    name = chip.board_type
-    if settings.resource_naming == "arch":
-        name = chip.function.arch or "unknown"
-    elif settings.resource_naming == "card":
-        name = chip.card_type or chip.function.arch or "unknown"
-
-    has_several_chips = settings.unit == "board" and (chip.is_galaxys or chip.board_type == "p300")
-    return f"{name}-board" if has_several_chips else name
-
-
-def devices_by_name(chips: Chips, settings: Settings) -> dict[str, list[Device]]:
-    """Return unshared devices by resource. The chips are in the order of PCI addresses."""
-    by_board = settings.unit == "board"
-    chips = list(chips)
-    chip_places = places(chips)
-    groups = defaultdict(list)
-    for chip in chips:
-        # A chip whose board is not known belongs to no device.
-        if device_id := chip_places[chip.bdf].board_id if by_board else chip.bdf:
-            groups[resource_name(chip, settings), device_id].append(chip)
-
-    devices = defaultdict(list)
-    for (name, device_id), members in groups.items():
-        place = chip_places[members[0].bdf]
-        expected = place.board_size if by_board else 1
-        devices[name].append(Device(device_id, tuple(members), place, expected))
-    return dict(sorted(devices.items()))
-
-
-def is_excluded(device: Device, settings: Settings) -> bool:
-    """Return whether a chip of a device is taken out of service."""
-    return not device.addresses.isdisjoint(settings.exclude)
-
-
-def configured_resources(chips: Chips, settings: Settings) -> Resources:
-    """Return the resources that the configuration gives, by name."""
-    sharing = settings.sharing
-    found: Resources = {}
-
-    def add(short: str, base_name: str, devices: Iterable[Device], replicas: int = 0) -> None:
-        by_id = {}
-        for device in devices:
-            by_id.update(dict.fromkeys(replica_ids(device.id, replicas), device))
-        if by_id:
-            name = f"{settings.resource_domain}/{short}"
-            max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
-            found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
-
-    for base_name, devices in devices_by_name(chips, settings).items():
-        exclusive = [device for device in devices if not is_excluded(device, settings)]
-        for entry in sharing.resources:
-            if entry.name == base_name:
-                selected = selection(entry, exclusive)
-                exclusive = [device for device in exclusive if device not in selected]
-                add(sharing.shared_name(entry), base_name, selected, entry.replicas)
-        add(base_name, base_name, exclusive)
-    return found
-
-
-def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
-    """Return the devices that an entry of the configuration shares."""
-    if isinstance(entry.devices, int):
-        return devices[: entry.devices]
-    if entry.devices == "all":
-        return devices
-    return [device for device in devices if aliases(device) & entry.named_devices]
-
-
-def aliases(device: Device) -> set[str]:
-    """Return the names by which the configuration can select a device.
-
-    A device number selects only while the chip is present: afterwards another one can have it.
-    """
-    numbers = {str(chip.function.ordinal) for chip in device.chips if chip.is_present}
-    return {device.id, *device.addresses, *numbers}
-
-
-def settings_in_vain(
-    chips: Container[str], listed: Sequence[Chip], settings: Settings
-) -> Iterator[str]:
-    """Yield messages about chips, devices and resources in the settings that do not exist."""
-    for bdf in settings.exclude:
-        if bdf not in chips:
-            yield f"exclude: {bdf} is not a chip of this node"
-
-    devices = devices_by_name(listed, settings)
-    for entry in settings.sharing.resources:
-        found = devices.get(entry.name, [])
-        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
-        if missing:
-            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
-        elif not found:
-            available = ", ".join(devices) or "none"
-            yield f"sharing: there is no resource {entry.name}; available: {available}"
+# -- lists -----------------------------------------------------------------------------------------
 
 
 def advertise(
-    configured: Resources,
-    chips: Mapping[str, Chip],
-    allocations: Sequence[Allocation],
-    label: Label,
+    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], label: Label
 ) -> Resources:
-    """Return the resources as the kubelet gets them, by name.
+    """Return the resources as the kubelet gets them, by name: those of the offer, if holds fit it.
 
-    They have two kinds of IDs. An ID that a pod holds stands for the chips that the pod was given,
-    whatever the configuration gives now: kubelets 1.35 to 1.37 crash at their start if it is not
-    listed (topology_hints.go), and without it the pod's containers cannot start again. Every other
-    ID is withheld while a pod holds one of its chips under another name.
+    Each ID of a hold is listed, whatever the configuration says now: kubelets 1.35 to 1.37 crash at
+    their start without it (topology_hints.go), and end the pod if it is unhealthy then. If the
+    configuration gives the ID for chips of the hold, it has their health. Otherwise it is reserved,
+    and healthy if all chips of the hold are. Every other ID is withheld while a hold has one of its
+    chips under another resource, or under an ID of another device.
     """
-    # The usual case: each ID that a pod holds is one of the configuration, with the same chips.
-    if all(_is_as_configured(allocation, configured) for allocation in allocations):
-        return configured
+    changed: dict[str, dict[str, Device]] = defaultdict(dict)
+    held: set[tuple[str, str]] = set()
+    for hold in holds:
+        configured = offer.resources.get(hold.resource)
+        if not hold.is_ours and not configured:
+            continue
+        for device_id in hold.ids:
+            held.add((hold.resource, device_id))
+            device = configured.devices.get(device_id) if configured else None
+            if device is None or not device.addresses <= hold.chips:
+                changed[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
 
-    held = _held_devices(configured, chips, allocations)
-    holders = defaultdict(list)  # by chip
-    for allocation in allocations:
-        for bdf in allocation.chips:
-            holders[bdf].append(allocation)
+    for hold in holds:
+        for bdf in hold.chips & offer.by_chip.keys():
+            resource, ids = offer.by_chip[bdf]
+            is_same = hold.resource == resource.name and not hold.ids.isdisjoint(ids)
+            if is_same or hold.shares_device(resource.name, ids):
+                continue
+            for device_id in ids:
+                if (resource.name, device_id) not in held:
+                    device = _withheld_device(resource.devices[device_id], hold, label)
+                    changed[resource.name][device_id] = device
 
-    advertised = {}
-    for name, resource in configured.items():
-        devices = _free_devices(resource, holders, label) | held.get(name, {})
-        advertised[name] = replace(resource, devices=devices)
-    for name in sorted(held.keys() - configured.keys()):
-        advertised[name] = Resource(name, held[name])
-    return advertised
-
-
-def _is_as_configured(allocation: Allocation, configured: Resources) -> bool:
-    """Return whether each ID of an allocation still stands for the chips that it stood for."""
-    resource = configured.get(allocation.resource)
-    if resource is None:
-        return False
-
-    addresses: set[str] = set()
-    for identifier in allocation.ids:
-        device = resource.devices.get(identifier)
-        if device is None or device.incomplete:
-            return False
-        addresses |= device.addresses
-    return addresses == allocation.chips
+    if not changed:
+        return offer.resources
+    found = dict(offer.resources)
+    for name in sorted(changed):
+        resource = found.get(name) or Resource(name, {})
+        found[name] = replace(resource, devices={**resource.devices, **changed[name]})
+    return found
 
 
-def _held_devices(
-    configured: Resources, chips: Mapping[str, Chip], allocations: Iterable[Allocation]
-) -> dict[str, dict[str, Device]]:
-    """Return the devices that pods hold, by resource and ID."""
-    held: dict[str, dict[str, Device]] = defaultdict(dict)
-    for allocation in allocations:
-        resource = configured.get(allocation.resource, Resource(allocation.resource, {}))
-
-        for identifier, addresses in chips_by_id(allocation, resource).items():
-            device = resource.devices.get(identifier)
-            if device is None or device.addresses != addresses:
-                theirs = tuple(chips[bdf] for bdf in sorted(addresses, key=address_numbers))
-                name = identifier.partition("::")[0]
-                device = Device(name, theirs, Place(name), len(theirs), is_retained=True)
-            held[allocation.resource][identifier] = device
-    return held
+def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> Device:
+    members = tuple(chips[bdf] for bdf in sorted(hold.chips, key=address_numbers))
+    place = Place(device_id)
+    return Device(without_replica(device_id), members, place, len(members), is_reserved=True)
 
 
-def chips_by_id(allocation: Allocation, resource: Resource) -> dict[str, ChipAddresses]:
-    """Return the chips of each ID of an allocation.
+def _withheld_device(device: Device, hold: Hold, label: Label) -> Device:
+    held_as = f"{hold.resource} {', '.join(sorted(hold.ids))}"
+    reason = f"held until {label(hold)} ends (as {held_as})"
+    return device._replace(holder=label(hold), withheld=reason)
 
-    An ID that is known now, or is a PCI address, stands for its own chips. The others stand for
-    all chips that are left, or for all if none is left: of the chips {a, b, c} with the IDs
-    {a, X}, X has {b, c}.
+
+# -- directories -----------------------------------------------------------------------------------
+#
+# tt-umd opens hugepage files with fixed names, mode 0666 (hugepage.cpp). So containers that have
+# the host's directory open each other's, and the files of a pod that was killed stay there, with
+# their pages. With hugepages = "private" each container has its own directory, with a name that
+# never was there before: its pages are clean from the beginning, and processes of a former pod
+# cannot reach them. It exists while a current hold names it. What a container has left in it can be
+# anything: nothing here follows a link, or depends on how deep or how large it is.
+
+OWN_DIRECTORY = "tt-device-plugin"  # root's, in each hugetlbfs
+SHM = "/dev/shm"
+STEPS = 1000  # files that are removed at a time: about 10 ms
+RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
+
+
+class OutOfSteps(Exception):
+    """There is more to remove."""
+
+
+class Steps:
+    """How many files may be removed until other work goes on."""
+
+    def __init__(self, number: int = STEPS) -> None:
+        self._left = number
+
+    def take(self) -> None:
+        """Raise OutOfSteps if none is left."""
+        if self._left <= 0:
+            raise OutOfSteps
+        self._left -= 1
+
+
+class Resistance(NamedTuple):
+    """A directory that could not be emptied."""
+
+    reason: str
+    pause: float  # seconds
+    next_try: float  # of the monotonic clock
+
+
+class Directories:
+    """The directories of holds on this host: for hugepages in each hugetlbfs, and for locks."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.resisting: dict[str, Resistance] = {}  # by path
+        self._settings = settings  # only dev_root counts, which never changes
+        self._lock_paths: set[str] = set()  # that were ever made or named
+        self._tried_at: dict[str, float] = {}  # by path
+        self._began_at: float | None = None  # the first tidy(): what was there then …
+        self._inherited: frozenset[str] = frozenset()  # … can be that of a pod not known yet
+
+    def make_for_hugepages(self, name: str, hugetlbfs: Iterable[Mount]) -> list[Mount]:
+        """Make a directory of this name in each of these hugetlbfs; raises OSError."""
+        mounts = []
+        for mount in hugetlbfs:
+            path = f"{mount.host}/{OWN_DIRECTORY}/{name}"
+            _make_hugepage_directory(path)
+            mounts.append(Mount(path, mount.container))
+        return mounts
+
+    def make_for_locks(self, path: str) -> None:
+        """Make a directory in which containers can remove only their own locks; raises OSError."""
+        self._lock_paths.add(path)
+        parent = dirname(path)
+        _make_directory(parent, 0o755)
+        # Whoever could replace the directory could redirect root. The container may own its own.
+        status = os.lstat(parent)
+        if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "other users can change it", parent)
+
+        with _opened_directory(parent) as directory:
+            _make_directory(path, 0o1777, directory)
+            _set_mode(path, 0o1777, directory)
+
+    def put_right(self, hold: Hold) -> None:
+        """Make what a hold names and is missing, with its mode; raises OSError.
+
+        Runtimes resolve the paths of an answer each time that they create a container.
+        """
+        roots = [f"{mount.host}/{OWN_DIRECTORY}" for mount in hugetlbfs_mounts(self._settings)]
+        for path in hold.directories:
+            if dirname(path) in roots and not _is_directory(path, 0o777):
+                _make_hugepage_directory(path)
+
+        if hold.locks:
+            self._lock_paths.add(hold.locks)
+            if not _is_directory(hold.locks, 0o1777):
+                self.make_for_locks(hold.locks)
+
+    def tidy(self, holds: Iterable[Hold], now: float, steps: Steps) -> None:
+        """Remove the directories that no current hold names; raises OutOfSteps.
+
+        In the first seconds nothing that was there before: the checkpoint can be late. One that
+        resists is tried again later, and keeps nothing else from being removed.
+        """
+        named = {path for hold in holds for path in (*hold.directories, hold.locks)}
+        present = {*self._hugepage_paths(), *self._lock_paths}
+        if self._began_at is None:
+            self._began_at, self._inherited = now, frozenset(present)
+        if now - self._began_at < WRITTEN_WITHIN:
+            present -= self._inherited
+
+        unnamed = present - named
+        self.resisting = {path: self.resisting[path] for path in unnamed & self.resisting.keys()}
+        self._tried_at = {path: self._tried_at[path] for path in unnamed & self._tried_at.keys()}
+        # The one that took all steps of the last time comes last.
+        for path in sorted(unnamed, key=lambda path: (self._tried_at.get(path, 0.0), path)):
+            if path not in self.resisting or now >= self.resisting[path].next_try:
+                self._tried_at[path] = now
+                self._remove(path, now, steps)
+
+    def empty(self, path: str, steps: Steps) -> None:
+        """Empty the directory of a pod that does not run; raises OutOfSteps."""
+        try:
+            with (
+                _opened_own_directory(dirname(path)) as parent,
+                _opened_directory(basename(path), parent) as directory,
+            ):
+                _empty(directory, steps)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("%s cannot be emptied: %s", path, error.strerror)
+
+    def _hugepage_paths(self) -> Iterator[str]:
+        for hugetlbfs in hugetlbfs_mounts(self._settings):
+            parent = f"{hugetlbfs.host}/{OWN_DIRECTORY}"
+            # One that is not there, or another user's, has nothing to be removed.
+            unusable = (FileNotFoundError, NotADirectoryError, PermissionError)
+            with suppress(*unusable), _opened_own_directory(parent) as directory:
+                for name in os.listdir(directory):
+                    yield f"{parent}/{name}"
+
+    def _remove(self, path: str, now: float, steps: Steps) -> None:
+        """Remove a directory for hugepages, or empty one for locks; raises OutOfSteps."""
+        try:
+            if path in self._lock_paths:
+                with _opened_directory(path) as directory:
+                    _empty(directory, steps)
+                _set_mode(path, 0o1777)
+            else:
+                with _opened_own_directory(dirname(path)) as parent:
+                    _remove_entry(basename(path), parent, steps)
+            self.resisting.pop(path, None)
+        except FileNotFoundError:
+            self.resisting.pop(path, None)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            former = self.resisting.get(path)
+            pause = min(2 * former.pause, RETRY_PAUSES[1]) if former else RETRY_PAUSES[0]
+            self.resisting[path] = Resistance(reason, pause, now + pause)
+            if former is None:
+                log.warning("%s cannot be emptied: %s", path, reason)
+
+
+def _make_hugepage_directory(path: str) -> None:
+    """Make a directory that is missing, or put its mode right; raises OSError.
+
+    0777 and not sticky is the only mode in which each user of a pod can open another one's files
+    (fs.protected_regular). Only root can enter the directory around it.
     """
-    found = {}
-    for identifier in allocation.ids:
-        device = resource.devices.get(identifier)
-        address = identifier.partition("::")[0]
-        if device and not device.incomplete and device.addresses <= allocation.chips:
-            found[identifier] = device.addresses
-        elif address in allocation.chips:
-            found[identifier] = frozenset([address])
-
-    rest = allocation.chips.difference(*found.values()) or allocation.chips
-    return {identifier: found.get(identifier, rest) for identifier in sorted(allocation.ids)}
+    parent = dirname(path)
+    _make_directory(parent, 0o700)
+    with _opened_own_directory(parent) as directory:
+        os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
+        _make_directory(path, 0o777, directory)
+        _set_mode(path, 0o777, directory)
 
 
-def _free_devices(
-    resource: Resource, holders: Mapping[str, Sequence[Allocation]], label: Label
-) -> dict[str, Device]:
-    """Return the devices of a resource by ID: withheld, if a pod holds them by another name."""
-    devices = {}
-    for ids in resource.ids_by_device:
-        device = resource.devices[ids[0]]
+def _empty(directory: int, steps: Steps) -> None:
+    """Remove all that is in an open directory, also beside what cannot be removed.
 
-        for allocation in chain(*(holders.get(chip.bdf, ()) for chip in device.chips)):
-            if allocation.resource != resource.name or allocation.ids.isdisjoint(ids):
-                held_as = f"{allocation.resource} {', '.join(sorted(allocation.ids))}"
-                reason = f"held until {label(allocation)} ends (as {held_as})"
-                device = device._replace(holder=label(allocation), withheld=reason)
-                break
+    A tree can be deeper than there are descriptors, or bytes in a path. So what a subdirectory
+    contains is moved up beside it first, until nothing is nested.
+    """
+    failures: list[OSError] = []
+    has_moved = True
+    try:
+        while has_moved:
+            has_moved = False
+            for entry in _entries(directory, steps):
+                try:
+                    if entry.is_dir(follow_symlinks=False):
+                        has_moved |= _move_up(entry.name, directory, steps, failures)
+                        os.rmdir(entry.name, dir_fd=directory)
+                    else:
+                        os.unlink(entry.name, dir_fd=directory)
+                except OSError as error:
+                    failures.append(error)
+    except OutOfSteps:
+        if not failures:
+            raise
+    if failures:
+        raise failures[0]
 
-        devices.update(dict.fromkeys(ids, device))
-    return devices
+
+def _move_up(name: str, parent: int, steps: Steps, failures: list[OSError]) -> bool:
+    """Remove the files of a subdirectory, and move its directories to the parent, if there are."""
+    has_moved = False
+    with _opened_directory(name, parent) as directory:
+        for entry in _entries(directory, steps):
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    new = f"moved-{os.urandom(8).hex()}"
+                    os.rename(entry.name, new, src_dir_fd=directory, dst_dir_fd=parent)
+                    has_moved = True
+                else:
+                    os.unlink(entry.name, dir_fd=directory)
+            except OSError as error:
+                failures.append(error)
+    return has_moved
+
+
+def _entries(directory: int, steps: Steps) -> Iterator[os.DirEntry[str]]:
+    """Yield what is in an open directory; each takes a step."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            steps.take()
+            yield entry
+
+
+def _remove_entry(name: str, parent: int, steps: Steps) -> None:
+    """Remove a directory with all that is in it, or a file; raises OSError, OutOfSteps."""
+    if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
+        os.unlink(name, dir_fd=parent)
+        return
+    with _opened_directory(name, parent) as directory:
+        _empty(directory, steps)
+    os.rmdir(name, dir_fd=parent)
+
+
+def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
+    """Make a directory that is missing, in an open parent; raises OSError."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
+            _set_mode(path, mode, parent)  # despite the umask
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
+    """Set the mode of a directory, unless a container has made it its own; raises OSError."""
+    name = path if parent is None else basename(path)
+    with _opened_directory(name, parent) as directory:
+        if _is_roots(os.fstat(directory)):
+            os.fchmod(directory, mode)
+
+
+def _is_directory(path: str, mode: int) -> bool:
+    status = if_exists(os.lstat, path)
+    return bool(status and stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode)
+
+
+def _is_roots(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid())
+
+
+@contextmanager
+def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
+    """Open a directory, but not through a link; raises OSError."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    directory = os.open(path, flags, dir_fd=parent)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+@contextmanager
+def _opened_own_directory(path: str) -> Iterator[int]:
+    """Open a directory of ours; raises OSError if it is another user's.
+
+    What is in it is reached by this descriptor. By its path, a container that has the host's
+    hugetlbfs could lead the daemon elsewhere, with a link in its place.
+    """
+    with _opened_directory(path) as directory:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "another user's directory", path)
+        yield directory
 
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
@@ -2710,7 +3172,7 @@ def preferred_allocation(
 
     ids = list(resource.devices)
     numbers = {identifier: number for number, identifier in enumerate(ids)}
-    retained = {each for each, device in resource.devices.items() if device.is_retained}
+    retained = {each for each, device in resource.devices.items() if device.is_reserved}
     occupied_ids = retained | set(occupied)
     candidates = []
     # Boards, trays, NUMA nodes and places with a device of which no ID is available. One set is
@@ -3065,21 +3527,24 @@ def check_request(resource: Resource, containers: Containers) -> None:
             raise RequestError(invalid, f"duplicate device {identifier!r}")
         if device.reason:
             raise RequestError(Status.FAILED_PRECONDITION, f"device {identifier}: {device.reason}")
-        if device.is_retained:
-            reason = f"device {identifier} is kept only for the pod that holds it"
+        if device.is_reserved:
+            reason = f"device {identifier} is reserved for the pod that holds it"
             raise RequestError(Status.FAILED_PRECONDITION, reason)
 
 
 def container_edits(
-    chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount]
+    chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount], name: str
 ) -> Edits:
-    """Return the edits for a container with exactly these chips. `links`: udev's, by address."""
+    """Return the edits for a container with exactly these chips.
+
+    `links`: udev's, by address; `name`: of this answer, see Hold.
+    """
     chips = sorted(chips, key=lambda chip: address_numbers(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
 
     # tt-umd reads an integer as an index into the devices inside the container, so the host's
     # device number would be wrong.
-    edits = Edits(envs={ADDRESSES: addresses})
+    edits = Edits(envs={ADDRESSES: addresses}, annotations={ANSWER_NAME: name})
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
@@ -3223,258 +3688,187 @@ def _version_labels(subject: str, version: str) -> dict[str, str]:
 
 # ==== DECISION: the desired state. Pure ===========================================================
 
-User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
-
 
 class Observation(NamedTuple):
     """Everything that decisions depend on."""
 
     settings: Settings
     chips: Mapping[str, Chip]  # by PCI address
+    unsupported: tuple[str, ...]  # Tenstorrent functions that are not supported
     driver: str | None  # see driver_version()
-    machine: str  # architecture of the host, "x86_64"
-    allocations: tuple[Allocation, ...]  # that count, the newest last
+    holds: tuple[Hold, ...]  # the current ones
     names: Mapping[str, str]  # of pods, "namespace/name" by UID
-    unreadable: str | None  # why the checkpoint cannot be used
+    checkpoint_problem: str | None  # why the checkpoint cannot be used
     mounts: Mounts
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The desired state: resources, and the contents of files and reports.
-
-    Only the resources are computed at once, as each call of the kubelet needs them.
-    """
+    """The desired state. What others read of it is computed in REPORTS, when they want it."""
 
     observation: Observation
-    chips: Mapping[str, Chip]  # with reasons; also chips that only a pod's allocation names
-    listed: Sequence[Chip]  # those of them that are listed: see Chip
-    allocations: Sequence[Allocation]  # those of the observation whose chips are known
-    configured: Resources  # by the configuration alone, by name
+    chips: Mapping[str, Chip]  # also those that only a hold has, in the order of addresses
+    holds: Sequence[Hold]  # with the chips of other plugins' holds
+    offer: Offer  # by the configuration alone
     resources: Resources  # as advertised, by name
 
     @cached_property
-    def users(self) -> dict[str, list[User]]:
-        """Return the containers that have each chip, by PCI address."""
-        found = defaultdict(list)
-        for allocation in self.allocations:
-            if not allocation.pod:
-                continue
-            name = self.observation.names.get(allocation.pod, allocation.pod)
-            namespace, _, pod = name.rpartition("/")
-
-            for bdf in allocation.chips:
-                user = {"namespace": namespace, "pod": pod, "container": allocation.container}
-                found[bdf].append(user)
-        return found
-
-    @cached_property
-    def cdi(self) -> str | None:
-        """Return the CDI file: the chips that have a usable device file."""
-        functions = [chip.function for chip in self.listed if chip.is_present]
-        usable = [function for function in functions if not function.file_fault]
-        return cdi_spec(usable, self.observation.settings, self.observation.mounts, self.excluded)
-
-    @cached_property
-    def labels(self) -> str:
-        settings, driver = self.observation.settings, self.observation.driver
-        return feature_file(self.configured.values(), self.listed, settings, driver)
-
-    @cached_property
-    def in_vain(self) -> Sequence[str]:
-        """Return messages about settings that concern nothing on this node."""
-        return list(settings_in_vain(self.chips, self.listed, self.observation.settings))
-
-    @cached_property
-    def excluded(self) -> ChipAddresses:
-        """Return the chips of devices that the configuration takes out of service."""
-        if not self.observation.settings.exclude:
-            return frozenset()
-        devices = chain(*devices_by_name(self.listed, self.observation.settings).values())
-        excluded = [each for each in devices if is_excluded(each, self.observation.settings)]
-        by_address = self.chips.keys() & set(self.observation.settings.exclude)
-        return frozenset(by_address).union(*(device.addresses for device in excluded))
-
-    @cached_property
-    def owners(self) -> dict[str, tuple[Resource, Device]]:
-        """Return each chip's resource and device, preferring a configured to a retained one."""
+    def devices(self) -> dict[str, tuple[Resource, Device]]:
+        """Return each chip's resource and device: rather a configured than a reserved one."""
         found: dict[str, tuple[Resource, Device]] = {}
         for resource in self.resources.values():
             for device in resource.unique_devices:
                 for chip in device.chips:
-                    if chip.bdf not in found or not device.is_retained:
+                    if chip.bdf not in found or not device.is_reserved:
                         found[chip.bdf] = (resource, device)
         return found
-
-    @cached_property
-    def incomplete(self) -> dict[str, str]:
-        """Return why devices are not whole boards, by their names in the log."""
-        return {name: each.incomplete for name, each in self._named_devices if each.incomplete}
-
-    @cached_property
-    def withheld(self) -> dict[str, str]:
-        """Return why devices are withheld, by their names in the log."""
-        return {name: each.withheld for name, each in self._named_devices if each.withheld}
-
-    @property
-    def _named_devices(self) -> Iterator[tuple[str, Device]]:
-        """Yield each device with its name in the log, "RESOURCE ID"."""
-        for name, resource in self.resources.items():
-            for device in resource.unique_devices:
-                yield f"{name} {device.id}", device
 
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
 
-    def has_same_devices(self, other: Decision) -> bool:
-        """Return whether only pods differ: who holds which chips, and their names."""
-        no_pods: Json = {"allocations": (), "names": {}}
-        is_same_node = self.observation._replace(**no_pods) == other.observation._replace(**no_pods)
-        # The same object, unless a device is held or withheld by another name: see advertise().
-        return is_same_node and self.resources is other.resources
+    def label(self, hold: Hold) -> str:
+        return pod_label(hold, self.observation.names)
 
     def is_out_of_service(self, bdf: str) -> bool:
         """Return whether a chip is excluded, and no pod holds it: its faults concern nobody."""
-        return bdf in self.excluded and bdf not in self.owners
-
-    def advertises(self, chip: Chip) -> bool:
-        """Return whether a chip is a device, or waits for its board's serial."""
-        is_listed = chip.is_listed or chip.bdf in self.owners
-        return is_listed and not self.is_out_of_service(chip.bdf)
+        return bdf in self.offer.excluded and bdf not in self.devices
 
 
 def decide(observation: Observation, former: Decision | None = None) -> Decision:
-    """Return the desired state. `former` is the last one, of which unchanged parts are used."""
-    label = partial(pod_label, names=observation.names)
+    """Return the desired state. `former` is the last one, whose offer is used if it is the same."""
     chips = dict(observation.chips)
-    for allocation in observation.allocations:
+    holds = list(with_chips(observation.holds, chips))
+    for hold in holds:
         # A chip that a pod was given had a device file once.
-        for bdf in allocation.chips - chips.keys():
+        for bdf in hold.chips - chips.keys():
             chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
-    allocations = list(_with_chips(observation.allocations, chips))
-    if any(chip.fault for chip in chips.values()):
-        chips = _explained_chips(chips, allocations, observation)
 
-    # Chips rarely change, as a Chip has no measured values: then nothing is computed anew.
-    listed = [chip for chip in chips.values() if chip.is_listed]
-    if former and former.observation.settings == observation.settings and former.listed == listed:
-        configured = former.configured
-    else:
-        configured = configured_resources(listed, observation.settings)
+    # Chips rarely change, as a Chip has no measured values.
+    settings = observation.settings
+    is_same = former and former.observation.settings == settings and former.chips == chips
+    offer = former.offer if former and is_same else make_offer(chips, settings)
 
-    # Of another plugin's responses those for our resources count.
-    allocations = [
-        each for each in allocations if not each.device_files or each.resource in configured
-    ]
-    advertised = advertise(configured, chips, allocations, label)
-    return Decision(observation, chips, listed, allocations, configured, advertised)
+    label = partial(pod_label, names=observation.names)
+    advertised = advertise(offer, chips, holds, label)
+    return Decision(observation, chips, holds, offer, advertised)
 
 
-def _with_chips(
-    allocations: Iterable[Allocation], chips: Mapping[str, Chip]
-) -> Iterator[Allocation]:
-    """Yield the allocations of chips. Of another plugin's, they are those of its device files."""
-    for allocation in allocations:
-        if not allocation.device_files:
-            yield allocation
-            continue
-
-        found = set()
-        for bdf, chip in chips.items():
-            for path in allocation.device_files:
-                if chip.is_present and (path == chip.function.path or basename(path) == bdf):
-                    found.add(bdf)
-        if found:
-            yield allocation._replace(chips=frozenset(found))
-
-
-def pod_label(allocation: Allocation, names: Mapping[str, str]) -> str:
-    if not allocation.pod:
+def pod_label(hold: Hold, names: Mapping[str, str]) -> str:
+    if not hold.pod:
         return "a pod that is being admitted"
-    return names.get(allocation.pod, f"pod {allocation.pod}")
+    return names.get(hold.pod, f"pod {hold.pod}")
 
 
-def _explained_chips(
-    chips: Mapping[str, Chip], allocations: Iterable[Allocation], observation: Observation
-) -> dict[str, Chip]:
-    """Return the chips; those with a fault get its reason."""
-    pods = defaultdict(list)
-    for allocation in allocations:
-        for bdf in allocation.chips:
-            pods[bdf].append(pod_label(allocation, observation.names))
+# ==== REPORTS: log, labels, metrics, status, view. Pure ===========================================
 
-    boards = defaultdict(list)
-    chip_places = places(chips.values())
-    for bdf, place in chip_places.items():
-        if chips[bdf].is_present and place.board_size == 2:
-            boards[place.board].append(bdf)
+LogLines = Iterator[tuple[int, str]]  # with levels
 
+
+def changes(former: Decision | None, decision: Decision) -> LogLines:
+    """Yield log lines about all changes; without a former decision, about everything."""
+    for bdf in decision.chips:
+        yield from _chip_changes(former, decision, bdf)
+
+    before = _device_problems(former) if former else {}
+    for name, (problem, _) in _device_problems(decision).items():
+        if name not in before:
+            yield logging.WARNING, f"{name} {problem}"
+    for name, (_, recovery) in before.items():
+        if name not in _device_problems(decision):
+            yield logging.INFO, f"{name} {recovery}"
+
+    excluded_before = former.offer.excluded if former else frozenset()
+    for bdf in sorted(decision.offer.excluded - excluded_before):
+        yield logging.INFO, f"{decision.chips[bdf].display_name} is excluded: not offered to pods"
+    for bdf in sorted(excluded_before - decision.offer.excluded):
+        yield logging.INFO, f"{bdf} is no longer excluded"
+
+    for message in decision.offer.without_effect:
+        if former is None or message not in former.offer.without_effect:
+            yield logging.INFO, message
+    for bdf in decision.observation.unsupported:
+        if former is None or bdf not in former.observation.unsupported:
+            yield logging.WARNING, f"{bdf} is not supported: {UNSUPPORTED}"
+
+
+UNSUPPORTED = "a Tenstorrent card of a generation that this program does not know"
+
+
+def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
+    """Return what is wrong with devices, and the text of its end, by "RESOURCE ID"."""
     found = {}
-    for bdf, chip in chips.items():
-        if chip.fault:
-            siblings = [each for each in boards[chip_places[bdf].board] if each != bdf]
-            chip = chip._replace(reason=explain(chip, siblings, pods, observation))
-        found[bdf] = chip
+    for name, resource in decision.resources.items():
+        for device in resource.unique_devices:
+            if device.incomplete:
+                found[f"{name} {device.id}"] = (f"is unhealthy: {device.incomplete}", "is complete")
+            elif device.withheld:
+                problem = f"is withheld: {device.withheld}"
+                found[f"{name} {device.id}"] = (problem, "is no longer withheld")
     return found
 
 
-def explain(
-    chip: Chip, siblings: Sequence[str], pods: Mapping[str, list[str]], observation: Observation
-) -> Reason:
-    """Return why a chip is unhealthy, and the remedy with what else it affects.
+def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogLines:
+    """Yield log lines about a chip. Of one that is out of service, there are none."""
+    chip = decision.chips[bdf]
+    before = former.chips.get(bdf) if former else None
+    if not is_logged(decision, bdf):
+        is_new = before is None or not before.function.file_fault
+        if chip.function.file_fault and is_new and not decision.is_out_of_service(bdf):
+            yield logging.WARNING, f"{chip.display_name} is not advertised: {chip.reason}"
+        return
+    if former and before and not is_logged(former, bdf):
+        before = None
 
-    `siblings` are the other chips of its board; `pods` hold chips, by address.
-    """
-    problem, remedy = _problem_and_remedy(chip, observation.driver)
-    if remedy and remedy.resets_board and observation.machine == "aarch64":
-        remedy = REBOOT
-    if remedy is None:
-        return Reason(problem)
+    introduction = _introduction(chip)
+    if chip.is_present and (before is None or introduction != _introduction(before)):
+        yield logging.INFO, f"{chip.display_name}: found {introduction}"
 
-    if remedy.action:
-        affected = list(pods.get(chip.bdf, ()))
-        effects = []
-        if remedy.resets_board and siblings:
-            effects.append(f"resets {', '.join(siblings)} on the same board")
-            for bdf in siblings:
-                affected += pods.get(bdf, ())
-        if affected:
-            effects.append(f"interrupts {', '.join(dict.fromkeys(affected))}")
-        if effects:
-            problem += f"; {remedy.action} {' and '.join(effects)}"
+    # If the driver is unloaded, an absent chip's fault is the same, but its command is another.
+    fault_before = before.fault if before else None
+    kind_before = fault_before.kind if fault_before else None
+    has_new_command = before is not None and chip.reason != before.reason and not chip.is_present
+    if chip.fault and (chip.fault.kind != kind_before or has_new_command):
+        yield logging.WARNING, f"{chip.display_name}: unhealthy: {chip.reason}"
+    if fault_before and not chip.fault:
+        yield logging.INFO, f"{chip.display_name}: healthy again"
 
-    return Reason(problem, remedy.condition, remedy.command.replace("{bdf}", chip.bdf))
-
-
-def _problem_and_remedy(chip: Chip, driver: str | None) -> tuple[str, Remedy | None]:
-    function, fault = chip.function, chip.fault
-    if not chip.is_present:
-        return _absence(function, driver)
-    if function.file_fault:
-        problem = f"device file is invalid: {function.file_fault.problem}"
-        command = function.file_fault.command
-        return problem, Remedy(command) if command else None
-
-    remedy = REMEDIES.get(fault) if fault else None
-    return chip.verdict.problem or "", remedy
+    was_throttling = before is not None and before.is_throttling
+    if chip.is_throttling and not was_throttling:
+        yield logging.INFO, f"{chip.display_name}: throttling: it has reached its temperature limit"
+    if was_throttling and not chip.is_throttling:
+        yield logging.INFO, f"{chip.display_name}: no longer throttling"
 
 
-def _absence(function: PciFunction, driver: str | None) -> tuple[str, Remedy | None]:
-    if not function.on_bus:
-        return "PCI device is gone (power-cycle the host if a rescan does not find it)", RESCAN
-    if function.driver == DRIVER:
-        return "driver is bound; waiting for a device file", None
+def is_logged(decision: Decision, bdf: str) -> bool:
+    """Return whether the log has a chip's faults: it is a device, or waits for its board."""
+    is_listed = decision.chips[bdf].is_listed or bdf in decision.devices
+    return is_listed and not decision.is_out_of_service(bdf)
 
-    bind = f"echo {function.bdf} > {DRIVER_DIRECTORY}/bind"
-    if function.driver:
-        unbind = f"echo {function.bdf} > /sys/bus/pci/drivers/{function.driver}/unbind"
-        load = "" if driver else f"{LOAD_DRIVER.command} && "
-        problem = f"driver {function.driver} is bound, not {DRIVER}"
-        return problem, Remedy(f"{load}{unbind} && {bind}")
-    if driver is None:
-        return "driver is not loaded", LOAD_DRIVER
-    return "driver is not bound", Remedy(bind)
+
+def _introduction(chip: Chip) -> str:
+    identity = chip.identity
+    facts = {"serial": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
+    known = [f"{name} {value}" for name, value in facts.items() if value]
+    return ", ".join([chip.function.path, *known])
+
+
+def missing_chips(chips: Chips) -> Iterator[str]:
+    """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy."""
+    whole: Counter[object] = Counter()  # how many chips there should be …
+    found: Counter[object] = Counter()  # … and are, by board or Galaxy
+    for place in places(chips).values():
+        if place.tray:
+            galaxy = f"the Galaxy in PCI domain {place.tray.domain:04x}"
+            whole[galaxy] = len(GALAXY_TRAYS) * len(GALAXY_POSITIONS)
+            found[galaxy] += 1
+        elif place.board_id:
+            board = f"the board with serial {place.board_id}"
+            whole[board] = place.board_size
+            found[board] += 1
+    for name, number in whole.items():
+        if found[name] < number:
+            yield f"only {found[name]} of {number} chips of {name} found"
 
 
 def driver_problem(decision: Decision) -> Reason | None:
@@ -3492,80 +3886,54 @@ def driver_problem(decision: Decision) -> Reason | None:
 
     number = pluralize(len(unbound), "Tenstorrent PCI function")
     if driver is None:
-        return Reason(f"driver not loaded, {number}", command=LOAD_DRIVER.command)
+        return Reason(f"driver not loaded, {number}", LOAD_DRIVER)
     return Reason(f"{number} without a driver; {unbound[0].bdf}: {unbound[0].reason}")
 
 
-LogLines = Iterator[tuple[int, str]]  # with levels
+User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
 
 
-def changes(former: Decision | None, decision: Decision) -> LogLines:
-    """Yield log lines about all changes; without a former decision, about everything."""
-    for bdf, chip in decision.chips.items():
-        former_chip = former.chips.get(bdf) if former else None
-        if not decision.advertises(chip):
-            has_new_fault = former_chip is None or not former_chip.function.file_fault
-            is_reported = has_new_fault and not decision.is_out_of_service(bdf)
-            if chip.function.file_fault and is_reported:
-                yield logging.WARNING, f"{chip.label} is not advertised: {chip.reason}"
-        elif former and former_chip and former.advertises(former_chip):
-            yield from _chip_changes(former_chip, chip, decision.observation.driver)
-        else:
-            yield from _chip_changes(None, chip, decision.observation.driver)
-
-    incomplete_before = former.incomplete if former else {}
-    for name, reason in decision.incomplete.items():
-        if name not in incomplete_before:
-            yield logging.WARNING, f"{name} is unhealthy: {reason}"
-    for name in incomplete_before.keys() - decision.incomplete.keys():
-        yield logging.INFO, f"{name} is complete"
-
-    withheld_before = former.withheld if former else {}
-    for name, reason in decision.withheld.items():
-        if name not in withheld_before:
-            yield logging.WARNING, f"{name} is withheld: {reason}"
-    for name in withheld_before.keys() - decision.withheld.keys():
-        yield logging.INFO, f"{name} is no longer withheld"
-
-    excluded_before = former.excluded if former else frozenset()
-    for bdf in sorted(decision.excluded - excluded_before):
-        yield logging.INFO, f"{decision.chips[bdf].label} is excluded: not offered to pods"
-    for bdf in sorted(excluded_before - decision.excluded):
-        yield logging.INFO, f"{bdf} is no longer excluded"
-
-    for message in decision.in_vain:
-        if former is None or message not in former.in_vain:
-            yield logging.INFO, message
+def users(decision: Decision) -> dict[str, list[User]]:
+    """Return the containers that hold each chip, by PCI address."""
+    found = defaultdict(list)
+    for hold in decision.holds:
+        if hold.pod:
+            name = decision.observation.names.get(hold.pod, hold.pod)
+            namespace, _, pod = name.rpartition("/")
+            for bdf in hold.chips:
+                user = {"namespace": namespace, "pod": pod, "container": hold.container}
+                found[bdf].append(user)
+    return found
 
 
-def _chip_changes(former: Chip | None, chip: Chip, driver: str | None) -> LogLines:
-    introduction = _introduction(chip)
-    if chip.is_present and (former is None or introduction != _introduction(former)):
-        yield logging.INFO, f"{chip.label}: found {introduction}"
-
-    # If the driver is unloaded, an absent chip's fault is the same, but its remedy is another.
-    former_fault = former.fault if former else None
-    has_new_remedy = former is not None and driver is None and chip.reason != former.reason
-    if chip.fault and (chip.fault != former_fault or has_new_remedy):
-        yield logging.WARNING, f"{chip.label}: unhealthy: {chip.reason}"
-    if former_fault and not chip.fault:
-        yield logging.INFO, f"{chip.label}: healthy again"
-
-    was_throttling = former is not None and former.is_throttling
-    if chip.is_throttling and not was_throttling:
-        yield logging.INFO, f"{chip.label}: throttling: it has reached its temperature limit"
-    if was_throttling and not chip.is_throttling:
-        yield logging.INFO, f"{chip.label}: no longer throttling"
+def cdi_file(decision: Decision) -> str | None:
+    """Return the text of the CDI file: the chips that have a usable device file."""
+    functions = []
+    for chip in decision.chips.values():
+        if chip.is_listed and chip.is_present and not chip.function.file_fault:
+            functions.append(chip.function)
+    observation = decision.observation
+    return cdi_spec(functions, observation.settings, observation.mounts, decision.offer.excluded)
 
 
-def _introduction(chip: Chip) -> str:
-    identity = chip.identity
-    facts = {"board": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
-    known = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([chip.function.path, *known])
+def labels_file(decision: Decision) -> str:
+    """Return the text of the feature file."""
+    observation = decision.observation
+    listed = [chip for chip in decision.chips.values() if chip.is_listed]
+    resources = decision.offer.resources.values()
+    return feature_file(resources, listed, observation.settings, observation.driver)
 
 
-# ==== REPORTS: metrics, status, view. Pure ========================================================
+def summary(resource: Resource) -> str:
+    """Return a resource's part of the status, with its first unhealthy device."""
+    devices = resource.unique_devices
+    unhealthy = [f"{each.id}: {each.reason}" for each in devices if each.reason]
+    replicas = f", {resource.replicas} replicas each" if resource.replicas else ""
+    number = len(devices) - len(unhealthy)
+    text = f"{len(devices)} × {resource.name}{replicas}, {number} healthy"
+    if not unhealthy:
+        return text
+    return f"{text} ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
 
 
 class Phase(Enum):
@@ -3630,18 +3998,20 @@ CHIP_METRICS = {
     "temperature_limit_celsius": "Temperature in degrees Celsius at which a chip throttles.",
     "thermal_trips_total": "Thermal trips since power-on, counted by the firmware.",
     **{sensor.metric: sensor.help for sensor in SENSORS},
+    "open": "Processes that have the device file open.",
     "allocated": "Chip is allocated to this container; always 1.",
 }
 
 
-def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
+def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
     """Return the metrics of chips that had a device file since boot."""
     samples = Samples("tt_device_", CHIP_METRICS)
     for bdf, chip in decision.chips.items():
         if not chip.had_device_file:
             continue
 
-        resource, _ = decision.owners.get(bdf, (None, None))
+        resource, _ = decision.devices.get(bdf, (None, None))
+        is_out_of_service = decision.is_out_of_service(bdf)
         add = partial(samples.add, device=bdf)
         add(
             "info",
@@ -3653,22 +4023,26 @@ def chip_metrics(decision: Decision, records: Mapping[str, ChipRecord]) -> str:
             firmware=chip.identity.firmware,
             numa_node=chip.function.numa_node,
             resource=resource.name if resource else None,
+            excluded="true" if is_out_of_service else "false",
         )
-        add("healthy", 0 if chip.fault else 1)
-        if chip.fault and not decision.is_out_of_service(bdf):
-            add("fault", 1, kind=chip.fault.value)
+        if not is_out_of_service:
+            add("healthy", 0 if chip.fault else 1)
+            if chip.fault:
+                add("fault", 1, kind=chip.fault.kind.value)
 
-        record = records.get(bdf)
-        if record and chip.is_readable:
-            telemetry = record.telemetry or Telemetry()
+        state = states.get(bdf)
+        if state and chip.is_readable:
+            telemetry = state.telemetry or Telemetry()
             add("temperature_celsius", telemetry.temperature)
             add("temperature_limit_celsius", telemetry.throttles_at)
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
-                add(sensor.metric, record.sensors.get(sensor.attribute), **sensor.labels)
+                add(sensor.metric, state.sensors.get(sensor.attribute), **sensor.labels)
+        if state and chip.is_present and state.processes is not None:
+            add("open", len(state.processes))
 
-    for bdf, users in sorted(decision.users.items()):
-        for user in users:
+    for bdf, containers in sorted(users(decision).items()):
+        for user in containers:
             samples.add(
                 "allocated",
                 1,
@@ -3700,12 +4074,12 @@ def plugin_metrics(
     samples = Samples("tt_", PLUGIN_METRICS)
     if decision.observation.driver:
         samples.add("driver_info", 1, version=decision.observation.driver)
-    functions = []
+    drivers = ["unsupported"] * len(decision.observation.unsupported)
     for bdf, chip in decision.chips.items():
         if chip.function.on_bus and not decision.is_out_of_service(bdf):
-            functions.append(chip.function)
-    for driver, number in Counter(function.driver for function in functions).items():
-        samples.add("pci_functions", number, driver=driver or "")
+            drivers.append(chip.function.driver or "")
+    for driver, number in Counter(drivers).items():
+        samples.add("pci_functions", number, driver=driver)
 
     for name, resource in decision.resources.items():
         add = partial(samples.add, resource=name)
@@ -3727,14 +4101,15 @@ def status_line(
     decision: Decision, registrations: Registrations, problems: Iterable[str | None] = ()
 ) -> str:
     """Return a summary for operators."""
-    parts = [resource.summary for resource in decision.resources.values()]
+    parts = [summary(resource) for resource in decision.resources.values()]
     if problem := driver_problem(decision):
         parts.insert(0, str(problem))
     if not parts and decision.chips:
         number = pluralize(len(decision.chips), "chip")
         parts = [f"{number}, but no device to offer; for the reason, run: tt-device-plugin list"]
-    elif not parts:
+    elif not parts and not decision.observation.unsupported:
         parts = ["no Tenstorrent device on this node; waiting for one"]
+    parts += [f"{bdf} is not supported" for bdf in decision.observation.unsupported]
 
     texts = {registration.text for registration in registrations.values()}
     if len(texts) > 1:  # name only resources that are not registered
@@ -3743,71 +4118,90 @@ def status_line(
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
     parts += sorted(filter(None, texts))
-    parts += filter(None, [decision.observation.unreadable, *problems])
+    parts += filter(None, [decision.observation.checkpoint_problem, *problems])
     return "; ".join(parts)
+
+
+class Service(NamedTuple):
+    """What only the running daemon knows."""
+
+    status: str
+    registrations: Registrations
+    rejected: str | None  # why the configuration on disk is not in force
+    files: Mapping[str, str]  # why files for others are not as they should be, by path
+    problems: Mapping[str, Reason]  # why pods cannot get devices, by subject
+    resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
 
 def view_of_node(
     decision: Decision,
-    records: Mapping[str, ChipRecord],
-    registrations: Registrations | None,
+    states: Mapping[str, ChipState],
+    service: Service | None,
     *,
     knows_pods: bool,
-    status: str | None,
-    rejected: str | None,
-    files: Mapping[str, str],
-    problems: Mapping[str, str],
+    unreadable: Sequence[str],
 ) -> Json:
-    """Return what `list` and `check` show.
+    """Return what `list` and `check` show. Without a daemon, `service` is None.
 
-    Without a daemon there are neither registrations nor a status. `knows_pods`: a checkpoint was
-    read; `rejected`: why the configuration on disk is not in force; `files`: why files for others
-    are not as they should be, by path; `problems`: why pods cannot get devices, by subject.
+    `knows_pods`: a checkpoint was read; `unreadable`: entries of it.
     """
     settings = decision.observation.settings
-    chips, faults, reasons = [], {}, {}
+    used_by = users(decision)
+    chips, faults = [], {}
     for bdf, chip in decision.chips.items():
-        record = records.get(bdf) or ChipRecord(chip)
-        chips.append(_chip_row(decision, chip, record, knows_pods=knows_pods))
-        if chip.fault and not decision.is_out_of_service(bdf):
-            faults[bdf] = chip.fault.name
-            reasons[bdf] = chip.reason
+        state = states.get(bdf) or ChipState(chip)
+        pods = used_by.get(bdf, [])
+        chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None))
+        if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
+            faults[bdf] = {"kind": chip.fault.kind.value, "since": state.since}
+            faults[bdf] |= chip.reason._asdict()
 
+    is_waiting = {bdf: text for bdf, text in decision.offer.unplaced.items() if bdf not in faults}
+    withheld = {}
     resources = []
     for name, resource in decision.resources.items():
-        devices = [device for device in resource.unique_devices if device.incomplete]
-        row: Json = {"name": name, "phase": None, "state": None}
-        if registrations is not None:
-            registration = registrations.get(name, Registration())
+        row: Json = {"name": name, "phase": None, "state": None, "incomplete": {}}
+        if service:
+            registration = service.registrations.get(name, Registration())
             row |= {"phase": registration.phase.value, "state": registration.text}
-        row["incomplete"] = {device.id: device.incomplete for device in devices}
+        for device in resource.unique_devices:
+            if device.incomplete:
+                row["incomplete"][device.id] = device.incomplete
+            if device.withheld:
+                withheld[f"{name} {device.id}"] = device.withheld
         resources.append(row)
 
+    in_service = [
+        chip for bdf, chip in decision.chips.items() if bdf not in decision.offer.excluded
+    ]
     return {
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
-        "status": status,
-        "rejected": rejected,
+        "unit": settings.unit,
+        "service": service._asdict() if service else None,
         "driver": decision.observation.driver,
-        "unreadable": decision.observation.unreadable,
-        "withheld": decision.withheld,
-        "resources": resources,
-        "excluded": sorted(decision.excluded),
-        "faults": faults,
-        "reasons": reasons,  # as lists of Reason's fields
         "driver_problem": driver_problem(decision),
-        "files": files,
-        "problems": problems,
+        "unsupported": decision.observation.unsupported,
+        "checkpoint_problem": decision.observation.checkpoint_problem,
+        "unreadable": unreadable,
         "chips": chips,
+        "faults": faults,  # of chips that are in service
+        "unplaced": is_waiting,
+        "missing": list(missing_chips(in_service)),
+        "resources": resources,
+        "withheld": withheld,
     }
 
 
-def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods: bool) -> Json:
-    """Return a chip as `list --json` shows it."""
+def _chip_row(
+    decision: Decision, chip: Chip, state: ChipState, pods: Sequence[User] | None
+) -> Json:
+    """Return a chip as `list --json` shows it; `pods`: None if they are unknown."""
     function = chip.function
-    resource, device = decision.owners.get(chip.bdf, (None, None))
-    pods = decision.users.get(chip.bdf, [])
-    telemetry = record.telemetry or Telemetry()
+    resource, device = decision.devices.get(chip.bdf, (None, None))
+    telemetry = state.telemetry or Telemetry()
+    in_service = not decision.is_out_of_service(chip.bdf)
+    since = state.since if in_service else None
 
     return {
         "id": device.id if device else None,
@@ -3822,14 +4216,16 @@ def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods:
         "numa_node": function.numa_node,
         "firmware": chip.identity.firmware,
         "temperature": telemetry.temperature if chip.is_readable else None,
-        "power": record.sensors.get("power1_input") if chip.is_readable else None,
-        "healthy": chip.fault is None,
-        "reason": str(chip.reason) if chip.reason else None,
+        "power": state.sensors.get("power1_input") if chip.is_readable else None,
+        "healthy": chip.fault is None if in_service else None,
+        "reason": str(chip.reason) if chip.reason and in_service else None,
         "withheld": device.holder if device else None,
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
-        "pods": pods if pods or knows_pods else None,
-        "processes": record.processes if chip.is_present else (),
+        "pods": pods,
+        "processes": state.processes if chip.is_present else (),
+        "excluded": chip.bdf in decision.offer.excluded,
+        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since)) if since else None,
     }
 
 
@@ -3990,22 +4386,6 @@ class TelemetryReaders:
 # ==== FILES: for others, and to survive a restart =================================================
 
 
-def read_others_file(path: str, max_bytes: int) -> bytes:
-    """Return a file that others can replace; raises OSError, ValueError.
-
-    Instead of the file there can be a FIFO, which would block, a link, or terabytes of zeros.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
-    with open(descriptor, "rb", 0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-
-        if status.st_size > max_bytes:
-            raise ValueError(f"larger than {max_bytes} bytes")
-        return file.read(max_bytes)
-
-
 class OutputFile:
     """A file that is replaced when its text changes, and removed if that fails.
 
@@ -4116,284 +4496,61 @@ class SavedState(NamedTuple):
     """The state that a daemon leaves to the next one."""
 
     files: Sequence[str] = ()  # for others, also from an earlier boot
-    chips: Mapping[str, ChipRecord] = {}
-    allocations: Sequence[AllocationRecord] = ()
+    chips: Mapping[str, ChipState] = {}
+    holds: Sequence[HoldState] = ()
 
 
 class StateFile:
-    """The state that survives a restart of the daemon within the same boot."""
+    """The state that survives a restart of the daemon within the same boot.
 
-    VERSION = 3
+    It is root's own and taken as it is: one that does not fit is discarded as a whole.
+    """
+
+    FORMAT = 4
     MAX_BYTES = 16 << 20
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
         self._boot = read_text(f"{settings.proc_root}/sys/kernel/random/boot_id")
         self._file: OutputFile | None = None
         if settings.state_dir:
             path = f"{settings.state_dir}/state.json"
             self._file = OutputFile(path, 0o600, keep_outdated=True)
 
-    def load(self, now: float) -> SavedState:
-        """Return the saved state; anything but what this version has written is discarded."""
+    def load(self) -> SavedState:
+        """Return the saved state."""
         if self._file is None:
             return SavedState()
 
         path = self._file.path
         try:
-            content = read_others_file(path, self.MAX_BYTES)
+            document = json.loads(read_others_file(path, self.MAX_BYTES))
+            if document["format"] != self.FORMAT:
+                raise ValueError(f"format {document['format']}, not {self.FORMAT}")
+
+            files = [str(each) for each in document["files"]]
+            if self._boot is None or document["boot"] != self._boot:
+                return SavedState(files)
+            return SavedState(
+                files,
+                {bdf: ChipState.from_saved(bdf, each) for bdf, each in document["chips"].items()},
+                [HoldState.from_saved(each) for each in document["holds"]],
+            )
         except FileNotFoundError:
             return SavedState()
-        except (OSError, ValueError) as error:
-            log.warning("%s is discarded: %s", path, error)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            log.warning("%s is discarded: %s: %s", path, type(error).__name__, error)
             return SavedState()
 
-        try:
-            return self._parse(content, now)
-        except (ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
-            log.debug("%s: %s: %s", path, type(error).__name__, error)
-            log.warning("%s is discarded: it was written by another version, or damaged", path)
-            return SavedState()
-
-    def _parse(self, content: bytes, now: float) -> SavedState:
-        """Return the state in a file; raises ValueError and other errors."""
-        document = json.loads(content)
-        if saved_value(document, "version", int) != self.VERSION:
-            raise ValueError("another version")
-
-        files = saved_value(document, "files", list)
-        if not all(path.startswith("/") and path.isprintable() for path in files):
-            raise ValueError("files are not paths")
-
-        health = self._settings.health
-        chips = {}
-        for bdf, saved in saved_value(document, "chips", dict).items():
-            chips[bdf] = ChipRecord.from_state(bdf, saved, health)
-        allocations = []
-        for saved in saved_value(document, "allocations", list):
-            allocations.append(AllocationRecord.from_state(saved, now))
-
-        if document["boot"] != self._boot:
-            return SavedState(files)
-        return SavedState(files, chips, allocations)
-
-    def save(self, files: Sequence[str], chips: Json, allocations: Sequence[Json]) -> None:
+    def save(self, files: Sequence[str], chips: Json, holds: Sequence[Json]) -> None:
         if self._file:
             document = {
-                "version": self.VERSION,
+                "format": self.FORMAT,
                 "boot": self._boot,
                 "files": files,
                 "chips": chips,
-                "allocations": allocations,
+                "holds": holds,
             }
             self._file.keep(json.dumps(document))
-
-
-MAX_FILES = 10_000  # that are removed from a container's directory at a time
-MAX_DEPTH = 10  # of directories in each other; tt-umd makes none
-
-
-def make_lock_directory(path: str) -> None:
-    """Create a directory where containers can remove only their own locks; raises OSError."""
-    for directory, mode in ((dirname(path), 0o755), (path, 0o1777)):
-        with suppress(FileExistsError):
-            os.mkdir(directory, 0o755)
-            os.chmod(directory, mode)  # despite the umask
-
-        status = os.lstat(directory)
-        # Whoever could replace the directory could redirect root. The inner one is the container's
-        # /dev/shm, and the container may own it.
-        is_roots = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
-        is_trusted = directory == path or is_roots
-        if not stat.S_ISDIR(status.st_mode) or not is_trusted:
-            reason = "not a directory, or one that other users can change"
-            raise PermissionError(errno.EPERM, reason, directory)
-
-
-def clean_lock_directory(path: str) -> None:
-    """Remove what containers that have ended left in their /dev/shm, and open it to all again.
-
-    Else it would stay in memory until the next boot, and later containers could read it.
-    """
-    with suppress(OSError), _opened_directory(path) as directory:
-        _remove_files(directory, iter(range(MAX_FILES)), MAX_DEPTH)
-        os.fchmod(directory, 0o1777)
-
-
-class HugepageDirectories:
-    """A directory of hugepage files for each device, in each hugetlbfs of the host.
-
-    tt-umd opens files with fixed names (hugepage.cpp), so containers that have the host's directory
-    open each other's, and the files of a pod that was killed stay there, with their pages. Each
-    directory is named after the first chip of its device. It is root's with mode 0777 and not
-    sticky, the only mode in which every user can open another one's file of the same pod. The
-    directory around it can be entered by root only.
-    """
-
-    NAME = "tt-device-plugin"
-    ASIDE = re.compile(rf"{BDF.pattern}\.closed-[0-9]+")  # the name of one that was put aside
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings  # only dev_root matters, which never changes
-
-    def create(self, devices: Collection[str]) -> None:
-        """Create the directories that these devices lack; raises OSError."""
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            path = f"{hugetlbfs.host}/{self.NAME}"
-            _make_directory(path, 0o700)
-
-            with self._opened_parent(path) as parent:
-                # Runtimes create what is missing below a mount's path, with mode 0755.
-                os.fchmod(parent, 0o700)
-                with os.scandir(parent) as entries:
-                    existing = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
-                for device in devices:
-                    if device not in existing:
-                        _make_directory(f"{path}/{device}", 0o777, parent)
-                    elif not existing[device]:
-                        self._put_aside(f"{path}/{device}", parent, "not a directory")
-
-    def mounts(self, device: str) -> list[Mount]:
-        """Return the mounts of a container with this device; raises OSError."""
-        self.create([device])
-        return [
-            Mount(f"{hugetlbfs.host}/{self.NAME}/{device}", hugetlbfs.container)
-            for hugetlbfs in hugetlbfs_directories(self._settings)
-        ]
-
-    def put_aside(self) -> Iterator[str]:
-        """Yield the directories that could not be cleaned: they keep their pages."""
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            parent = f"{hugetlbfs.host}/{self.NAME}"
-            for name in filter(self.ASIDE.fullmatch, names_in(parent)):
-                yield f"{parent}/{name}"
-
-    def clean_unused(self, used: Container[str]) -> None:
-        """Remove all files of the devices that are not used; raises OSError."""
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            path = f"{hugetlbfs.host}/{self.NAME}"
-            # What is another's, or is not there, has nothing to be cleaned.
-            unusable = (FileNotFoundError, NotADirectoryError, PermissionError)
-            with suppress(*unusable), self._opened_parent(path) as parent:
-                for name in os.listdir(parent):
-                    if BDF.fullmatch(name) and name not in used:
-                        self._clean(f"{path}/{name}", parent)
-                    elif self.ASIDE.fullmatch(name):
-                        self._clean_aside(name, parent)
-
-    def renew(self, device: str) -> None:
-        """Give a device empty directories; raises OSError.
-
-        They are new ones, as processes of a former pod can have the old ones open.
-        """
-        self.create([device])
-        for hugetlbfs in hugetlbfs_directories(self._settings):
-            path = f"{hugetlbfs.host}/{self.NAME}"
-            with self._opened_parent(path) as parent:
-                self._clean(f"{path}/{device}", parent)
-                os.rmdir(device, dir_fd=parent)
-                _make_directory(f"{path}/{device}", 0o777, parent)
-
-    @contextmanager
-    def _opened_parent(self, path: str) -> Iterator[int]:
-        """Open the directory around those of the devices; raises OSError if it is another's.
-
-        Everything in it is reached by this descriptor. By its path, a container that has the host's
-        hugetlbfs could lead the daemon elsewhere, with a link in its place.
-        """
-        with _opened_directory(path) as parent:
-            if not _is_own(parent):
-                raise PermissionError(errno.EPERM, "another user's directory", path)
-            yield parent
-
-    def _clean(self, path: str, parent: int) -> None:
-        """Remove all files in a directory, or put it aside if that is not possible."""
-        try:
-            with _opened_directory(basename(path), parent) as directory:
-                _remove_files(directory, iter(range(MAX_FILES)), MAX_DEPTH)
-                if _is_own(directory):
-                    os.fchmod(directory, 0o777)
-                    return
-            reason = "the owner was changed"
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if error.errno in OWN_ERRORS:
-                raise OSError(error.errno, error.strerror, path) from None
-            reason = error.strerror or str(error)
-        self._put_aside(path, parent, reason)
-
-    def _clean_aside(self, name: str, parent: int) -> None:
-        """Try again to remove a directory that was put aside."""
-        with suppress(OSError):
-            with _opened_directory(name, parent) as directory:
-                _remove_files(directory, iter(range(MAX_FILES)), MAX_DEPTH)
-            os.rmdir(name, dir_fd=parent)
-
-    def _put_aside(self, path: str, parent: int, reason: str) -> None:
-        """Rename a directory that cannot be cleaned, and replace it by a new one."""
-        aside = f"{path}.closed-{time.time_ns()}"
-        try:
-            os.rename(basename(path), basename(aside), src_dir_fd=parent, dst_dir_fd=parent)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-        _make_directory(path, 0o777, parent)
-        log.warning("%s cannot be cleaned (%s): its pages stay in %s", path, reason, aside)
-
-
-def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
-    """Create a directory if it is missing, in a parent that is open; raises OSError."""
-    name = path if parent is None else basename(path)
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=parent)
-            with _opened_directory(name, parent) as directory:
-                os.fchmod(directory, mode)  # despite the umask
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
-
-
-@contextmanager
-def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
-    """Open a directory, but not through a link; raises OSError."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    directory = os.open(path, flags, dir_fd=parent)
-    try:
-        yield directory
-    finally:
-        os.close(directory)
-
-
-def _is_own(directory: int) -> bool:
-    """Return whether an open directory is the daemon's."""
-    return os.fstat(directory).st_uid == os.geteuid()
-
-
-def _remove_files(directory: int, steps: Iterator[int], max_depth: int) -> None:
-    """Remove everything in a directory, given by its descriptor, in a limited number of steps.
-
-    Raises OSError after all that can be removed. A container made all of this: so nothing follows a
-    link, and time, descriptors and depth of recursion are bounded.
-    """
-    failure = None
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if next(steps, None) is None:
-                raise OSError(errno.E2BIG, "too many files")
-
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    if max_depth <= 0:
-                        raise OSError(errno.E2BIG, "too many nested directories")
-                    with _opened_directory(entry.name, directory) as inner:
-                        _remove_files(inner, steps, max_depth - 1)
-                    os.rmdir(entry.name, dir_fd=directory)
-                else:
-                    os.unlink(entry.name, dir_fd=directory)
-            except OSError as error:
-                failure = failure or error
-    if failure:
-        raise failure
 
 
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
@@ -4659,7 +4816,7 @@ def _holder_of_lock(inode: int) -> str:
     return f"process {match[1]} ({read_text(f'/proc/{match[1]}/comm')!r})"
 
 
-# ==== NODE: observes this machine, and decides ====================================================
+# ==== HOST: observes this machine, and decides ====================================================
 
 
 async def wait_for_event(event: asyncio.Event, timeout: float | None) -> bool:
@@ -4690,51 +4847,44 @@ class Broadcast:
         self._event = asyncio.Event()
 
 
-class Node:
-    """The one owner of settings, inventory and allocations."""
+class Host:
+    """The one owner of settings, inventory and holds."""
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
         self.settings = settings
         self.state_file = StateFile(settings)
-        saved = self.state_file.load(monotonic())
-        self.former_files = saved.files
+        saved = self.state_file.load()
+        self.files = OutputFiles(saved.files)
 
         self.inventory = Inventory(dict(saved.chips))
-        self.allocations = AllocationTracker(settings, saved.allocations)
-        self.hugepages = HugepageDirectories(settings)
+        self.holds = HoldBook(settings, saved.holds)
+        self.directories = Directories(settings)
         self.readers = TelemetryReaders(wake)
 
-        self.looked = Broadcast()  # wakes container starts that wait for another pod's end
-        self.waiting_starts = 0  # containers that wait for another pod's end
+        self.refreshed = Broadcast()  # wakes container starts that wait for another pod's end
+        self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
-        self.problems: dict[str, str] = {}  # why pods cannot get devices, by subject
-        self.must_save = False  # the allocations have changed in what no decision depends on
+        self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
+        self.must_save = False  # what cannot be read again has changed
         self.scanned_at = -inf
         self.polled_at = -inf
-        self._machine = os.uname().machine
-        self._wake = wake
+        self.wake = wake
         self._decision: Decision | None = None
 
     @property
-    def must_look_often(self) -> bool:
-        """Return whether pods must be looked at often, as a container waits or is starting."""
-        return self.waiting_starts > 0 or self.allocations.has_starting_pods
+    def can_remove_directories(self) -> bool:
+        """Return whether the holds are all that there are."""
+        return self.holds.has_read and self.holds.problem is None
 
-    @asynccontextmanager
-    async def watching_pods(self) -> AsyncIterator[None]:
-        """Have the loop look at pods often."""
+    @contextmanager
+    def looking_often(self) -> Iterator[None]:
+        """Have the loop look often at pods, as a container waits for the end of one."""
         self.waiting_starts += 1
-        self._wake()
+        self.wake()
         try:
             yield
         finally:
             self.waiting_starts -= 1
-
-    def allow_start(self, allocation: Allocation) -> None:
-        """Note that a container may start; the loop looks often until it has a process."""
-        self.allocations.allow_start(allocation, monotonic())
-        self.must_save = True
-        self._wake()
 
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
@@ -4745,31 +4895,32 @@ class Node:
         settings = self.settings if details else None
         self.readers.submit(self.inventory.present, is_poll=is_poll, settings=settings)
 
-    def collect(self, now: float) -> None:
-        """Record what was read of chips; raises OSError."""
+    def take_readings(self, now: float) -> None:
+        """Record what was read of chips, and which reads are late; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
         for bdf, seconds in self.readers.slow(now).items():
             # READY does not wait for a chip whose reads block.
-            self.inventory.records[bdf].start_listing()
+            self.inventory.states[bdf].start_listing()
             if seconds >= READ_TIMEOUT:
-                self.inventory.records[bdf].block()
+                self.inventory.states[bdf].block()
+        self.inventory.date_faults(time.time())
 
-    def observe_allocations(self, now: float, *, look: bool = False) -> None:
-        """Read the checkpoint if it has changed, and look at the pods' cgroups if wanted."""
-        self.allocations.observe(now, look=look)
+    def refresh_holds(self, now: float, *, look: bool = False) -> None:
+        """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
+        self.holds.refresh(now, self.settings.resource_domain, look=look)
         if look:
-            self.looked.wake_all()
+            self.refreshed.wake_all()
 
     def decide(self, now: float) -> Decision:
         """Return the desired state, the same object until something changes."""
         observation = Observation(
             self.settings,
             self.inventory.chips,
+            self.inventory.unsupported,
             self.inventory.driver,
-            self._machine,
-            self.allocations.counting(now),
-            self.allocations.names,
-            self.allocations.unreadable,
+            self.holds.current(now),
+            self.holds.names,
+            self.holds.problem,
             host_mounts(self.settings),
         )
 
@@ -4777,7 +4928,7 @@ class Node:
             self._decision = decide(observation, self._decision)
         return self._decision
 
-    def note_problem(self, subject: str, problem: str | None) -> None:
+    def note_problem(self, subject: str, problem: Reason | None) -> None:
         """Record why pods cannot get devices, None if they can; a new problem is logged."""
         if problem and problem != self.problems.get(subject):
             log.warning("%s", problem)
@@ -4786,31 +4937,23 @@ class Node:
         else:
             self.problems.pop(subject, None)
 
-    def save_state(self, files: Sequence[str], now: float) -> None:
+    def save_state(self) -> None:
+        """Save what the next daemon cannot read again."""
         self.must_save = False
         chips = {}
-        for bdf, record in self.inventory.records.items():
-            if record.chip.had_device_file:
-                chips[bdf] = record.to_state()
-        self.state_file.save(files, chips, self.allocations.to_state(now))
+        for bdf, state in self.inventory.states.items():
+            if state.chip.had_device_file:
+                chips[bdf] = state.to_saved()
+        self.state_file.save(sorted(self.files.by_path), chips, self.holds.to_saved())
 
-    def view(
-        self,
-        decision: Decision,
-        registrations: Registrations | None = None,
-        status: str | None = None,
-        files: Mapping[str, str] | None = None,
-    ) -> Json:
-        """Return what `list` and `check` show; without a daemon, only the node itself is known."""
+    def view(self, decision: Decision, service: Service | None = None) -> Json:
+        """Return what `list` and `check` show; without a daemon, only the host itself is known."""
         return view_of_node(
             decision,
-            self.inventory.records,
-            registrations,
-            knows_pods=self.allocations.has_read,
-            status=status,
-            rejected=self.rejected,
-            files=files or {},
-            problems=self.problems,
+            self.inventory.states,
+            service,
+            knows_pods=self.holds.has_read,
+            unreadable=self.holds.unreadable,
         )
 
 
@@ -4818,22 +4961,23 @@ class Node:
 
 LINK_TIMEOUT = 1.0  # seconds that udev has to make a chip's link
 LINK_INTERVAL = 0.02
-START_CHECK_TIMEOUT = 25.0  # seconds; the kubelet waits 30 for PreStartContainer
-START_CHECK_INTERVAL = 0.1  # seconds between looks at pods that still run
+START_TIMEOUT = 25.0  # seconds; the kubelet waits 30 for PreStartContainer
+START_INTERVAL = 0.1  # seconds between looks at pods while a container waits, or is created
+EMPTY_WITHIN = 1.0  # seconds that a start waits for the pages of former pods
 
 
 class Allocator:
     """Answers the kubelet's requests for devices, and delays containers on chips in use."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, host: Host) -> None:
         self.counts = Counts()
-        self._node = node
+        self._host = host
 
-    def _decide(self) -> Decision:
+    def _decide(self, *, look: bool = False) -> Decision:
         """Observe, and return the decision for a call at this moment; raises OSError."""
         now = monotonic()
-        self._node.observe_allocations(now)
-        return self._node.decide(now)
+        self._host.refresh_holds(now, look=look)
+        return self._host.decide(now)
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
         """Return the edits for containers with these IDs; raises RequestError, OSError."""
@@ -4846,24 +4990,25 @@ class Allocator:
             self.counts[name, result] += 1
 
     async def _allocate(self, name: str, containers: Containers) -> list[Edits]:
-        settings = self._node.settings
+        settings = self._host.settings
         by_cdi = settings.device_list_strategy == "cdi"
-        if by_cdi and "CDI" in self._node.problems:
-            raise RequestError(Status.UNAVAILABLE, self._node.problems["CDI"])
+        if by_cdi and "CDI" in self._host.problems:
+            raise RequestError(Status.UNAVAILABLE, self._host.problems["CDI"].problem)
 
         # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
         # udev makes a little later than the device file; if it takes longer, the file itself is
         # used. Anything can change meanwhile.
         deadline = monotonic() + LINK_TIMEOUT
+        decision = self._decide(look=True)
         while True:
-            resource = self._decide().resource(name)
+            resource = decision.resource(name)
             check_request(resource, containers)
             chips = [resource.chips(ids) for ids in containers]
             links = {}
             for chip in chain(*chips):
                 # Looked at now: a uevent about the file may still be on the way.
                 if fault := file_fault_now(chip.function):
-                    reason = f"device {chip.bdf}: device file is invalid: {fault.problem}"
+                    reason = f"device {chip.bdf}: device file is invalid: {fault}"
                     raise RequestError(Status.FAILED_PRECONDITION, reason)
                 if not by_cdi:
                     links[chip.bdf] = link_path(settings, chip.function)
@@ -4872,144 +5017,150 @@ class Allocator:
             if has_all_links or monotonic() >= deadline:
                 break
             await asyncio.sleep(LINK_INTERVAL)
+            decision = self._decide()
 
-        now = monotonic()
         existing_links = {bdf: link for bdf, link in links.items() if link}
-        locks = lock_path(resource, chain(*containers), settings)
-        answer = []
+        answers = []
         for ids, its_chips in zip(containers, chips, strict=True):
-            addresses = frozenset(chip.bdf for chip in its_chips)
-            allocation = Allocation(name, frozenset(ids), addresses)
-            mounts = [] if by_cdi else self._mounts(allocation)
-            if locks:
-                mounts.append(Mount(locks, "/dev/shm"))
-            answer.append(container_edits(its_chips, existing_links, settings, mounts))
-            self._node.allocations.add_response(allocation, now)
-        return answer
+            hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
+            mounts = self._mounts(hold, resource)
+            edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
+            self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
+            answers.append(edits)
+        self._host.must_save = True
+        self._host.wake()
+        return answers
 
-    def _mounts(self, allocation: Allocation) -> list[Mount]:
-        """Return the configured mounts and the hugepages of a container; raises RequestError."""
-        settings = self._node.settings
-        if settings.hugepages != "private":
-            return list(host_mounts(settings))
-
+    def _mounts(self, hold: Hold, resource: Resource) -> list[Mount]:
+        """Return the mounts of a container, and make its directories; raises RequestError."""
+        host, settings = self._host, self._host.settings
+        mounts: list[Mount] = []
         try:
-            hugepages = self._node.hugepages.mounts(allocation.first_chip)
+            locks = lock_path(resource, hold.ids, settings)
+            if locks and locks != SHM:
+                host.directories.make_for_locks(locks)
+
+            if settings.has_private_hugepages:
+                name = host.holds.directory_for(hold, monotonic()) or hold.name
+                taken = {mount.container for mount in settings.mounts}
+                free = [each for each in hugetlbfs_mounts(settings) if each.container not in taken]
+                mounts += settings.mounts
+                mounts += host.directories.make_for_hugepages(name, free)
+            elif settings.device_list_strategy != "cdi":  # else they are in the CDI file
+                mounts += host_mounts(settings)
         except OSError as error:
-            reason = f"no hugepage directory for device {allocation.first_chip}: {error.filename}"
-            raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
-        return list(with_configured_mounts(settings, hugepages))
+            reason = f"no directory for a container: {error.filename}: {error.strerror}"
+            raise RequestError(Status.UNAVAILABLE, reason) from None
+        return [*mounts, Mount(locks, SHM)] if locks else mounts
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
         """Return the best IDs; raises RequestError, OSError."""
-        decision = self._decide()
-        required = question.must_include_deviceIDs
-        free = frozenset(question.available_deviceIDs).difference(required)
-
-        # To the kubelet these IDs are free. A pod that it does not know can have them: it was
-        # deleted by force, or the kubelet has lost its checkpoint. The last look at pods can be
-        # seconds old, and the one that has ended since has the chip to choose.
-        forgotten = []
-        for allocation in decision.allocations:
-            if allocation.resource == name and not free.isdisjoint(allocation.ids):
-                forgotten.append(allocation)
-        if forgotten:
-            self._node.observe_allocations(monotonic(), look=True)
-        running = filter(self._node.allocations.is_running, forgotten)
-        occupied = frozenset[str]().union(*(allocation.ids for allocation in running))
+        # Not by the last look at pods: one that has ended since has a chip to choose.
+        decision = self._decide(look=True)
         return preferred_allocation(
             decision.resource(name),
             question.available_deviceIDs,
-            required,
+            question.must_include_deviceIDs,
             question.allocation_size,
-            occupied,
+            self._host.holds.forgotten_ids(name, decision.holds),
         )
 
     async def wait_until_free(self, name: str, ids: Collection[str]) -> None:
-        """Wait until no other pod runs on these chips; raises RequestError, OSError.
+        """Wait until a container may start with these IDs; raises RequestError, OSError.
 
-        A kubelet gives the device of a pod that was deleted by force to the next pod while the
+        The kubelet gives the device of a pod that was deleted by force to the next pod while the
         first one still runs. It repeats a call that fails.
         """
-        deadline = monotonic() + START_CHECK_TIMEOUT
-        self._node.observe_allocations(monotonic(), look=True)
-        if pod := self._other_pod(name, ids):
-            log.info("%s: container start waits for %s to terminate", name, pod)
-            async with self._node.watching_pods():
-                while pod:
-                    if monotonic() > deadline:
-                        reason = f"{pod} must end first; it still runs on the device"
-                        raise RequestError(Status.UNAVAILABLE, reason)
+        host = self._host
+        deadline = monotonic() + START_TIMEOUT
+        decision = self._decide(look=True)
+        chips = frozenset(chip.bdf for chip in decision.resource(name).chips(ids))
+        call = host.holds.call(name, frozenset(ids), chips, monotonic())
+
+        last = ""
+        has_freed = False
+        with host.looking_often() if host.holds.waits_for(call, decision.holds) else nullcontext():
+            while True:
+                # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
+                if host.holds.was_deleted(call, monotonic()):
+                    raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
+
+                others = host.holds.waits_for(call, decision.holds)
+                if not others and has_freed:
+                    break
+                if not others:
+                    await self._free_pages(call, decision)
+                    has_freed = True
+                elif monotonic() > deadline:
+                    raise RequestError(Status.UNAVAILABLE, _why_waiting(call, others, decision))
+                else:
+                    has_freed = False
+                    if (reason := _why_waiting(call, others, decision)) != last:
+                        log.info("%s: container start waits: %s", name, reason)
+                        last = reason
                     # The loop looks; if it cannot, the deadline must be looked at all the same.
-                    await self._node.looked.wait(timeout=1.0)
-                    pod = self._other_pod(name, ids)
+                    await host.refreshed.wait(timeout=1.0)
+                decision = self._decide()
 
-        if own := _newest_allocation(self._decide(), name, ids):
-            self._clean_hugepages(own)
-            self._node.allow_start(own)
+        host.holds.allow(call, monotonic())
+        host.save_state()
+        host.wake()  # the loop looks often until the container was seen
 
-    def _clean_hugepages(self, own: Allocation) -> None:
-        """Remove hugepage files of former pods before the first container of a pod starts.
+    async def _free_pages(self, call: Call, decision: Decision) -> None:
+        """Empty what former pods have left, so that a container finds the node's pages free.
 
-        Later containers of the pod, restarts, and other users of a shared device need the files
-        that are there. Raises RequestError, OSError.
+        At most for EMPTY_WITHIN; what takes longer is left to the loop. Raises RequestError.
         """
-        settings, allocations = self._node.settings, self._node.allocations
-        if not settings.has_private_hugepages or allocations.start_was_allowed(own):
-            return
-
-        for other in self._decide().allocations:
-            is_sharing = other.pod != own.pod and other.first_chip == own.first_chip
-            if is_sharing and allocations.is_running(other):
-                return
+        host = self._host
         try:
-            self._node.hugepages.renew(own.first_chip)
+            for state in call.callers:
+                host.directories.put_right(state.hold)
         except OSError as error:
-            reason = f"hugepages of device {own.first_chip} cannot be cleaned: {error.filename}"
-            raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
+            reason = f"no directory for the container: {error.filename}: {error.strerror}"
+            raise RequestError(Status.UNAVAILABLE, reason) from None
 
-    def _other_pod(self, name: str, ids: Collection[str]) -> str | None:
-        """Return another pod that runs on these chips without sharing them."""
-        decision = self._decide()
-        own = _newest_allocation(decision, name, ids)
-        own_pod = own.pod if own else ""
-        addresses = {chip.bdf for chip in decision.resource(name).chips(ids)}
+        deadline = monotonic() + EMPTY_WITHIN
+        while True:
+            try:
+                steps = Steps()
+                if host.can_remove_directories:
+                    host.directories.tidy(decision.holds, monotonic(), steps)
+                for path in host.holds.left_behind(call, decision.holds):
+                    host.directories.empty(path, steps)
+                return
+            except OutOfSteps:
+                if monotonic() > deadline:
+                    log.warning(
+                        "%s: a container starts before all hugepages are free", call.resource
+                    )
+                    return
+            await asyncio.sleep(0)
+            decision = self._decide()
 
-        for allocation in decision.allocations:
-            if allocation.pod == own_pod or addresses.isdisjoint(allocation.chips):
-                continue
 
-            all_ids = {*allocation.ids, *ids}
-            shares_device = allocation.resource == name and all(map(is_replica, all_ids))
-            if not shares_device and self._node.allocations.is_running(allocation):
-                return pod_label(allocation, decision.observation.names)
-        return None
+def _new_name(chips: Sequence[Chip]) -> str:
+    """Return a name for an answer that no other one ever had; it begins with an address."""
+    return f"{chips[0].bdf}-{os.urandom(8).hex()}"
 
 
-def _newest_allocation(decision: Decision, name: str, ids: Collection[str]) -> Allocation | None:
-    """Return the allocation of a container that is to start: the newest one with its IDs."""
-    newest = None
-    for allocation in decision.allocations:
-        if (allocation.resource, allocation.ids) == (name, frozenset(ids)):
-            newest = allocation
-    return newest
+def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
+    """Return why a start waits for these holds' pods."""
+    pods = ", ".join(dict.fromkeys(map(decision.label, others)))
+    callers = [state.hold for state in call.callers]
+    if any(hold.key in [other.key for other in others] for hold in callers):
+        # kubernetes #137534: the first one's start went on.
+        names = " and ".join(dict.fromkeys(map(decision.label, [*others, *callers])))
+        ids = ", ".join(sorted(call.ids))
+        return f"the kubelet has given {ids} to {names}; delete one of these pods"
+    return f"{pods} must end first; it still runs on the device"
 
 
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
-    """Create and return the /dev/shm of containers on replicas; raises RequestError."""
+    """Return the host directory that containers on these IDs have as /dev/shm."""
     path = settings.sharing.lock_dir
     if not path or not any(map(is_replica, ids)):
         return None
-    if path == "/dev/shm":  # the host's
-        return path
-
-    path = f"{path}/{resource.short_name}"
-    try:
-        make_lock_directory(path)
-    except OSError as error:
-        reason = f"no directory for the locks of {resource.name}: {error.filename}"
-        raise RequestError(Status.UNAVAILABLE, f"{reason}: {error.strerror}") from None
-    return path
+    return path if path == SHM else f"{path}/{resource.short_name}"
 
 
 # ==== REGISTRATION: device list, socket, Register (device plugin API v1beta1) =====================
@@ -5392,7 +5543,12 @@ class KubeletSessions:
         return {name: session.registration for name, session in self.by_name.items()}
 
     def update(
-        self, resources: Resources, allocations: AllocationTracker, *, is_disturbed: bool
+        self,
+        resources: Resources,
+        checkpoint: FileIdentity | None,
+        others: Collection[str],
+        *,
+        is_disturbed: bool,
     ) -> None:
         """Bring the sessions in line with these resources; raises OSError."""
         for name in self.by_name.keys() - resources.keys():
@@ -5414,9 +5570,9 @@ class KubeletSessions:
             self.by_name[name].update(
                 resource.device_list,
                 kubelet,
-                allocations.checkpoint_file,
+                checkpoint,
                 is_disturbed=is_disturbed,
-                has_rival=name in allocations.checkpoint.rivals,
+                has_rival=name in others,
             )
 
     async def close(self) -> None:
@@ -5583,6 +5739,8 @@ class MetricsServer:
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
 RETRY_TICK = 1.0  # seconds between turns after an error, or without inotify
+HELD_INTERVAL = 1.0  # seconds between looks at pods while the list depends on one's end
+TIDY_INTERVAL = 0.02  # seconds between turns that remove directories
 DEBOUNCE = 0.04  # seconds for which kernel events after the first one are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
 METRICS_INTERVAL = 15.0  # seconds between readings of sensors
@@ -5593,12 +5751,11 @@ STATUS_SOCKET = "status.sock"  # in the runtime directory
 class Reporter:
     """Reports to those who ask: Prometheus, `list` and `check`."""
 
-    def __init__(self, node: Node, sessions: KubeletSessions, files: OutputFiles) -> None:
+    def __init__(self, host: Host, sessions: KubeletSessions) -> None:
         self.metrics = SharedText(self._render_metrics)
         self._view = SharedText(self._render_view)
-        self._node = node
+        self._host = host
         self._sessions = sessions
-        self._files = files
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
@@ -5610,7 +5767,7 @@ class Reporter:
         for listening in metrics_sockets:
             self._start(server.serve(listening))
 
-        if directory := self._node.settings.runtime_dir:
+        if directory := self._host.settings.runtime_dir:
             path = f"{directory}/{STATUS_SOCKET}"
             try:
                 listening = _listen_for_root(path)
@@ -5626,34 +5783,42 @@ class Reporter:
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
-        problems = [*self._node.problems.values(), self._node.rejected]
+        problems = [*map(str, self._host.problems.values()), self._host.rejected]
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
-        path = self._node.settings.metrics_file
+        path = self._host.settings.metrics_file
         if path and now - self._written_at >= METRICS_INTERVAL and isdir(dirname(path)):
             self._written_at = now
             self._start(self._write_metrics())
 
     async def _write_metrics(self) -> None:
         text = await self.metrics.get()
-        path = self._node.settings.metrics_file
+        path = self._host.settings.metrics_file
         if path and text is not None:  # else the file is left to grow old
-            self._files.write(path, text)
+            self._host.files.write(path, text)
 
     async def _render_metrics(self) -> str:
         await self._read_details(METRICS_INTERVAL)
-        decision = self._node.decide(monotonic())
+        decision = self._host.decide(monotonic())
         counts = self._sessions.allocator.counts
         metrics = plugin_metrics(decision, self._sessions.registrations, counts, self._started)
-        return chip_metrics(decision, self._node.inventory.records) + metrics
+        return chip_metrics(decision, self._host.inventory.states) + metrics
 
     async def _render_view(self) -> str:
+        host = self._host
         await self._read_details(0.0)
-        decision = self._node.decide(monotonic())
-        registrations = self._sessions.registrations
-        status = self.status(decision)
-        return json.dumps(self._node.view(decision, registrations, status, self._files.problems))
+        decision = host.decide(monotonic())
+        resisting = host.directories.resisting
+        service = Service(
+            self.status(decision),
+            self._sessions.registrations,
+            host.rejected,
+            host.files.problems,
+            host.problems,
+            {path: each.reason for path, each in resisting.items()},
+        )
+        return json.dumps(host.view(decision, service))
 
     async def _send_view(self, connection: socket.socket) -> None:
         if text := await self._view.get():
@@ -5666,7 +5831,7 @@ class Reporter:
         if now - self._details_at >= max_age:
             self._details_at = now
             with suppress(OSError):  # the loop meets the same error, and logs it
-                self._node.read_chips(is_poll=False, details=True)
+                self._host.read_chips(is_poll=False, details=True)
             await self._await_reads()
 
     async def _await_reads(self) -> None:
@@ -5675,7 +5840,7 @@ class Reporter:
         Not only until it is slow: on a busy machine many are.
         """
         deadline = monotonic() + READ_TIMEOUT
-        while self._node.readers.has_unblocked(monotonic()) and monotonic() < deadline:
+        while self._host.readers.has_unblocked(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
@@ -5687,6 +5852,24 @@ def _listen_for_root(path: str) -> socket.socket:
     os.chmod(path, 0o600)
     listening.listen()
     return listening
+
+
+def _has_same_devices(decision: Decision, other: Decision) -> bool:
+    """Return whether only pods differ: who holds which chips, and their names."""
+    one, two = decision.observation, other.observation
+    is_same_host = (one.driver, one.mounts) == (two.driver, two.mounts)
+    return is_same_host and decision.offer is other.offer
+
+
+def directory_problem(error: OSError) -> Reason:
+    """Return why a directory of a hold cannot be used, and the command that helps."""
+    path = str(error.filename)
+    problem = f"directory for containers cannot be used: {path}: {error.strerror}"
+    if error.errno == errno.EROFS:
+        return Reason(problem, f"mount -o remount,rw {dirname(dirname(path))}")
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return Reason(problem, f"chown root {path}")
+    return Reason(problem)
 
 
 class Stage(Enum):
@@ -5706,10 +5889,9 @@ class Daemon:
         log.setLevel(settings.log_level.upper())
         self._wake = asyncio.Event()
         wake = self._wake.set
-        self.node = Node(settings, wake)
-        self.sessions = KubeletSessions(Allocator(self.node), settings.device_plugin_dir, wake)
-        self._files = OutputFiles(self.node.former_files)
-        self._reporter = Reporter(self.node, self.sessions, self._files)
+        self.host = Host(settings, wake)
+        self.sessions = KubeletSessions(Allocator(self.host), settings.device_plugin_dir, wake)
+        self._reporter = Reporter(self.host, self.sessions)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(self._scan_soon)
         self._pod_resources = PodResources(self._apply_names)
@@ -5720,6 +5902,8 @@ class Daemon:
         self._binding_since = 0.0
         self._applied: Decision | None = None  # the last decision that was applied
         self._round_at = -inf
+        self._looked_at = -inf  # at pods' cgroups
+        self._must_tidy = False  # there are directories to remove
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
         self._is_failing = False  # the last observation has failed
@@ -5768,7 +5952,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
-        for warning in self.node.settings.warnings:
+        for warning in self.host.settings.warnings:
             log.warning("%s", warning)
         try:
             self._directory.open()
@@ -5788,20 +5972,24 @@ class Daemon:
         if self._is_failing:
             return RETRY_TICK
 
-        node = self.node
+        host = self.host
         due = [
             now + self._manager.feed_interval,
             self._round_at + ROUND,
-            node.polled_at + node.settings.health.interval,
+            host.polled_at + host.settings.health.interval,
         ]
         if not self._directory.is_watched:
             due.append(now + RETRY_TICK)
         if self._stage is not Stage.READY:
             due.append(now + START_TICK)
         if self._must_scan:
-            due.append(node.scanned_at + DEBOUNCE)
-        if node.must_look_often:
-            due.append(now + START_CHECK_INTERVAL)
+            due.append(host.scanned_at + DEBOUNCE)
+        if host.waiting_starts or host.holds.is_awaiting_containers:
+            due.append(now + START_INTERVAL)
+        if self._applied and self._applied.resources is not self._applied.offer.resources:
+            due.append(self._looked_at + HELD_INTERVAL)
+        if self._must_tidy:
+            due.append(now + TIDY_INTERVAL)
         return max(0.0, min(due) - now)
 
     def _turn(self, now: float) -> None:
@@ -5826,7 +6014,7 @@ class Daemon:
             self._directory.check()
             self._observe(now, is_round=is_round)
             # After a failure all chips are read again before anything is applied.
-            if self._is_failing and not self.node.readers.is_settled(now):
+            if self._is_failing and not self.host.readers.is_settled(now):
                 return
             is_disturbed = self._directory.take_changes()
             if self._is_failing:
@@ -5841,7 +6029,7 @@ class Daemon:
                 log.warning("cannot read the node's state; keeping the last one: %s", error)
             self._is_failing = True
             self._must_scan = True
-            self.node.scanned_at = -inf
+            self.host.scanned_at = -inf
             return
 
         if is_round:
@@ -5854,37 +6042,52 @@ class Daemon:
         return self._is_poll(now) or now - self._round_at >= ROUND
 
     def _is_poll(self, now: float) -> bool:
-        return now - self.node.polled_at >= self.node.settings.health.interval
+        return now - self.host.polled_at >= self.host.settings.health.interval
 
     def _observe(self, now: float, *, is_round: bool) -> None:
         """Look at everything that may have changed; raises OSError."""
-        node = self.node
+        host = self.host
         is_poll = self._is_poll(now)
-        if is_poll or (self._must_scan and now - node.scanned_at >= DEBOUNCE):
+        if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
             # A chip that is being read will not be read for these events: scan once more then.
-            self._must_scan = not node.readers.is_settled(now)
-            node.read_chips(is_poll=is_poll)
+            self._must_scan = not host.readers.is_settled(now)
+            host.read_chips(is_poll=is_poll)
 
-        node.collect(now)
-        node.observe_allocations(now, look=is_round or node.must_look_often)
-        if self._stage is Stage.SCANNING and node.readers.is_settled(now):
+        host.take_readings(now)
+        is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
+        if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
+            self._looked_at = now
+            host.refresh_holds(now, look=True)
+        else:
+            host.refresh_holds(now)
+        if is_round:
+            host.holds.note_ended_pods()
+        if self._stage is Stage.SCANNING and host.readers.is_settled(now):
             self._stage = Stage.BINDING
             self._binding_since = now
 
     def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
         """Bring log, files, sessions and status in line with the decision."""
-        node = self.node
-        decision = node.decide(now)
+        host = self.host
+        decision = host.decide(now)
         former, self._applied = self._applied, decision
         if decision is not former:
             for level, line in changes(former, decision):
                 log.log(level, "%s", line)
-        if is_round or former is None or not decision.has_same_devices(former):
-            self._make_directories(decision)
+
+        has_same_devices = former is not None and _has_same_devices(decision, former)
+        if is_round or not has_same_devices:
             self._write_files(decision)
-        if is_round or decision is not former or node.must_save:
-            node.save_state(sorted(self._files.by_path), now)
-        self.sessions.update(decision.resources, node.allocations, is_disturbed=is_disturbed)
+        if is_round or decision is not former or self._must_tidy:
+            self._keep_directories(decision, now)
+        if is_round or host.must_save or not has_same_devices:
+            host.save_state()
+        self.sessions.update(
+            decision.resources,
+            host.holds.checkpoint_stamp,
+            host.holds.other_plugins(decision.holds),
+            is_disturbed=is_disturbed,
+        )
         if is_round:
             self._ask_for_names(decision)
             self._reporter.write_metrics_if_due(now)
@@ -5892,71 +6095,60 @@ class Daemon:
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status(decision))
 
-    def _make_directories(self, decision: Decision) -> None:
-        """Create the paths in former responses: containers that restart have them."""
-        node, settings = self.node, self.node.settings
+    def _keep_directories(self, decision: Decision, now: float) -> None:
+        """Have the directories that holds name there, and no others."""
+        host = self.host
         problem = None
-        in_use = {allocation.resource for allocation in decision.allocations}
-        for name, resource in decision.resources.items():
+        for hold in decision.holds:
             try:
-                path = lock_path(resource, resource.devices, settings)
-            except RequestError as error:
-                problem = str(error.args[1])
-                continue
-            is_known = node.allocations.has_read and not node.allocations.unreadable
-            if path not in (None, "/dev/shm") and is_known and name not in in_use:
-                clean_lock_directory(path)
-        node.note_problem("locks", problem)
+                host.directories.put_right(hold)
+            except OSError as error:
+                problem = problem or directory_problem(error)
+        host.note_problem("directories", problem)
 
-        problem = None
-        used = {allocation.first_chip for allocation in decision.allocations}
-        devices = {device.chips[0].bdf for _, device in decision.owners.values()}
-        try:
-            if settings.has_private_hugepages:
-                node.hugepages.create(used | devices)
-            # Without a checkpoint it is not known which pods run.
-            if node.allocations.has_read:
-                node.hugepages.clean_unused(used)
-        except OSError as error:
-            problem = f"hugepage directories cannot be used: {error.filename}: {error.strerror}"
-        node.note_problem("hugepages", problem)
+        self._must_tidy = False
+        if host.can_remove_directories:
+            try:
+                host.directories.tidy(decision.holds, now, Steps())
+            except OutOfSteps:
+                self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
-        settings = self.node.settings
+        settings = self.host.settings
         wanted: dict[str, str | None] = {}
         if settings.cdi_dir:
-            wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = decision.cdi
+            wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
         if settings.labels_dir:
-            wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = decision.labels
+            wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
 
-        self._files.keep(wanted, unmanaged=[settings.metrics_file])
+        self.host.files.keep(wanted, unmanaged=[settings.metrics_file])
         self._check_cdi_file()
 
     def _check_cdi_file(self) -> None:
         """Note whether pods can get their devices through the CDI file."""
-        settings = self.node.settings
+        settings = self.host.settings
         problem = None
         if settings.device_list_strategy == "cdi":
             path = f"{settings.cdi_dir}/{CDI_FILE}"
-            if reason := self._files.problems.get(path):
-                problem = f"pods cannot get devices through {path}: {reason}"
-        self.node.note_problem("CDI", problem)
+            if reason := self.host.files.problems.get(path):
+                problem = Reason(f"pods cannot get devices through {path}: {reason}")
+        self.host.note_problem("CDI", problem)
 
     def _ask_for_names(self, decision: Decision) -> None:
-        pods = {allocation.pod for allocation in decision.allocations} - {""}
-        if pods - self.node.allocations.names.keys():
-            self._pod_resources.ask(self.node.settings.pod_resources_socket)
+        pods = {hold.pod for hold in decision.holds} - {""}
+        if pods - self.host.holds.names.keys():
+            self._pod_resources.ask(self.host.settings.pod_resources_socket)
 
     def _apply_names(self, names: PodNames) -> None:
-        self.node.allocations.apply_names(names)
+        self.host.holds.apply_names(names)
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
         """Notify READY=1 once all is served. While it waits for the driver, return that status."""
-        settings = self.node.settings
+        settings = self.host.settings
         version = decision.observation.driver
         driver = f"driver {version or 'is not loaded'}"
-        present = pluralize(len(self.node.inventory.present), "chip")
+        present = pluralize(len(self.host.inventory.present), "chip")
 
         missing = []
         for bdf, chip in decision.chips.items():
@@ -5987,17 +6179,17 @@ class Daemon:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
-            self.node.rejected = f"the configuration was rejected at the last reload: {error}"
+            self.host.rejected = f"the configuration was rejected at the last reload: {error}"
             return
 
-        self.node.rejected = None
-        before = self.node.settings
+        self.host.rejected = None
+        before = self.host.settings
         for key in NEEDS_RESTART:
             value = getattr(before, key)
             if getattr(loaded, key) != value:
                 log.warning("%s needs a restart to change; still using %s", key, value)
         kept = {key: getattr(before, key) for key in NEEDS_RESTART}
-        self.node.settings = replace(loaded, **kept)
+        self.host.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
         for warning in loaded.warnings:
             log.warning("%s", warning)
@@ -6011,7 +6203,7 @@ View = Mapping[str, Any]  # see view_of_node()
 VIEW_TIMEOUT = 10.0  # seconds; the daemon ends a connection after 5
 RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
 WIDTH = 110  # columns of `list`, at most
-CHECK_WIDTH = 80  # columns of `check` without a terminal
+VIEW_MAX = 64 << 20  # bytes
 HELP_WIDTH = 80
 
 # Columns of `list` by keys of its rows.
@@ -6116,11 +6308,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings = load(ignore_file=True)
 
     if options.command == "check":
-        checks = Checks(settings, problem)
-        return checks.run(config_only=options.config_only, is_quiet=options.quiet)
+        findings = check_configuration(settings, problem)
+        if not options.config_only:
+            findings = chain(findings, Checks(settings, problem).findings())
+        return print_findings(findings, is_quiet=options.quiet)
     if problem:
         log.error("%s", problem)
-    return list_devices(settings, as_json=options.json)
+    return list_devices(settings, is_valid=problem is None, as_json=options.json)
 
 
 def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
@@ -6147,23 +6341,36 @@ def print_safely(text: str, stream: Any = None) -> None:
     print(shown, file=stream)
 
 
-def terminal_width(otherwise: int) -> int:
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, at most WIDTH; None if the output is not one."""
     with suppress(OSError):
-        return min(WIDTH, os.get_terminal_size(1).columns or otherwise)
-    return otherwise
+        return min(WIDTH, os.get_terminal_size(1).columns or WIDTH)
+    return None
 
 
-def wrapped(text: str, width: int, command: str = "", indent: str = "    ") -> Iterator[str]:
-    """Yield the lines of a text, then a command on a separate line, whatever its length.
+def wrapped(text: str, command: str, width: int | None, indent: str = "    ") -> Iterator[str]:
+    """Yield the lines of a text and a command.
 
-    A command that is broken by the end of a line would do something else when it is pasted:
-    without its address, `tt-smi -r` resets every card.
+    On a terminal, the command stands on a separate line, whatever its length: one that is broken by
+    the end of a line would do something else when it is pasted. Else, both are one line.
     """
+    if width is None:
+        yield str(Reason(text, command))
+        return
+
+    introduction = f"{text}; run:" if command else text
     yield from textwrap.wrap(
-        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        introduction,
+        width,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
     if command:
         yield f"{indent}{command}"
+
+
+# -- the view of the node --------------------------------------------------------------------------
 
 
 class ServiceProblem(NamedTuple):
@@ -6177,115 +6384,152 @@ class ServiceProblem(NamedTuple):
 NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-device-plugin")
 
 
-def get_view(settings: Settings) -> tuple[View, ServiceProblem | None]:
-    """Return the daemon's view; else that of one look, and the daemon's problem."""
+def get_view(settings: Settings, *, is_valid: bool) -> tuple[View, ServiceProblem | None]:
+    """Return the daemon's view; else that of one look, and why it is not the daemon's.
+
+    If the configuration is not valid at present, the daemon runs on with the last valid one: any
+    daemon's view will do.
+    """
     problem = NOT_RUNNING
+    # In another service's shell the variable names that service's directory.
     for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
-        path = f"{directory}/{STATUS_SOCKET}"
-        try:
-            view = _receive_view(path)
-            if view["version"] != __version__:
-                text = f"is still version {view['version']}, not {__version__}"
-                problem = ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
-                break
-            if all(view[key] == getattr(settings, key) for key in NEEDS_RESTART):
-                return view, None
-            theirs = view["device_plugin_dir"]
-            text = f"uses different directories ({theirs}); run this command with the same options"
-            problem = ServiceProblem("warn", text)
-        except PermissionError:
-            text = f"cannot be reached (permission denied: {path}); run this command as root"
-            problem = ServiceProblem("warn", text)
-        except (FileNotFoundError, ConnectionRefusedError):
-            continue  # in another service's shell the variable names that service's directory
-        except (OSError, ValueError, LookupError) as error:
-            reason = error or type(error).__name__
-            problem = ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
+        answer = ask(f"{directory}/{STATUS_SOCKET}")
+        if answer is NOT_RUNNING:
+            continue
+        if isinstance(answer, ServiceProblem):
+            problem = answer
+            break
+
+        if not is_valid or all(answer[key] == getattr(settings, key) for key in NEEDS_RESTART):
+            return answer, None
+        theirs = answer["device_plugin_dir"]
+        text = f"uses different directories ({theirs}); run this command with the same options"
+        problem = ServiceProblem("warn", text)
         break
     return asyncio.run(look_once(settings)), problem
 
 
-def _receive_view(path: str) -> View:
-    """Return the view of the daemon with this socket; raises OSError, ValueError."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(VIEW_TIMEOUT)
-        connection.connect(path)
-        view: View = json.load(connection.makefile("rb"))
-    return view
+def ask(path: str) -> View | ServiceProblem:
+    """Return the view of the daemon with this socket."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(VIEW_TIMEOUT)
+            connection.connect(path)
+            view = json.loads(_received(connection))
+        version, _ = view["version"], [view[key] for key in NEEDS_RESTART]
+    except (FileNotFoundError, ConnectionRefusedError):
+        return NOT_RUNNING
+    except PermissionError:
+        text = f"cannot be reached (permission denied: {path}); run this command as root"
+        return ServiceProblem("warn", text)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, OSError) else "not a view of this program"
+        return ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
+
+    if version != __version__:
+        text = f"is still version {version}, not {__version__}"
+        return ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
+    found: View = view
+    return found
+
+
+def _received(connection: socket.socket) -> bytes:
+    """Return all that the other side sends; raises OSError, ValueError."""
+    deadline = monotonic() + VIEW_TIMEOUT
+    content = b""
+    while part := connection.recv(1 << 20):
+        content += part
+        if monotonic() > deadline or len(content) > VIEW_MAX:
+            raise ValueError("too much")
+    return content
 
 
 async def look_once(settings: Settings) -> View:
     """Return a view of the node without the daemon; a stalled heartbeat would take two looks."""
-    node = Node(settings, wake=lambda: None)
-    node.read_chips(is_poll=False, details=True)
-    while node.readers.has_unblocked(monotonic()):
+    host = Host(settings, wake=lambda: None)
+    host.read_chips(is_poll=False, details=True)
+    while host.readers.has_unblocked(monotonic()):
         await asyncio.sleep(SETTLE_INTERVAL)
-    node.collect(monotonic())
+        host.take_readings(monotonic())
+    host.take_readings(monotonic())
 
     with suppress(OSError):  # not root
-        node.observe_allocations(monotonic(), look=True)
+        host.refresh_holds(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
-        node.allocations.apply_names(await list_pods(settings.pod_resources_socket))
-    return node.view(node.decide(monotonic()))
+        host.holds.apply_names(await list_pods(settings.pod_resources_socket))
+    view: View = json.loads(json.dumps(host.view(host.decide(monotonic()))))  # as from a daemon
+    return view
 
 
-def list_devices(settings: Settings, *, as_json: bool) -> int:
-    view, problem = get_view(settings)
+# -- list ------------------------------------------------------------------------------------------
+
+
+def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
+    view, problem = get_view(settings, is_valid=is_valid)
     if problem:
-        reason = Reason(f"the service {problem.text}", command=problem.command)
-        print_safely(f"showing a one-time look at the node: {reason}", sys.stderr)
+        text = f"the service {problem.text}, so this is a single look at the node"
+        print_safely(str(Reason(text, problem.command)), sys.stderr)
     if as_json:
         print(json.dumps(view["chips"], indent=2))
         return 0
-    for line in list_lines(view, terminal_width(WIDTH)):
+    for line in list_lines(view, terminal_width()):
         print_safely(line)
     return 0
 
 
-WAITS_FOR_SERIAL = "not advertised yet: waiting for the board's serial number"
-
-
-def _waits_for_serial(row: View, view: View) -> bool:
-    """Return whether a healthy chip belongs to no device yet: see unit."""
-    return row["id"] is None and not row["reason"] and row["bdf"] not in view["excluded"]
-
-
-def list_lines(view: View, width: int) -> Iterator[str]:
+def list_lines(view: View, width: int | None) -> Iterator[str]:
+    """Yield the table and what is below it; `width`: columns of a terminal."""
     rows = view["chips"]
-    if not rows:
+    if rows:
+        firmware = common_value(row["firmware"] for row in rows) or "unknown"
+        yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
+        yield from _table_lines(view, width)
+    else:
         yield "no Tenstorrent device on this node"
-        return
 
-    firmware = common_value(row["firmware"] for row in rows) or "unknown"
-    yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
-    yield from _table_lines(view, width)
-    for reason, addresses in _folded_reasons(view).items():
-        subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
-        yield from wrapped(f"{subject}: {reason.introduction}", width, reason.command)
-    for row in rows:
-        if _waits_for_serial(row, view):
-            yield from wrapped(f"{row['bdf']}: {WAITS_FOR_SERIAL}", width)
+    for subject, problem, command in _faults(view):
+        yield from wrapped(f"{subject}: {problem}", command, width)
+    if view["unit"] == "board":
+        for bdf, text in view["unplaced"].items():
+            yield from wrapped(f"{bdf}: not advertised: {text}", "", width)
     for device, text in view["withheld"].items():
-        yield from wrapped(f"{device} is withheld: {text}", width)
+        yield from wrapped(f"{device} is withheld: {text}", "", width)
     for resource in view["resources"]:
-        for identifier, text in resource["incomplete"].items():
-            yield from wrapped(f"{identifier}: {text}", width)
+        for device, text in resource["incomplete"].items():
+            yield from wrapped(f"{device}: {text}", "", width)
+    for bdf in view["unsupported"]:
+        yield from wrapped(f"{bdf}: not supported: {UNSUPPORTED}", "", width)
 
-    unhealthy = len(view["faults"])
-    in_use = sum(1 for row in rows if _users(row) not in ("-", "?"))
-    yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
+    if rows:
+        in_use = sum(1 for row in rows if _used_by(row) not in ("-", "?"))
+        unhealthy = len(view["faults"])
+        yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
-def _folded_reasons(view: View) -> dict[Reason, list[str]]:
-    """Return the addresses of unhealthy chips by reason: one cause is one line."""
+def _faults(view: View) -> Iterator[tuple[str, str, str]]:
+    """Yield subject, problem with its time, and command of each fault: one cause is one line."""
     found = defaultdict(list)
-    for bdf, reason in view["reasons"].items():
-        found[Reason(*reason)].append(bdf)
-    return found
+    for bdf, fault in view["faults"].items():
+        found[fault["problem"], fault["command"]].append(bdf)
+
+    for (problem, command), addresses in found.items():
+        subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
+        since = [view["faults"][bdf]["since"] for bdf in addresses]
+        yield subject, f"{problem}{_since(min(filter(None, since), default=None))}", command
 
 
-def _table_lines(view: View, width: int) -> Iterator[str]:
-    """Yield the table; columns that do not fit are left out, and named."""
+def _since(moment: float | None) -> str:
+    """Return when a fault began, in local time; with the date from the second day on."""
+    if moment is None:
+        return ""
+    form = "%H:%M"
+    if time.strftime("%F", time.localtime(moment)) != time.strftime("%F"):
+        form = "%Y-%m-%d %H:%M"
+    return time.strftime(f" (since {form})", time.localtime(moment))
+
+
+def _table_lines(view: View, width: int | None) -> Iterator[str]:
+    """Yield the table. On a terminal, columns that do not fit are left out, and named."""
     table = [_cells(row, view) for row in view["chips"]]
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
@@ -6294,16 +6538,16 @@ def _table_lines(view: View, width: int) -> Iterator[str]:
 
     omitted = []
     for title in OMITTED_FIRST:
-        if sum(widths.values()) + 2 * len(widths) - 2 > width:
+        if width and sum(widths.values()) + 2 * len(widths) - 2 > width:
             del widths[title]
             omitted.append(title)
 
     for cells in table:
         padded = [cells[title].ljust(size) for title, size in widths.items()]
         text = "  ".join(padded).rstrip()
-        yield text if len(text) <= width else f"{text[: width - 1]}…"
+        yield f"{text[: width - 1]}…" if width and len(text) > width else text
     if omitted:
-        yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", width)
+        yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", "", width)
 
 
 def _cells(row: View, view: View) -> dict[str, str]:
@@ -6318,27 +6562,32 @@ def _cells(row: View, view: View) -> dict[str, str]:
         cells["RESOURCE"] += f" ×{row['replicas']}"
 
     health = "healthy"
-    if row["withheld"]:
+    if fault := view["faults"].get(row["bdf"]):
+        health = fault["kind"].upper()
+    elif row["withheld"]:
         health = "withheld"
-    elif row["bdf"] in view["excluded"]:
+    elif row["excluded"]:
         health = "excluded"
-    cells["HEALTH"] = view["faults"].get(row["bdf"], health)
-    cells["USED BY"] = _users(row)
+    cells["HEALTH"] = health
+    cells["USED BY"] = _used_by(row)
     return cells
 
 
-def _users(row: View) -> str:
+def _used_by(row: View) -> str:
     """Return a chip's users: two names and a count. A pod's process is the pod."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
-    users = list(dict.fromkeys(pods))
+    found = list(dict.fromkeys(pods))
     for process in row["processes"] or ():
         if not (pods and process["of_pod"]):
-            users.append(f"{process['command']}[{process['pid']}]")
+            found.append(f"{process['command']}[{process['pid']}]")
 
-    if not users:
+    if not found:
         return "?" if None in (row["pods"], row["processes"]) else "-"
-    more = f" +{len(users) - 2}" if len(users) > 2 else ""
-    return ", ".join(users[:2]) + more
+    more = f" +{len(found) - 2}" if len(found) > 2 else ""
+    return ", ".join(found[:2]) + more
+
+
+# -- check -----------------------------------------------------------------------------------------
 
 
 class Finding(NamedTuple):
@@ -6347,89 +6596,85 @@ class Finding(NamedTuple):
     level: str  # "ok", "warn" or "FAIL"
     subject: str
     text: str
-    command: str = ""  # the remedy
-    condition: str = ""  # of the remedy
+    command: str = ""  # that helps
 
 
 Findings = Iterator[Finding]
+METRICS_ARE_OLD = 120.0  # seconds
+PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
+
+
+def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
+    """Print the findings; return 1 if any FAILs."""
+    found = list(findings)
+    shown = [each for each in found if each.level != "ok" or not is_quiet]
+    width = terminal_width()
+    margin = max((len(each.subject) for each in shown), default=0) + 8
+    for level, subject, text, command in shown:
+        start = f"{level:4}  {subject}".ljust(margin)
+        for line in wrapped(start + text, command, width, " " * margin):
+            print_safely(line)
+    return 1 if any(each.level == "FAIL" for each in found) else 0
+
+
+def check_configuration(settings: Settings, problem: str | None) -> Findings:
+    if problem:
+        yield Finding("FAIL", "configuration", problem)
+        return
+    yield Finding("ok", "configuration", "valid")
+    for warning in settings.warnings:
+        yield Finding("warn", "configuration", warning)
 
 
 class Checks:
-    """The preflight of a node: what `check` looks at."""
-
-    METRICS_ARE_OLD = 120.0  # seconds
-    PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
+    """The preflight of a node: what `check` looks at, beside the configuration."""
 
     def __init__(self, settings: Settings, problem: str | None) -> None:
-        self._settings = settings
         self._problem = problem  # of the configuration
-        self._view: View = {}
+        self._view, self._service_problem = get_view(settings, is_valid=problem is None)
+        # A variable of the service's unit is not one of this command.
+        of_service = (*PATHS_OF_FILES, *(NEEDS_RESTART if problem else ()))
+        self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 
-    def run(self, *, config_only: bool, is_quiet: bool) -> int:
-        """Print the findings; return 1 if any FAILs."""
-        findings = list(self._configuration())
-        if not config_only:
-            self._view, service_problem = get_view(self._settings)
-            # A variable of the service's unit is not one of this command.
-            self._settings = replace(
-                self._settings, **{key: self._view[key] for key in PATHS_OF_FILES}
-            )
-            findings += self._service(service_problem)
-            findings += self._driver()
-            findings += self._chips()
-            findings += self._hugepages()
-            findings += self._mounts_and_locks()
-            findings += self._cdi_file()
-            findings += self._other_files()
-            findings += self._kubelet()
-            findings += self._other_allocators()
+    def findings(self) -> Findings:
+        yield from self._service()
+        yield from self._driver()
+        yield from self._chips()
+        yield from self._hugepages()
+        yield from self._mounts_and_locks()
+        yield from self._cdi_file()
+        yield from self._other_files()
+        yield from self._kubelet()
+        yield from self._resources()
+        yield from self._other_allocators()
 
-        shown = [each for each in findings if each.level != "ok" or not is_quiet]
-        margin = max((len(each.subject) for each in shown), default=0) + 8
-        for level, subject, text, command, condition in shown:
-            start = f"{level:4}  {subject}".ljust(margin)
-            introduction = Reason(text, condition, command).introduction
-            for line in wrapped(
-                start + introduction, terminal_width(CHECK_WIDTH), command, " " * margin
-            ):
-                print_safely(line)
-        return 1 if any(each.level == "FAIL" for each in findings) else 0
-
-    def _configuration(self) -> Findings:
-        if self._problem:
-            yield Finding("FAIL", "configuration", self._problem)
-            return
-        yield Finding("ok", "configuration", "valid")
-        for warning in self._settings.warnings:
-            yield Finding("warn", "configuration", warning)
-
-    def _service(self, problem: ServiceProblem | None) -> Findings:
-        view = self._view
+    def _service(self) -> Findings:
+        service, problem = self._view["service"], self._service_problem
         if problem is NOT_RUNNING and self._problem:
             yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
         elif problem:
             yield Finding(problem.level, "service", problem.text, problem.command)
-        elif view["rejected"] and not self._problem:
-            yield Finding("FAIL", "service", view["rejected"], "systemctl reload tt-device-plugin")
+        elif service["rejected"] and not self._problem:
+            command = "systemctl reload tt-device-plugin"
+            yield Finding("FAIL", "service", service["rejected"], command)
         else:
             # Not its status: that has the commands of other lines, and a long line is wrapped.
-            text = f"{view['version']} is running"
-            if any(each["phase"] == Phase.REGISTERED.value for each in view["resources"]):
+            text = f"{self._view['version']} is running"
+            if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
                 text += f", {REGISTERED_TEXT}"
             yield Finding("ok", "service", text)
-        for subject, text in view["problems"].items():
+
+        for subject, reason in (service or {}).get("problems", {}).items():
             if subject != "CDI":  # see _cdi_file()
-                yield Finding("FAIL", subject, text)
+                yield Finding("FAIL", subject, *reason)
 
     def _driver(self) -> Findings:
         version = self._view["driver"]
         numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
-        if version is None:
-            if problem := self._view["driver_problem"]:
-                yield Finding("FAIL", "driver", Reason(*problem).problem, LOAD_DRIVER.command)
-            else:
-                text = "not loaded; no Tenstorrent PCI function waits for it"
-                yield Finding("warn", "driver", text)
+        if version is None and self._view["driver_problem"]:
+            yield Finding("FAIL", "driver", *self._view["driver_problem"])
+        elif version is None:
+            yield Finding("warn", "driver", "not loaded, and no card on the PCI bus needs it")
         elif numbers and numbers < [2, 0]:
             text = f"{version}: tt-umd of August 2026 and later needs 2.0 or later"
             yield Finding("warn", "driver", text)
@@ -6441,41 +6686,37 @@ class Checks:
 
     def _chips(self) -> Findings:
         rows = self._view["chips"]
-        if not rows:
-            yield Finding("warn", "devices", "none found", "lspci -d 1e52:")
-        for reason, addresses in _folded_reasons(self._view).items():
-            yield from self._unhealthy(reason, addresses)
+        for bdf in self._view["unsupported"]:
+            yield Finding("warn", bdf, f"not supported: {UNSUPPORTED}")
+        if not rows and not self._view["unsupported"]:
+            yield Finding("warn", "chips", "none found")
+
+        for subject, problem, command in _faults(self._view):
+            # The driver's line has it, if no chip had a driver before.
+            if command != LOAD_DRIVER or self._view["driver"]:
+                yield self._unhealthy(subject, problem, command)
         for row in rows:
-            if row["bdf"] in self._view["excluded"] and not row["id"]:
+            if row["healthy"] is None:
                 text = f"{row['card'] or row['arch']}, excluded by the configuration"
                 yield Finding("ok", row["bdf"], text)
             elif row["healthy"]:
                 yield from self._healthy(row)
 
-    def _unhealthy(self, reason: Reason, addresses: Sequence[str]) -> Findings:
-        """Yield one line for chips with one reason."""
-        is_drivers = self._view["driver"] is None and reason.command == LOAD_DRIVER.command
-        if is_drivers:
-            return  # the driver's line has it
+        yield from self._places()
 
-        rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
-        is_device = any(row["resource"] or row["index"] is not None for row in rows)
-        card = rows[0]["card"] or rows[0]["arch"] or "unknown card"
-        subject = addresses[0]
-        text = f"{card}: {reason.problem}"
-
-        if len(addresses) > 1:
-            subject, text = f"{len(addresses)} chips", f"{reason.problem}: {', '.join(addresses)}"
-        level = "FAIL" if is_device else "warn"
-        yield Finding(level, subject, text, reason.command, reason.condition)
+    def _unhealthy(self, subject: str, problem: str, command: str) -> Finding:
+        row: View = next((row for row in self._view["chips"] if row["bdf"] == subject), {})
+        # One that was not offered since boot costs no pod anything.
+        is_offered = not row or row["resource"] or row["index"] is not None
+        card = row.get("card") or row.get("arch")
+        text = f"{card}: {problem}" if card else problem
+        return Finding("FAIL" if is_offered else "warn", subject, text, command)
 
     def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
         card = row["card"] or row["arch"] or "unknown card"
         withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
         yield Finding("ok", bdf, f"{card}, {row['path']}, healthy{withheld}")
-        if _waits_for_serial(row, self._view):
-            yield Finding("warn", bdf, WAITS_FOR_SERIAL)
         if row["temperature"] is None and row["firmware"] is None:
             yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
 
@@ -6492,25 +6733,36 @@ class Checks:
                 text = f"{row['path']} has mode {mode:04o}, so not every user can open it"
                 yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
 
+    def _places(self) -> Findings:
+        """Check whether boards are known and whole."""
+        by_reason = defaultdict(list)
+        for bdf, text in self._view["unplaced"].items():
+            card = next(row["card"] for row in self._view["chips"] if row["bdf"] == bdf)
+            if self._view["unit"] == "board" or str(card).startswith("galaxy"):
+                by_reason[text].append(bdf)
+        for text, addresses in by_reason.items():
+            subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
+            waits = "not advertised: " if self._view["unit"] == "board" else ""
+            yield Finding("warn", subject, f"{waits}{text}")
+
+        if not any(resource["incomplete"] for resource in self._view["resources"]):
+            for text in self._view["missing"]:
+                yield Finding("warn", "chips", text)
+
     def _hugepages(self) -> Findings:
         """Check for 1 GiB pages, which chips without a translating IOMMU need."""
-        chips = translated = gone = 0
+        chips = 0
         for row in self._view["chips"]:
             function = pci_directory(self._settings, row["bdf"])
-            if (read_text(f"{function}/iommu_group/type") or "").startswith("DMA"):
-                translated += 1
-            elif exists(function):
+            is_translated = (read_text(f"{function}/iommu_group/type") or "").startswith("DMA")
+            if row["path"] and row["healthy"] is not None and not is_translated:
                 chips += 1
-            else:
-                gone += 1
-        if chips or not translated:
-            chips += gone  # which will return as the others are
 
         directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
-        needed = chips * self.PAGES_PER_CHIP
+        needed = chips * PAGES_PER_CHIP
         if available < needed:
-            without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU"
+            without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
             text = f"{available} pages of 1 GiB, but {without_iommu}: {needed} needed; add "
             text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
             yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
@@ -6519,10 +6771,17 @@ class Checks:
         else:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
 
-        with suppress(OSError):  # only root may look there
-            for path in HugepageDirectories(self._settings).put_aside():
-                text = f"{path} could not be cleaned, and keeps its pages"
-                yield Finding("warn", "hugepages", text, f"rm -rf {path}")
+        mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
+        if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
+            text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
+            yield Finding("ok", "hugepages", text)
+
+        service = self._view["service"] or {}
+        for path, reason in service.get("resisting", {}).items():
+            # A directory for hugepages is never used again, so that the command cannot hurt.
+            is_unique = basename(dirname(path)) == OWN_DIRECTORY
+            command = f"rm -rf {path}" if is_unique else ""
+            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _mounts_and_locks(self) -> Findings:
         for mount in self._settings.mounts:
@@ -6531,14 +6790,14 @@ class Checks:
                 yield Finding("warn", "mounts", text)
 
         lock_dir = self._settings.sharing.lock_dir
-        if not self._settings.sharing.resources or lock_dir in ("", "/dev/shm"):
+        if not self._settings.sharing.resources or lock_dir in ("", SHM):
             return
-        mount_it = "systemctl start run-ttdp-shm.mount"
         if lock_dir != Sharing().lock_dir:
             if not isdir(lock_dir):
                 make_it = f"mkdir -m 755 -p {lock_dir}"
                 yield Finding("warn", "locks", f"{lock_dir} is not a directory", make_it)
         elif not os.path.ismount(lock_dir):
+            mount_it = "systemctl start run-ttdp-shm.mount"
             yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
         with suppress(OSError):
             # Others' names can be anything, and become part of a command.
@@ -6557,7 +6816,7 @@ class Checks:
         if not settings.cdi_dir or not (is_expected or os.path.lexists(path)):
             return
 
-        why = self._view["files"].get(path) or "is the service running?"
+        why = self._file_problems.get(path) or "is the service running?"
         try:
             described = cdi_nodes(read_others_file(path, 1 << 24).decode())
         except FileNotFoundError:
@@ -6575,22 +6834,29 @@ class Checks:
         else:
             yield Finding("ok", "CDI", f"{path} is up to date")
 
+    @property
+    def _file_problems(self) -> dict[str, str]:
+        found: dict[str, str] = (self._view["service"] or {}).get("files", {})
+        return found
+
     def _other_files(self) -> Findings:
         """Check the files for node_exporter and node-feature-discovery, which the daemon writes."""
-        settings, problems = self._settings, self._view["files"]
-        for path, problem in problems.items():
-            if isdir(dirname(path)) and basename(path) != CDI_FILE:
-                yield Finding("FAIL", "files", f"{path} {problem}")
+        path = self._settings.metrics_file
+        for each, problem in self._file_problems.items():
+            if isdir(dirname(each)) and basename(each) != CDI_FILE:
+                yield Finding("FAIL", "files", f"{each} {problem}")
 
         # Without a daemon the metrics are old, of course.
-        if self._view["status"] is None or settings.metrics_file in problems:
+        if self._view["service"] is None or path in self._file_problems:
             return
         with suppress(OSError):
-            age = time.time() - os.stat(settings.metrics_file).st_mtime
-            if age > self.METRICS_ARE_OLD:
-                text = f"{settings.metrics_file} is {pluralize(int(age // 60), 'minute')} old"
+            age = time.time() - os.stat(path).st_mtime
+            if age > METRICS_ARE_OLD:
+                text = (
+                    f"{path} is {pluralize(int(age // 60), 'minute')} old; the log has the reason"
+                )
                 command = "journalctl -t tt-device-plugin -p warning"
-                yield Finding("FAIL", "metrics", text, command, "for the reason,")
+                yield Finding("FAIL", "metrics", text, command)
 
     def _kubelet(self) -> Findings:
         directory = self._settings.device_plugin_dir
@@ -6600,16 +6866,16 @@ class Checks:
             yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
             return
         except OSError:
-            remedy = "if the kubelet uses another directory, set device_plugin_dir"
-            yield Finding("warn", "kubelet", f"{directory} does not exist; {remedy}")
+            yield Finding("warn", "kubelet", f"{directory} does not exist; no kubelet has run yet")
+            yield from self._elsewhere(directory)
             return
 
         if not os.access(directory, os.W_OK | os.X_OK):
             text = f"{directory} is not writable; run this as root, or check its mount"
             yield Finding("FAIL", "kubelet", text)
         if mode & 0o004:
-            text = f"other users can read {directory}: their lock could keep the daemon out"
-            yield Finding("warn", "kubelet", text, f"chmod 0750 {directory}")
+            text = f"every user can read {directory}, and so lock it, which would keep the daemon "
+            yield Finding("warn", "kubelet", f"{text}from starting", f"chmod 0750 {directory}")
 
         path = f"{directory}/{KUBELET_SOCKET}"
         number = connection_error(path)
@@ -6620,21 +6886,37 @@ class Checks:
         else:
             text = f"kubelet does not answer on {path}: {os.strerror(number)}; is it running?"
             yield Finding("warn", "kubelet", text)
-        if self._view["unreadable"]:
-            text = f"{self._view['unreadable']}; the kubelet rewrites it when the next pod starts"
+            yield from self._elsewhere(directory)
+
+        if problem := self._view["checkpoint_problem"]:
+            text = f"{problem}; the kubelet writes it again when the next pod starts"
+            yield Finding("warn", "kubelet", text)
+        for entry in self._view["unreadable"]:
+            text = f"{CHECKPOINT}: the entry of {entry} cannot be read: its chips are not protected"
             yield Finding("warn", "kubelet", text)
 
+    def _elsewhere(self, directory: str) -> Findings:
+        """Look for a kubelet where all kubelets are: the directory is a constant of theirs."""
+        constant = Settings().device_plugin_dir
+        if directory != constant and exists(f"{constant}/{KUBELET_SOCKET}"):
+            text = f"a kubelet is on {constant}, where each kubelet is; remove device_plugin_dir"
+            yield Finding("warn", "kubelet", text)
+
+    def _resources(self) -> Findings:
+        is_kubelet_running = not connection_error(
+            f"{self._settings.device_plugin_dir}/{KUBELET_SOCKET}"
+        )
         for resource in self._view["resources"]:
             name, phase = resource["name"], resource["phase"]
-            if not number and phase not in (None, Phase.REGISTERED.value):
+            if is_kubelet_running and phase not in (None, Phase.REGISTERED.value):
                 reason = resource["state"] or "waiting for the kubelet's answer"
                 yield Finding("FAIL", name, f"not registered: {reason}")
-            for identifier, reason in resource["incomplete"].items():
-                yield Finding("FAIL", name, f"{identifier}: {reason}")
+            for device, reason in resource["incomplete"].items():
+                yield Finding("FAIL", name, f"{device}: {reason}")
 
     def _other_allocators(self) -> Findings:
         """Look for Tenstorrent's DRA driver, which would give our chips to other pods."""
-        registry = f"{dirname(self._settings.device_plugin_dir)}/plugins_registry"
+        registry = f"{dirname(dirname(self._settings.pod_resources_socket))}/plugins_registry"
         signs = {registry: "tenstorrent", self._settings.cdi_dir: "k8s.tenstorrent.com-"}
         found = []
         for directory, sign in signs.items():
@@ -6643,9 +6925,12 @@ class Checks:
                 found += [printable(f"{directory}/{name}") for name in names if sign in name]
 
         if found:
-            text = f"another allocator of Tenstorrent cards is on this node: {found[0]}"
             more = f" and {len(found) - 1} more" if found[1:] else ""
-            yield Finding("warn", "kubelet", f"{text}{more}; remove one of the two")
+            text = (
+                f"Tenstorrent's DRA driver is on this node, too ({found[0]}{more}), and can give "
+            )
+            text += "chips of this plugin to other pods; remove one of them"
+            yield Finding("warn", "allocators", text)
 
 
 if __name__ == "__main__":
