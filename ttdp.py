@@ -1438,8 +1438,8 @@ def judge(
         problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
         return Fault(Kind.TRIPPED, problem)
 
-    # After a rebind the firmware of a healthy chip has ten seconds. One that was ill must show first
-    # that it is well. A chip that never had telemetry may have old firmware.
+    # After a rebind the firmware of a healthy chip has ten seconds; one that was ill must show that
+    # it is well. A chip that never had telemetry may have old firmware.
     is_missing = vitals.empty_since is not None and vitals.had_telemetry
     if is_missing and (former or reading.at - (vitals.empty_since or 0) >= FIRMWARE_TIMEOUT):
         return Fault(Kind.SILENT, "firmware reports no telemetry")

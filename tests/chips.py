@@ -1,4 +1,4 @@
-"""Chips, allocations and decisions without a file: for tests of what is pure."""
+"""Chips, holds and decisions without a file: for tests of what is pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ttdp
-from ttdp import Allocation, Chip, Fault, Identity, PciFunction, Settings, Verdict
+from ttdp import Chip, Fault, Hold, Identity, Kind, PciFunction, Settings
 
 SUBSYSTEMS = {card: number for number, card in reversed(ttdp.CARDS.items())}
 NAMES = {"u1": "default/train", "u2": "default/serve"}  # of pods, by UID
@@ -25,7 +25,7 @@ def chip(
     ordinal: int = 0,
     numa_node: int | None = None,
     present: bool = True,
-    fault: Fault | None = None,
+    fault: Kind | None = None,
     **identity: str | None,
 ) -> Chip:
     """A listed chip. present: it has a device file; identity: as its firmware reports it."""
@@ -42,31 +42,32 @@ def chip(
     )
     if not present:
         function = function.without_device_file()._replace(on_bus=False)
-    verdict = Verdict(fault, "it is ill" if fault else None)
-    return Chip(function, Identity(**identity), verdict, had_device_file=True, is_listed=True)
+    ill = Fault(fault, "it is ill") if fault else None
+    return Chip(function, Identity(**identity), ill, had_device_file=True, is_listed=True)
 
 
-def allocation(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Allocation:
-    """What a pod was given: IDs of a resource, and the chips on these buses."""
+def hold(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Hold:
+    """What a container was given: IDs of a resource, and the chips on these buses."""
     name = resource if "/" in resource else f"tenstorrent.com/{resource}"
-    return Allocation(name, frozenset(ids), frozenset(map(bdf, buses)), pod, "main")
+    chips = frozenset(map(bdf, buses))
+    return Hold(name, frozenset(ids), chips=chips, pod=pod, container="main")
 
 
 def decide(
     chips: Sequence[Chip],
     settings: Settings | None = None,
-    allocations: Sequence[Allocation] = (),
+    holds: Sequence[Hold] = (),
     **more: Any,
 ) -> ttdp.Decision:
-    """Decide about a node with these chips and allocations, the newest last."""
+    """Decide about a host with these chips and current holds."""
     seen = ttdp.Observation(
         settings=settings or Settings(),
         chips={each.bdf: each for each in chips},
+        unsupported=(),
         driver="2.10.1",
-        machine="x86_64",
-        allocations=tuple(allocations),
+        holds=tuple(holds),
         names=NAMES,
-        unreadable=None,
+        checkpoint_problem=None,
         mounts=(),
     )
     return ttdp.decide(seen._replace(**more))

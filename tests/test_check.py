@@ -164,7 +164,7 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
 
     daemon.loaded = load
     daemon.daemon.reload()
-    await until(lambda: daemon.daemon.node.rejected)
+    await until(lambda: daemon.daemon.host.rejected)
     level, subject, text = (await served.ask("check")).findings[1]
     assert (level, subject) == ("FAIL", "service")
     rejected = "the configuration was rejected at the last reload: /etc/x: unit: 'boards' is"
@@ -458,7 +458,7 @@ async def test_directories_that_cannot_be_made_fail(
     sharing = Sharing(lock_dir=str(locks), resources=(SharedResource("n150", 2),))
     daemon = await start(runtime_dir=str(served.root), interval=0.1, sharing=sharing)
     await kubelet.registered("tenstorrent.com/n150")
-    problems = daemon.daemon.node.problems
+    problems = daemon.daemon.host.problems
     await until(lambda: {"hugepages", "locks"} <= problems.keys())
     complaints = (await served.ask("check")).complaints
     for subject, text in problems.items():

@@ -256,7 +256,7 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     def allocate() -> None:
         for chip in chips:
             if is_scanning:
-                daemon.daemon.node.read_chips(is_poll=False)
+                daemon.daemon.host.read_chips(is_poll=False)
             request = daemon.daemon.sessions.allocator.allocate(N150, [[chip.bdf]])
             try:
                 request.send(None)

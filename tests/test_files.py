@@ -417,7 +417,7 @@ def test_a_chip_that_had_stalled_is_stalled_until_its_heartbeat_changes(
     record = ChipRecord(stalled, Vitals(heartbeat=7, misses=9), had_telemetry=True)
     ttdp.StateFile(settings).save([], {bdf(1): record.to_state()}, [])
     inventory = Inventory(dict(loaded(settings).chips))
-    inventory.records[bdf(1)].appear(stalled.function)
+    inventory.states[bdf(1)].appear(stalled.function)
     reading = Reading(stalled.function, Telemetry(heartbeat=heartbeat), NOW, is_poll)
     inventory.apply([reading], HealthSettings())
     assert inventory.chips[bdf(1)].fault is fault
@@ -515,11 +515,11 @@ def test_odd_values_are_harmless_wherever_they_are(number: int, value: object) -
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         ttdp.log.addHandler(handler)
         try:
-            node = ttdp.Node(settings, lambda: None)
+            node = ttdp.Host(settings, lambda: None)
         finally:
             ttdp.log.removeHandler(handler)
 
-        is_discarded = not node.former_files and not node.inventory.records
+        is_discarded = not node.former_files and not node.inventory.states
         assert len(messages) <= 1
         if messages:
             assert is_discarded and not node.allocations.to_state(0.0)
@@ -529,7 +529,7 @@ def test_odd_values_are_harmless_wherever_they_are(number: int, value: object) -
 def use(node: ttdp.Node) -> None:
     """Do what a daemon does with what it knows."""
     now = NOW
-    for record in node.inventory.records.values():
+    for record in node.inventory.states.values():
         function = record.chip.function._replace(ordinal=0, path="/dev/tenstorrent/0")
         record.appear(function)
         record.apply(Reading(function, Telemetry(heartbeat=1, trips=5), now), HealthSettings())
@@ -539,7 +539,7 @@ def use(node: ttdp.Node) -> None:
         resource.device_list.SerializeToString()
     texts = [line for _, line in ttdp.changes(None, decision)]
     texts += [decision.labels, decision.cdi or "", ttdp.status_line(decision, {})]
-    texts += [ttdp.chip_metrics(decision, node.inventory.records)]
+    texts += [ttdp.chip_metrics(decision, node.inventory.states)]
     texts += ttdp.list_lines(json.loads(json.dumps(node.view(decision))), 110)
     for text in texts:
         assert all(line.isprintable() for line in text.splitlines())

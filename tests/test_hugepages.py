@@ -109,7 +109,7 @@ async def test_a_pod_keeps_its_directory_when_the_configuration_gives_its_chip_t
     kubelet.delete("first")
     daemon.reload(unit="board")
     await kubelet.registered(f"{P300}-board")
-    counts = daemon.daemon.node.allocations.counting
+    counts = daemon.daemon.host.allocations.counting
     await until(lambda: first_uid not in {each.pod for each in counts(time.monotonic())})
     own.rmdir()
     await until(own.is_dir)
@@ -131,7 +131,7 @@ async def test_a_container_gets_the_directories_of_its_first_device(
     }
     kubelet.delete("both")
     daemon.reload(mounts=mounts)
-    await until(lambda: daemon.daemon.node.settings.mounts)
+    await until(lambda: daemon.daemon.host.settings.mounts)
     await kubelet.wait_for(lambda: not kubelet.allocated(N150))
     found = await hugepages_of(kubelet, "one")
     assert found["/models"] == "/srv" and found["/dev/hugepages"] == "/mine"
@@ -244,8 +244,8 @@ async def test_what_cannot_be_cleaned_stops_nothing_else(
             patch.setattr("os.rename", refuse)
         kubelet.delete("train")
         await until(lambda: "hugepage directories cannot be used" in status(daemon))
-        polls = daemon.daemon.node.polled_at
-        await until(lambda: daemon.daemon.node.polled_at > polls + 0.2)
+        polls = daemon.daemon.host.polled_at
+        await until(lambda: daemon.daemon.host.polled_at > polls + 0.2)
         assert "cannot read" not in caplog.text and "internal error" not in caplog.text
         node.chips[0].vanish()
         await kubelet.wait_for(lambda: not kubelet.healthy(N150))
@@ -284,7 +284,7 @@ async def test_a_pod_that_lives_keeps_its_files_for_as_long_as_it_lives(
     page = directory_of(node) / PAGE
     page.touch()
     begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 2 * ttdp.EVIDENCE_LASTS)
+    await until(lambda: time.monotonic() > begin + 2 * ttdp.WRITTEN_WITHIN)
     kubelet.crash("train", "main")
     await kubelet.wait_for(lambda: len(kubelet.find("running")) == 2)
     assert page.exists()
@@ -387,7 +387,7 @@ async def test_users_of_a_shared_device_keep_each_others_files(
     assert page.exists()
     kubelet.delete("one")
     begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 2 * ttdp.EVIDENCE_LASTS)
+    await until(lambda: time.monotonic() > begin + 2 * ttdp.WRITTEN_WITHIN)
     assert page.exists()
     kubelet.delete("two")
     await until(lambda: not page.exists())
@@ -407,7 +407,7 @@ async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_th
     shm.chmod(0o700)
     kubelet.delete("one")
     begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 2 * ttdp.EVIDENCE_LASTS)
+    await until(lambda: time.monotonic() > begin + 2 * ttdp.WRITTEN_WITHIN)
     assert (shm / "lock").exists()
     kubelet.delete("two")
     await until(lambda: not any(shm.iterdir()) and mode_of(shm) == 0o1777)
@@ -423,8 +423,8 @@ async def test_nothing_is_removed_before_a_checkpoint_was_read(
     page.touch()
     daemon = await start(interval=0.05)
     await ready(daemon)
-    polls = daemon.daemon.node.polled_at
-    await until(lambda: daemon.daemon.node.polled_at > polls + 0.3)
+    polls = daemon.daemon.host.polled_at
+    await until(lambda: daemon.daemon.host.polled_at > polls + 0.3)
     assert page.exists()
 
 

@@ -59,7 +59,7 @@ def function_of(chip: Chip) -> PciFunction:
 def restarted(inventory: Inventory) -> Inventory:
     """Return what the next daemon knows of these chips."""
     rules = HealthSettings()
-    saved = {bdf: record.to_state() for bdf, record in inventory.records.items()}
+    saved = {bdf: record.to_state() for bdf, record in inventory.states.items()}
     loaded = json.loads(json.dumps(saved)).items()
     return Inventory({bdf: ChipRecord.from_state(bdf, row, rules) for bdf, row in loaded})
 
@@ -677,7 +677,7 @@ def test_a_numa_node_that_is_corrected_is_seen_at_the_next_scan(chip: Chip) -> N
     chip.write("numa_node", b"-1\n")
     inventory = Inventory({})
     before = look(inventory, chip.node)[chip.bdf]
-    telemetry = inventory.records[chip.bdf].telemetry
+    telemetry = inventory.states[chip.bdf].telemetry
     assert before.function.numa_node is None and telemetry
 
     for text, number in ((b"1\n", 1), (b"0\n", 0), (b"-1\n", None)):
@@ -685,12 +685,12 @@ def test_a_numa_node_that_is_corrected_is_seen_at_the_next_scan(chip: Chip) -> N
         inventory.scan(settings(chip.node))
         found = inventory.chips[chip.bdf]
         assert found == before._replace(function=before.function._replace(numa_node=number))
-        assert inventory.records[chip.bdf].telemetry is telemetry
+        assert inventory.states[chip.bdf].telemetry is telemetry
         part = Telemetry(Identity(firmware="20.1.0.0"))
         inventory.apply([Reading(found.function, part, 0.0)], HealthSettings())
         assert inventory.chips[chip.bdf].identity.serial == before.identity.serial
         before = inventory.chips[chip.bdf]
-        telemetry = inventory.records[chip.bdf].telemetry
+        telemetry = inventory.states[chip.bdf].telemetry
 
 
 def test_another_kind_of_card_at_an_address_has_another_identity(chip: Chip) -> None:

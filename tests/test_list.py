@@ -296,7 +296,7 @@ async def test_users_are_pods_and_the_hosts_processes(
     start(101, "0::/user.slice\n", [str(second.device_node)], "tt-smi")
     for pid in range(201, 205):
         start(pid, "0::/user.slice\n", [str(third.device_node)], "python3")
-    await until(lambda: three.daemon.node.allocations.names)
+    await until(lambda: three.daemon.host.allocations.names)
     answer = await served.ask("list")
     assert answer.err == ""
     assert [row["USED BY"] for row in answer.table] == [
@@ -312,7 +312,7 @@ async def test_a_name_stays_known_while_the_kubelet_is_away(
 ) -> None:
     """Also when its socket is gone."""
     await kubelet.admit("train", "main", {N150: 1})
-    await until(lambda: three.daemon.node.allocations.names)
+    await until(lambda: three.daemon.host.allocations.names)
     await kubelet.stop()
     assert await served.users() == ["default/train", "-", "-"]
 
@@ -335,7 +335,7 @@ async def test_a_damaged_checkpoint_hides_no_user(
 ) -> None:
     """Status and `check` report it; the pod stays in `list`."""
     await kubelet.admit("train", "main", {N150: 1})
-    await until(lambda: three.daemon.node.allocations.names)
+    await until(lambda: three.daemon.host.allocations.names)
     problem = f"{ttdp.CHECKPOINT} cannot be parsed"
     kubelet.corrupt("garbage")
     status = f"STATUS=3 × {N150}, 3 healthy; registered with kubelet; {problem}"
@@ -354,7 +354,7 @@ async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
     daemon = await start(runtime_dir=str(served.root))
     await kubelet.registered(P150)
     await kubelet.admit("train", "main", {P150: 1})
-    await until(lambda: daemon.daemon.node.allocations.names)
+    await until(lambda: daemon.daemon.host.holds.names)
     daemon.reload(resource_naming="card")
     await kubelet.registered(f"{P150}a")
     answer = await served.ask("list")

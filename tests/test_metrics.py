@@ -259,7 +259,7 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     assert found[f'tt_plugin_info{{version="{ttdp.__version__}"}}'] == 1
     assert abs(found["tt_plugin_start_time_seconds"] - time.time()) < 60
     holder = 'pod_namespace="team-a",pod_name="train",container_name="main"'
-    await until(lambda: daemon.daemon.node.allocations.names)
+    await until(lambda: daemon.daemon.host.holds.names)
     assert (await scrape(listening))[f'tt_device_allocated{{device="{first.bdf}",{holder}}}'] == 1
 
 

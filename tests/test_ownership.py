@@ -31,7 +31,7 @@ FAST: dict[str, Any] = {"interval": 0.1, "health": NEVER_STALLED}
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Evidence lasts for a shorter time, as this kubelet writes at once."""
-    monkeypatch.setattr("ttdp.EVIDENCE_LASTS", 0.5)
+    monkeypatch.setattr("ttdp.WRITTEN_WITHIN", 0.5)
     caplog.set_level("INFO")
 
 
@@ -65,8 +65,8 @@ def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
 async def more_polls(daemon: RunningDaemon, number: int = 5) -> None:
     """Wait for polls, at each of which the daemon looks at the pods' cgroups."""
     for _ in range(number):
-        last = daemon.daemon.node.polled_at
-        await until(lambda: daemon.daemon.node.polled_at > last)  # noqa: B023
+        last = daemon.daemon.host.polled_at
+        await until(lambda: daemon.daemon.host.polled_at > last)  # noqa: B023
 
 
 # -- a kubelet that has forgotten pods -------------------------------------------------------------
@@ -79,7 +79,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     monkeypatch: pytest.MonkeyPatch, how: Any, version: tuple[int, int],
 ) -> None:  # fmt: skip
     """No chip is unhealthy for that. Others are preferred; a start waits for the last process."""
-    monkeypatch.setattr("ttdp.START_CHECK_TIMEOUT", 0.3)
+    monkeypatch.setattr("ttdp.START_TIMEOUT", 0.3)
     chips = {node.add("p150a")[0].bdf for _ in range(7)}
     pods = [f"pod-{number}" for number in range(6)]
     running = RunningDaemon(node, settings_of(node, directory, **FAST))
@@ -87,7 +87,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
         for pod in pods:
             await run_pod(kubelet, pod)
         taken = {bdf for pod in pods for bdf in chips_of(kubelet, pod)}
-        await until(lambda: len(daemon.daemon.node.allocations.names) == 6)
+        await until(lambda: len(daemon.daemon.host.holds.names) == 6)
         await kubelet.kill()
         if how != "intact":
             kubelet.corrupt(how)
@@ -220,7 +220,7 @@ async def test_a_pod_keeps_its_name_when_another_pod_gets_its_device(
     daemon = await start(**FAST)
 
     def names() -> dict[str, str]:
-        found: dict[str, str] = daemon.daemon.node.allocations.names
+        found: dict[str, str] = daemon.daemon.host.holds.names
         return found
 
     await run_pod(kubelet, "first")
@@ -252,7 +252,7 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
     running = RunningDaemon(node, settings_of(node, directory, **FAST), WATCHDOG)
     async with kubelet_of(node, directory, layout=layout) as kubelet, running as daemon:
         await run_pod(kubelet, "first")
-        await until(lambda: daemon.daemon.node.allocations.names)
+        await until(lambda: daemon.daemon.host.holds.names)
         chip.set_pids([])
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
@@ -301,7 +301,7 @@ async def test_a_container_waits_for_one_that_is_being_created(
         await kubelet.admit("second", "main", {P150: 1})
         await until(lambda: "container start waits for " in caplog.text)
         deleted = kubelet.find("deleted")[0].at
-        await until(lambda: time.monotonic() > deleted + 2 * ttdp.EVIDENCE_LASTS)
+        await until(lambda: time.monotonic() > deleted + 2 * ttdp.WRITTEN_WITHIN)
         kubelet.hold_creation(False)
         await kubelet.running("first", "main")
         await more_polls(daemon)
@@ -316,7 +316,7 @@ async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The container was allowed to start; its process never came, and its cgroup stays."""
-    monkeypatch.setattr("ttdp.START_TIMEOUT", 0.5)
+    monkeypatch.setattr("ttdp.CREATED_WITHIN", 0.5)
     node.add("p150a")
     running = RunningDaemon(node, settings_of(node, directory, **FAST))
     async with kubelet_of(node, directory, has_pause=False) as kubelet, running:
@@ -349,7 +349,7 @@ async def test_an_ordinary_hand_over_waits_for_nothing(
         kubelet.keep_cgroups(keeps_cgroup)
         for number in range(8):
             await run_pod(kubelet, f"pod-{number}")
-            await until(lambda: not daemon.daemon.node.must_look_often)
+            await until(lambda: not daemon.daemon.host.must_look_often)
             kubelet.delete(f"pod-{number}")
         assert "container start waits" not in caplog.text and not kubelet.find("not-started")
         assert kubelet.violations == []
@@ -489,7 +489,7 @@ async def test_polls_cost_the_kubelet_nothing(
     await run_pod(kubelet, "train")
     daemon.reload(resource_naming="card")
     await kubelet.registered(P150A)
-    await until(lambda: daemon.daemon.node.allocations.names)
+    await until(lambda: daemon.daemon.host.holds.names)
     asked, lists = len(kubelet.find("asked")), len(kubelet.find("list"))
     await more_polls(daemon, 8)
     assert (len(kubelet.find("asked")), len(kubelet.find("list"))) == (asked, lists)

@@ -296,7 +296,7 @@ async def test_a_session_can_be_closed_at_any_moment(
     kubelet: Kubelet, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
     """SIGTERM while a socket is bound, registered or closed leaves no socket and no traceback."""
-    allocator = ttdp.Allocator(ttdp.Node(ttdp.Settings(), lambda: None))
+    allocator = ttdp.Allocator(ttdp.Host(ttdp.Settings(), lambda: None))
     devices = ttdp.DeviceList(devices=[pb.Device(ID="a", health="Healthy")])
     tasks = len(asyncio.all_tasks())
     for steps in range(40):

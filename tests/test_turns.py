@@ -51,7 +51,7 @@ async def test_an_unreadable_checkpoint_shows_no_other_plugin(
             await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED_TEXT)
             registrations = len(kubelet.find("registered"))
             path.write_text("{")
-            await until(lambda: daemon.daemon.node.allocations.unreadable)
+            await until(lambda: daemon.daemon.host.allocations.unreadable)
             await turns(daemon, 20)
         assert len(kubelet.find("registered")) == registrations
 
@@ -90,7 +90,7 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     daemon = await start(state_dir=str(tmp_path))
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.node.allocations.counting(time.monotonic())[0].pod)
+    await until(lambda: daemon.daemon.host.allocations.counting(time.monotonic())[0].pod)
     await until(lambda: (tmp_path / "state.json").exists())
     await daemon.stop()
     caplog.clear()
@@ -109,7 +109,7 @@ async def test_a_chip_that_a_pod_holds_has_one_reason_after_a_restart_without_th
     daemon = await start(state_dir=state_dir)
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.node.allocations.counting(time.monotonic())[0].pod)
+    await until(lambda: daemon.daemon.host.allocations.counting(time.monotonic())[0].pod)
     await until(lambda: not has_state or (tmp_path / "state.json").exists())
     await daemon.stop()
     node.on_uevent = None
@@ -299,7 +299,7 @@ async def test_rare_polls_delay_neither_files_nor_names(
     metrics = Path(settings.metrics_file)
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.node.allocations.names)
+    await until(lambda: daemon.daemon.host.holds.names)
     for path in (cdi, labels, metrics):
         await until(path.exists)
         path.unlink()

@@ -20,6 +20,7 @@ import re
 import stat
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -423,6 +424,7 @@ class SimulatedNode:
         self._bound: list[Chip] = []  # in the order of their probes
         self._seqnum = 1050
         self.lock = threading.RLock()  # keeps other threads from changing the tree
+        self.boot()
         self.load_driver()
 
     @classmethod
@@ -632,6 +634,12 @@ class SimulatedNode:
         for chip in self.chips:
             if not chip.frozen:
                 chip.beat()
+
+    def boot(self) -> None:
+        """Give the machine another boot ID; what else a boot changes is the caller's."""
+        path = self.root / "proc/sys/kernel/random/boot_id"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path, str(uuid.uuid4()))
 
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"

@@ -365,7 +365,9 @@ class Runtime:
         return "\n".join([*lines, f"1:name=systemd:/{inside}"])
 
     def lose_power(self) -> None:
-        """Remove all cgroups: the kernel has none after a boot."""
+        """Remove all cgroups, as the kernel has none after a boot, which has an ID of its own."""
+        if self._host:
+            self._host.boot()
         for hierarchy in self._hierarchies:
             for directory in hierarchy.glob("kubepods*"):
                 shutil.rmtree(directory)

@@ -144,7 +144,7 @@ class RunningDaemon:
     @property
     def decision(self) -> ttdp.Decision:
         """What is to be advertised and reported at this moment."""
-        return self.daemon.node.decide(time.monotonic())
+        return self.daemon.host.decide(time.monotonic())
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.decision.chips[bdf]
