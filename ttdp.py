@@ -2396,6 +2396,11 @@ class HoldState:
         """Return what is equal for holds of one pod; one without a name is a pod of its own."""
         return self.hold.pod or self.hold.key
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the kubelet has it, as far as can be seen: it may not be written yet."""
+        return self.is_in_checkpoint or not self.hold.pod
+
     def to_saved(self) -> Json:
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
         hold["chips"] = sorted(self.hold.chips)
@@ -2634,8 +2639,7 @@ class HoldBook:
             return False  # it was dropped
         if not state.is_in_checkpoint and now - state.left_at < MISSING_FOR:
             return True
-        is_known = state.is_in_checkpoint or not state.hold.pod
-        return is_known and self.is_current(state, now)
+        return state.is_known and self.is_current(state, now)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
@@ -5145,14 +5149,14 @@ def _new_name(chips: Sequence[Chip]) -> str:
 
 def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
     """Return why a start waits for these holds' pods."""
-    pods = ", ".join(dict.fromkeys(map(decision.label, others)))
-    callers = [state.hold for state in call.callers]
-    if any(hold.key in [other.key for other in others] for hold in callers):
+    callers = [state.hold for state in call.callers if state.is_known]
+    pods = dict.fromkeys(map(decision.label, others))
+    if {hold.key for hold in others} & {hold.key for hold in callers}:
         # kubernetes #137534: the first one's start went on.
-        names = " and ".join(dict.fromkeys(map(decision.label, [*others, *callers])))
+        names = " and ".join(pods | dict.fromkeys(map(decision.label, callers)))
         ids = ", ".join(sorted(call.ids))
         return f"the kubelet has given {ids} to {names}; delete one of these pods"
-    return f"{pods} must end first; it still runs on the device"
+    return f"{', '.join(pods)} must end first; it still runs on the device"
 
 
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
