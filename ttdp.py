@@ -3899,14 +3899,16 @@ User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
 
 def users(decision: Decision) -> dict[str, list[User]]:
     """Return the containers that hold each chip, by PCI address."""
-    found = defaultdict(list)
+    found: dict[str, list[User]] = defaultdict(list)
     for hold in decision.holds:
         if hold.pod:
             name = decision.observation.names.get(hold.pod, hold.pod)
             namespace, _, pod = name.rpartition("/")
+            user = {"namespace": namespace, "pod": pod, "container": hold.container}
             for bdf in hold.chips:
-                user = {"namespace": namespace, "pod": pod, "container": hold.container}
-                found[bdf].append(user)
+                # A pod that is admitted again has another hold while the former one's runs.
+                if user not in found[bdf]:
+                    found[bdf].append(user)
     return found
 
 
@@ -4175,6 +4177,9 @@ def view_of_node(
                 withheld[f"{name} {device.id}"] = device.withheld
         resources.append(row)
 
+    of_service = service._asdict() if service else None
+    if of_service:
+        del of_service["registrations"]  # they are in the rows of resources
     in_service = [
         chip for bdf, chip in decision.chips.items() if bdf not in decision.offer.excluded
     ]
@@ -4182,7 +4187,7 @@ def view_of_node(
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
         "unit": settings.unit,
-        "service": service._asdict() if service else None,
+        "service": of_service,
         "driver": decision.observation.driver,
         "driver_problem": driver_problem(decision),
         "unsupported": decision.observation.unsupported,
