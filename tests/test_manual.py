@@ -14,7 +14,7 @@ import pytest
 
 import ttdp
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import ROOT, Installation, outlet_flags
+from tests.world.processes import ROOT, Installation
 
 PAGE = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
 
@@ -87,7 +87,7 @@ def test_every_exit_status() -> None:
 
 def test_every_json_key(node: SimulatedNode, short_tmp: Path) -> None:
     command, environ = Installation(short_tmp).command(
-        "list", "--json", *node.flags, *outlet_flags(short_tmp), f"--device-plugin-dir={short_tmp}"
+        "list", "--json", *node.flags, f"--device-plugin-dir={short_tmp}"
     )
     row = json.loads(subprocess.check_output(command, env=environ, text=True))[0]
     assert re.findall(r"(?m)^\.It Li (\w+)$", subsection(r"JSON\&")) == [*row]
