@@ -675,7 +675,6 @@ def test_an_upgrade_that_would_not_start_waits(host: Host, told: Told) -> None:
     host.systemctl("stop", "kubelet")
     host("dpkg", "--purge", UNIT)
     host.install(host.packages.current)
-    host.have_cards()
     host.be_running()
     since, pid = time.monotonic(), host.property("MainPID")
     host.write(CONFIG, BAD + CONFIGURATION)
