@@ -266,9 +266,11 @@ def _quoted(value: object) -> str:
     return quoted if len(quoted) <= 80 else f"{quoted[:80]}…"
 
 
-def _is_number(value: Any, least: float, most: float, *, is_whole: bool = False) -> bool:
+def _is_number(
+    value: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)
+) -> bool:
     # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
-    return type(value) in ((int,) if is_whole else (int, float)) and least <= value <= most
+    return type(value) in kinds and least <= value <= most
 
 
 def _is_text(value: Any, pattern: str) -> bool:
@@ -278,16 +280,16 @@ def _is_text(value: Any, pattern: str) -> bool:
 def _is_path(value: Any, most: int = PATH_MAX) -> bool:
     """Return whether a value is a path that has at most so many bytes when it is absolute."""
     is_printable = isinstance(value, str) and value != "" and value.isprintable()
-    return is_printable and len(os.fsencode(abspath(value))) <= most
+    return is_printable and len(os.fsencode(_absolute(value))) <= most
 
 
-def _is_absolute_path(value: Any) -> bool:
+def _is_absolute(value: Any) -> bool:
     return _is_path(value) and value.startswith("/")
 
 
-def _normalized(path: str) -> str:
-    # normpath() alone keeps two slashes at the beginning.
-    return os.path.normpath("/" + path.lstrip("/"))
+def _absolute(path: str) -> str:
+    # abspath() alone keeps two slashes at the beginning.
+    return "/" + abspath(path).lstrip("/") if path else ""
 
 
 def _is_domain(value: Any) -> bool:
@@ -308,13 +310,16 @@ def _is_selection(value: Any) -> bool:
     """Return whether a value selects devices: "all", a count, or a list of their names."""
     if isinstance(value, list):
         return value != [] and all(type(each) in (str, int) for each in value)
-    return value == "all" or _is_number(value, 1, inf, is_whole=True)
+    return value == "all" or _is_number(value, 1, inf, (int,))
 
 
 def _selection(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return tuple(each.lower() if _is_address(each) else str(each) for each in value)
+
+
+# Keys that have much in common.
 
 
 def _one_of(choices: tuple[str, ...], help: str) -> Key:
@@ -326,16 +331,11 @@ def _switch(help: str) -> Key:
 
 
 def _path(help: str, valid: str = "the path of a directory", most: int = PATH_MAX) -> Key:
-    return Key(help, valid, lambda value: _is_path(value, most), abspath)
+    return Key(help, valid, lambda value: _is_path(value, most), _absolute)
 
 
 def _path_or_empty(help: str) -> Key:
-    return Key(
-        help,
-        "a path, or empty",
-        lambda value: value == "" or _is_path(value),
-        lambda value: value and abspath(value),
-    )
+    return Key(help, "a path, or empty", lambda value: value == "" or _is_path(value), _absolute)
 
 
 def _resource_name(help: str) -> Key:
@@ -415,7 +415,7 @@ KEYS = {
     "heartbeat_misses": Key(
         "consecutive polls without a heartbeat after which a chip counts as stalled",
         "a whole number, at least 1",
-        lambda value: _is_number(value, 1, 1_000_000, is_whole=True),
+        lambda value: _is_number(value, 1, 1_000_000, (int,)),
     ),
     "trip_holdoff": Key(
         "seconds for which a chip stays unhealthy after a thermal trip",
@@ -436,7 +436,7 @@ KEYS = {
     "replicas": Key(
         "containers per device",
         "a whole number from 2 to 100",
-        lambda value: _is_number(value, 2, 100, is_whole=True),
+        lambda value: _is_number(value, 2, 100, (int,)),
     ),
     "rename": _resource_name("name of the shared resource"),
     "devices": Key(
@@ -447,12 +447,12 @@ KEYS = {
         _selection,
     ),
     # [[mounts]]
-    "host": Key("path on the host", "an absolute path", _is_absolute_path, _normalized),
+    "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
     "container": Key(
         "path in the container; default: the same path",
         f"an absolute path other than {', '.join(RESERVED_PATHS)}",
-        lambda value: _is_absolute_path(value) and _normalized(value) not in RESERVED_PATHS,
-        _normalized,
+        lambda value: _is_absolute(value) and _absolute(value) not in RESERVED_PATHS,
+        _absolute,
     ),
     "read_only": _switch("mount it read-only"),
 }
