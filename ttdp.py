@@ -110,8 +110,7 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the servic
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # of the service, for `check`
 
-PATH_MAX = 4095  # bytes, without the null at the end (limits.h)
-SOCKET_PATH_MAX = 107  # bytes, likewise (unix(7))
+SOCKET_PATH_MAX = 107  # bytes (unix(7))
 PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
 RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # in a container
 
@@ -254,21 +253,16 @@ class Key(NamedTuple):
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
-
-
-def _quoted(value: object) -> str:
-    """Return a value of a configuration file as an error shows it."""
     try:
         quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
         quoted = f"this {type(value).__name__}"
-    return quoted if len(quoted) <= 80 else f"{quoted[:80]}…"
+    if len(quoted) > 80:
+        quoted = f"{quoted[:80]}…"
+    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
 
 
-def _is_number(
-    value: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)
-) -> bool:
+def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
     # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
     return type(value) in kinds and least <= value <= most
 
@@ -277,7 +271,7 @@ def _is_text(value: Any, pattern: str) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _is_path(value: Any, most: int = PATH_MAX) -> bool:
+def _is_path(value: Any, most: int = 4095) -> bool:
     """Return whether a value is a path that has at most so many bytes when it is absolute."""
     is_printable = isinstance(value, str) and value != "" and value.isprintable()
     return is_printable and len(os.fsencode(_absolute(value))) <= most
@@ -295,11 +289,9 @@ def _absolute(path: str) -> str:
 def _is_domain(value: Any) -> bool:
     """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
     label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    if not _is_text(value, rf"{label}(\.{label})*"):
-        return False
-    # In a quota the name begins with "requests.", and with that is a DNS name of 253 characters.
-    is_short = len(value) <= 253 - len("requests.")
-    return is_short and not value.startswith("requests.") and "kubernetes.io" not in value
+    # In a quota "requests." precedes it, and both are a DNS name.
+    is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
+    return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
 
 
 def _is_address(value: Any) -> bool:
@@ -310,16 +302,7 @@ def _is_selection(value: Any) -> bool:
     """Return whether a value selects devices: "all", a count, or a list of their names."""
     if isinstance(value, list):
         return value != [] and all(type(each) in (str, int) for each in value)
-    return value == "all" or _is_number(value, 1, inf, (int,))
-
-
-def _selection(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    return tuple(each.lower() if _is_address(each) else str(each) for each in value)
-
-
-# Keys that have much in common.
+    return value == "all" or _is_number(value, 1, inf, int)
 
 
 def _one_of(choices: tuple[str, ...], help: str) -> Key:
@@ -330,11 +313,11 @@ def _switch(help: str) -> Key:
     return Key(help, "true or false", lambda value: isinstance(value, bool))
 
 
-def _path(help: str, valid: str = "the path of a directory", most: int = PATH_MAX) -> Key:
+def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
     return Key(help, valid, lambda value: _is_path(value, most), _absolute)
 
 
-def _path_or_empty(help: str) -> Key:
+def _optional(help: str) -> Key:
     return Key(help, "a path, or empty", lambda value: value == "" or _is_path(value), _absolute)
 
 
@@ -374,13 +357,11 @@ KEYS = {
         ("device-specs", "cdi"),
         "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
     ),
-    "cdi_dir": _path_or_empty("directory of CDI files; empty for none"),
-    "labels_dir": _path_or_empty(
+    "cdi_dir": _optional("directory of CDI files; empty for none"),
+    "labels_dir": _optional(
         "directory of feature files for node-feature-discovery; empty for none"
     ),
-    "metrics_file": _path_or_empty(
-        "metrics for node_exporter's textfile collector; empty for none"
-    ),
+    "metrics_file": _optional("metrics for node_exporter's textfile collector; empty for none"),
     "pod_resources_socket": _path(
         "socket of the kubelet's pod resources API, the source of pod names",
         f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
@@ -404,30 +385,30 @@ KEYS = {
     "interval": Key(
         "seconds between two polls of each chip",
         "a number of seconds from 0.1 to 3600",
-        lambda value: _is_number(value, 0.1, 3600),
+        lambda value: _is_number(value, 0.1, 3600, int, float),
     ),
     "temperature_limit": Key(
         '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
         "not set: high temperature is not a fault",
         'a number of °C from 1 to 200, or "card"',
-        lambda value: value == "card" or _is_number(value, 1, 200),
+        lambda value: value == "card" or _is_number(value, 1, 200, int, float),
     ),
     "heartbeat_misses": Key(
         "consecutive polls without a heartbeat after which a chip counts as stalled",
         "a whole number, at least 1",
-        lambda value: _is_number(value, 1, 1_000_000, (int,)),
+        lambda value: _is_number(value, 1, 1_000_000, int),
     ),
     "trip_holdoff": Key(
         "seconds for which a chip stays unhealthy after a thermal trip",
         "a number of seconds, at least 0",
-        lambda value: _is_number(value, 0, 1e9),
+        lambda value: _is_number(value, 0, 1e9, int, float),
     ),
     # [sharing]
     "rename_by_default": _switch("append .shared to names of shared resources"),
     "fail_requests_greater_than_one": _switch(
         "refuse a container that requests more than one replica"
     ),
-    "lock_dir": _path_or_empty(
+    "lock_dir": _optional(
         "host directory that containers on shared devices get as /dev/shm, for their locks; "
         "/dev/shm: the host's own, but logind deletes files there; empty for none"
     ),
@@ -436,7 +417,7 @@ KEYS = {
     "replicas": Key(
         "containers per device",
         "a whole number from 2 to 100",
-        lambda value: _is_number(value, 2, 100, (int,)),
+        lambda value: _is_number(value, 2, 100, int),
     ),
     "rename": _resource_name("name of the shared resource"),
     "devices": Key(
@@ -444,7 +425,7 @@ KEYS = {
         '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
         'trays (with unit = "board")',
         _is_selection,
-        _selection,
+        lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
     ),
     # [[mounts]]
     "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
@@ -5975,6 +5956,7 @@ class Command(NamedTuple):
     example: str
 
 
+CONFIG_FILE = _path("configuration file")
 SWITCHES = {  # options of commands that have no value
     "json": "print JSON",
     "quiet": "print only lines that are not ok",
@@ -6009,7 +5991,7 @@ file; see tt-device-plugin(8) and tt-device-plugin.toml(5).
 
 
 class HelpFormatter(argparse.RawTextHelpFormatter):
-    """Shows an option of which the value can be left out as --option[=VALUE]."""
+    """Shows a switch of the configuration as --switch[=BOOL]; argparse would add a space."""
 
     def __init__(self, prog: str, **_: Any) -> None:
         # With a width argparse does not import shutil, which costs 3 ms of each start.
@@ -6017,8 +5999,15 @@ class HelpFormatter(argparse.RawTextHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if action.option_strings and action.nargs == "?":
-            return f"{action.option_strings[0]}[={action.metavar}]"  # argparse would add a space
+            return f"{action.option_strings[0]}[=BOOL]"
         return super()._format_action_invocation(action)
+
+
+def _parser(program: str, command: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    usage = f"tt-device-plugin {command} [OPTIONS]"
+    return argparse.ArgumentParser(
+        program, usage, about, epilog, formatter_class=HelpFormatter, allow_abbrev=False
+    )
 
 
 def overview_parser() -> argparse.ArgumentParser:
@@ -6027,15 +6016,7 @@ def overview_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         about += _filled(f"  {name:7} {command.help}", indent=10)
 
-    usage = f"tt-device-plugin {'|'.join(COMMANDS)} [OPTIONS]"
-    parser = argparse.ArgumentParser(
-        "tt-device-plugin",
-        usage,
-        about,
-        EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser("tt-device-plugin", "|".join(COMMANDS), about, EPILOG)
     parser.add_argument("command", nargs="?", choices=[*COMMANDS], help=argparse.SUPPRESS)
     version = f"tt-device-plugin {__version__}"
     parser.add_argument("--version", action="version", version=version)
@@ -6044,40 +6025,27 @@ def overview_parser() -> argparse.ArgumentParser:
 
 def command_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of what follows a command."""
-    program, command = f"tt-device-plugin {name}", COMMANDS[name]
-    parser = argparse.ArgumentParser(
-        program,
-        f"{program} [OPTIONS]",
-        _filled(f"{command.help[0].upper()}{command.help[1:]}."),
-        f"example:\n  {command.example}\n",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    command = COMMANDS[name]
+    about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
+    example = f"example:\n  {command.example}\n"
+    parser = _parser(f"tt-device-plugin {name}", name, about, example)
+
     for option in command.options:
         if option in SWITCHES:
             parser.add_argument(flag_of(option), action="store_true", help=SWITCHES[option])
-        elif option == "config_file":
-            _add_option(parser, option, "configuration file", DEFAULT_CONFIG_FILE, "FILE")
-        else:
-            key, default = KEYS[option], getattr(Settings(), option)
-            metavar = "|".join(key.choices) or option.rpartition("_")[2].upper()
-            _add_option(parser, option, key.help, default, metavar)
+            continue
+
+        key = KEYS.get(option, CONFIG_FILE)
+        default = getattr(Settings(), option, DEFAULT_CONFIG_FILE)
+        shown = str(default).lower() if key.is_switch else default
+        parser.add_argument(
+            flag_of(option),
+            metavar="|".join(key.choices) or option.rpartition("_")[2].upper(),
+            nargs="?" if key.is_switch else None,
+            const="true" if key.is_switch else None,
+            help=_filled(f"{key.help}; default {shown} [{variable_of(option)}]", HELP_WIDTH - 8),
+        )
     return parser
-
-
-def _add_option(
-    parser: argparse.ArgumentParser, option: str, help: str, default: str | bool, metavar: str
-) -> None:
-    is_switch = isinstance(default, bool)
-    shown = str(default).lower() if is_switch else default
-    text = f"{help}; default {shown} [{variable_of(option)}]".replace("%", "%%")
-    parser.add_argument(
-        flag_of(option),
-        metavar="BOOL" if is_switch else metavar,
-        nargs="?" if is_switch else None,
-        const="true" if is_switch else None,
-        help=_filled(text, HELP_WIDTH - 8),
-    )
 
 
 def _filled(text: str, width: int = HELP_WIDTH, indent: int = 0) -> str:
@@ -6103,14 +6071,16 @@ def parse_command_line(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
 
 def _unrecognized(words: Sequence[str], command: str) -> str:
     """Return the error about words that are no options of a command."""
-    word = words[0].partition("=")[0]
-    option = word.lstrip("-").replace("-", "_")
-    if others := [name for name, each in COMMANDS.items() if option in each.options]:
-        return f"{word} is valid only with {either(others)}"
+    text = f"unrecognized arguments: {' '.join(words)}"
+    flag = words[0].partition("=")[0]
+    if not flag.startswith("--"):
+        return text
 
+    option = flag[2:].replace("-", "_")
+    if others := [name for name, each in COMMANDS.items() if option in each.options]:
+        return f"{flag} is valid only with {either(others)}"
     near = nearest(option, COMMANDS[command].options)
-    advice = f"; did you mean {flag_of(near)}?" if near and word.startswith("-") else ""
-    return f"unrecognized arguments: {' '.join(words)}{advice}"
+    return f"{text}; did you mean {flag_of(near)}?" if near else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -88,6 +88,7 @@ def test_no_command_is_the_help_on_stderr() -> None:
         (["list", "--quiet"], "--quiet is valid only with check"),
         (["list", "--log-level=debug"], "--log-level is valid only with run or check"),
         (["list", "run"], "unrecognized arguments: run"),
+        (["run", "json"], "unrecognized arguments: json"),
         (["lst"], "invalid choice: 'lst'"),
         (["run", "--uni", "board"], "unrecognized arguments: --uni board; did you mean --unit?"),
         (["run", "--units=board"], "unrecognized arguments: --units=board; did you mean --unit?"),

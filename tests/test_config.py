@@ -441,7 +441,7 @@ def test_an_entry_of_sharing_needs_a_name_and_replicas() -> None:
         name = "p300"
         replicas = 100
         rename = "example.org/p300-half"
-        devices = ["0000:C1:00.0", "0000:03", 3]
+        devices = ["0000:c1:00.0", "0000:03", 3]
     """
     assert from_file(text, {"resource_domain": "example.org"}).sharing.resources == (
         Shared("n300", 4),
