@@ -89,6 +89,11 @@ def abbreviate(names: Sequence[str]) -> str:
     return quoted if len(names) <= 3 else f"{quoted} and {len(names) - 3} more"
 
 
+def either(words: Sequence[str]) -> str:
+    """Return the words as a choice: "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
 def printable(text: str) -> str:
     """Return a text that others control with its control characters escaped."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
@@ -105,234 +110,43 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the servic
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # of the service, for `check`
 
-# A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
-# are called "tt-<resource>.<pid>-<number>.sock". Of the resource's name they have 20 characters;
-# the largest process ID is 4194304 (proc(5)), and numbers begin again after 99999.
-SOCKET_PATH_MAX = 107
-ENDPOINT_NAME_MAX = 20
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".4194304-99999.sock")
+SOCKET_PATH_MAX = 107  # bytes (unix(7))
+PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
+RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # in a container
 
-TRUE = ("true", "yes", "on", "1")  # in flags and variables; TOML has its own booleans
-FALSE = ("false", "no", "off", "0")
+# A switch as a flag or variable. TOML has its own booleans.
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 
-# Keys with which other plugins divide a device. They are refused with a text of their own.
-PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
+Flags = Mapping[str, str | None]  # by key
+Environment = Mapping[str, str]
 
 
 class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
 
 
-class FormerKey(NamedTuple):
-    """A key of a former release."""
-
-    same_as_now: str  # with this value the key changes nothing: only a warning
-    explanation: str  # the error for all other values
-
-
-FORMER_KEYS = {
-    "device_id_strategy": FormerKey(
-        same_as_now="bdf",
-        explanation="the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the "
-        "node and remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
-    ),
-}
-
-
-class Rule(NamedTuple):
-    """The values that an option accepts."""
-
-    valid: str  # completes the sentence "must be …"
-    parse: Callable[[Any], Any]  # returns the value to use; raises ValueError
-    choices: tuple[str, ...] = ()
-    may_be_empty: bool = False  # an empty flag or variable is a value, not the absence of one
-
-
-def _require(holds: object) -> None:
-    """Raise ValueError, which _checked() turns into a message with the rule's valid values."""
-    if not holds:
-        raise ValueError
-
-
-def _choice(*choices: str) -> Rule:
-    def parse(value: Any) -> str:
-        _require(value in choices)
-        return str(value)
-
-    return Rule(f"{', '.join(choices[:-1])} or {choices[-1]}", parse, choices)
-
-
-def _number(valid: str, least: float, most: float, kinds: tuple[type, ...] = (int,)) -> Rule:
-    def parse(value: Any) -> Any:
-        # type() and not isinstance(), for which a boolean is an integer.
-        _require(type(value) in kinds and least <= value <= most)
-        return value
-
-    return Rule(valid, parse)
-
-
-def _text(valid: str, pattern: str, max_length: int = 4095) -> Rule:
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and len(value) <= max_length)
-        _require(re.fullmatch(pattern, value))
-        return str(value)
-
-    return Rule(valid, parse)
-
-
-def _host_path(valid: str, *, max_bytes: int = 4095, may_be_empty: bool = False) -> Rule:
-    """Return the rule of a path on the host; a relative path is made absolute."""
-
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and value.isprintable())
-        if not value:
-            _require(may_be_empty)
-            return ""
-
-        path: str = abspath(value)
-        _require(len(os.fsencode(path)) <= max_bytes)
-        return path
-
-    return Rule(valid, parse, may_be_empty=may_be_empty)
-
-
-def _absolute_path(valid: str, forbidden: Collection[str] = ()) -> Rule:
-    """Return the rule of a path for which the daemon's working directory has no meaning."""
-
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and value.isprintable() and value.startswith("/"))
-        # normpath() alone keeps two slashes at the beginning.
-        path: str = os.path.normpath("/" + value.lstrip("/"))
-        _require(path not in forbidden)
-        return path
-
-    return Rule(valid, parse)
-
-
-def _boolean(value: Any) -> bool:
-    _require(isinstance(value, bool))
-    return bool(value)
-
-
-def _domain(value: Any) -> str:
-    """Parse the domain of resource names (Kubernetes' IsExtendedResourceName)."""
-    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    _require(isinstance(value, str) and re.fullmatch(rf"{label}(\.{label})*", value))
-    _require(not value.startswith("requests.") and "kubernetes.io" not in value)
-    # In a quota the name begins with "requests.", and with that is a DNS name of 253 characters.
-    _require(len(value) <= 253 - len("requests."))
-    return str(value)
-
-
-def _selection(value: Any) -> Any:
-    """Parse a selection of devices: "all", a count, or a list of their names."""
-    if isinstance(value, list):
-        _require(value and all(type(item) in (str, int) for item in value))
-        return tuple(map(str, value))
-
-    _require(value == "all" or (type(value) is int and value >= 1))
-    return value
-
-
-def _addresses(value: Any) -> tuple[str, ...]:
-    """Parse a list of PCI addresses."""
-    address = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
-    _require(isinstance(value, list))
-    _require(all(isinstance(each, str) and re.fullmatch(address, each) for each in value))
-    return tuple(value)
-
-
-def _temperature_limit(value: Any) -> Any:
-    _require(value == "card" or (type(value) in (int, float) and 1 <= value <= 200))
-    return value
-
-
-RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
-CONTAINER_PATH = _absolute_path(
-    f"an absolute path other than {', '.join(RESERVED_PATHS)}", RESERVED_PATHS
-)
-SWITCH = Rule("true or false", _boolean)
-SWITCH_TEXT = _choice(*TRUE, *FALSE)  # of a switch in a flag or variable
-DIRECTORY = _host_path("the path of a directory")
-OPTIONAL_PATH = _host_path("a path, or empty", may_be_empty=True)
-RESOURCE_NAME = _text(
-    "the name of a resource, such as n300 or tenstorrent.com/n300",
-    "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
-)
-
-
-def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
-    """Return the field of a setting; with MISSING as default it is required.
-
-    only_in_file: it has neither a flag nor a variable.
-    """
-    metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
-    return field(default=default, metadata=metadata)
-
-
-def _table(kind: type) -> Any:
-    """Return the field of a table in the configuration file."""
-    return field(default_factory=kind, metadata={"table": kind})
-
-
-def _array_of_tables(kind: type) -> Any:
-    """Return the field of an array of tables in the configuration file."""
-    return field(default=(), metadata={"array_of": kind})
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A bind mount for every container with a device."""
-
-    host: str = _key(MISSING, _absolute_path("an absolute path"), "path on the host")
-    container: str = _key("", CONTAINER_PATH, "path in the container; default: the same path")
-    read_only: bool = _key(False, SWITCH, "mount it read-only")
-
-
-Mounts = tuple[Mount, ...]
+# The tables of the file. KEYS has the meaning of each key, and the values that are valid.
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Table [health]."""
 
-    interval: float = _key(
-        5.0,  # long against 0.1 s, in which a heartbeat changes
-        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, kinds=(int, float)),
-        "seconds between two polls of each chip",
-    )
-    temperature_limit: Any = _key(
-        None,
-        Rule('a number of °C from 1 to 200, or "card"', _temperature_limit),
-        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
-        "not set: high temperature is not a fault",
-    )
-    heartbeat_misses: int = _key(
-        2,
-        _number("a whole number, at least 1", 1, 1_000_000),
-        "consecutive polls without a heartbeat after which a chip counts as stalled",
-    )
-    trip_holdoff: float = _key(
-        300.0,
-        _number("a number of seconds, at least 0", 0, 1e9, kinds=(int, float)),
-        "seconds for which a chip stays unhealthy after a thermal trip",
-    )
+    interval: float = 5.0  # long against 0.1 s, in which a heartbeat changes
+    temperature_limit: Any = None
+    heartbeat_misses: int = 2
+    trip_holdoff: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
     """An entry [[sharing.resources]]: several containers on one device."""
 
-    name: str = _key(MISSING, RESOURCE_NAME, "name of the resource to share")
-    replicas: int = _key(
-        MISSING, _number("a whole number from 2 to 100", 2, 100), "containers per device"
-    )
-    rename: str | None = _key(None, RESOURCE_NAME, "name of the shared resource")
-    devices: str | int | tuple[str, ...] = _key(
-        "all",
-        Rule('"all", a count, or a list of PCI addresses, board IDs or device numbers', _selection),
-        "devices to share; the others stay exclusive",
-    )
+    name: str
+    replicas: int
+    rename: str | None = None
+    devices: str | int | tuple[str, ...] = "all"
 
     @property
     def named_devices(self) -> frozenset[str]:
@@ -344,105 +158,55 @@ class SharedResource:
 class Sharing:
     """Table [sharing]."""
 
-    rename_by_default: bool = _key(False, SWITCH, "append .shared to names of shared resources")
-    fail_requests_greater_than_one: bool = _key(
-        True, SWITCH, "refuse a container that requests more than one replica"
-    )
-    lock_dir: str = _key(
-        "/run/ttdp/shm",
-        OPTIONAL_PATH,
-        "host directory that containers on shared devices get as /dev/shm, for their locks; "
-        "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
-    )
-    resources: tuple[SharedResource, ...] = _array_of_tables(SharedResource)
+    rename_by_default: bool = False
+    fail_requests_greater_than_one: bool = True
+    lock_dir: str = "/run/ttdp/shm"
+    resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
 @dataclass(frozen=True, slots=True)
+class Mount:
+    """An entry [[mounts]]: a bind mount for every container with a device."""
+
+    host: str
+    container: str = ""  # in the file: the path on the host
+    read_only: bool = False
+
+
+Mounts = tuple[Mount, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration. Every path is absolute, or empty where a rule allows that."""
+    """The configuration. Every path is absolute, or empty where that is valid."""
 
-    device_plugin_dir: str = _key(
-        "/var/lib/kubelet/device-plugins",
-        _host_path(f"a path of at most {PLUGIN_DIR_MAX} bytes", max_bytes=PLUGIN_DIR_MAX),
-        "the kubelet's device plugin directory",
-    )
-    sysfs_root: str = _key("/sys", DIRECTORY, "mount point of sysfs")
-    dev_root: str = _key("/dev", DIRECTORY, "directory of the device files")
-    proc_root: str = _key("/proc", DIRECTORY, "mount point of procfs")
-    resource_domain: str = _key(
-        "tenstorrent.com",
-        Rule("a lower-case DNS name outside kubernetes.io, such as example.com", _domain),
-        "domain of all resource names",
-    )
-    resource_naming: str = _key(
-        "board",
-        _choice("board", "card", "arch"),
-        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
-    )
-    visible_devices: str = _key(
-        "bdf",
-        _choice("bdf", "index", "none"),
-        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
-    )
-    unit: str = _key(
-        "chip",
-        _choice("chip", "board"),
-        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
-    )
-    device_list_strategy: str = _key(
-        "device-specs",
-        _choice("device-specs", "cdi"),
-        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
-    )
-    cdi_dir: str = _key("/var/run/cdi", OPTIONAL_PATH, "directory of CDI files; empty: no file")
-    labels_dir: str = _key(
-        "/etc/kubernetes/node-feature-discovery/features.d",
-        OPTIONAL_PATH,
-        "directory of feature files for node-feature-discovery; empty: no file",
-    )
-    metrics_file: str = _key(
-        "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
-        OPTIONAL_PATH,
-        "metrics for node_exporter's textfile collector; empty: no file",
-    )
-    pod_resources_socket: str = _key(
-        "/var/lib/kubelet/pod-resources/kubelet.sock",
-        _host_path(
-            f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
-            max_bytes=SOCKET_PATH_MAX,
-        ),
-        "socket of the kubelet's pod resources API, the source of pod names",
-    )
-    fail_on_init_error: bool = _key(
-        False, SWITCH, "exit with status 1 if there is no driver or device at start"
-    )
-    log_level: str = _key(
-        "info", _choice("debug", "info", "warning", "error"), "minimum level to log"
-    )
-    hugepages: str = _key(
-        "private",
-        _choice("private", "host", "none"),
-        "hugepage directories of containers: private (one for each device), host (the host's own) "
-        "or none",
-    )
-    exclude: tuple[str, ...] = _key(
-        (),
-        Rule("a list of PCI addresses, such as 0000:03:00.0", _addresses),
-        "chips that are not offered, for example to return a card or to give it to a virtual "
-        "machine",
-        only_in_file=True,
-    )
-    health: HealthSettings = _table(HealthSettings)
-    sharing: Sharing = _table(Sharing)
-    mounts: Mounts = _array_of_tables(Mount)
+    device_plugin_dir: str = "/var/lib/kubelet/device-plugins"
+    sysfs_root: str = "/sys"
+    dev_root: str = "/dev"
+    proc_root: str = "/proc"
+    resource_domain: str = "tenstorrent.com"
+    resource_naming: str = "board"
+    visible_devices: str = "bdf"
+    unit: str = "chip"
+    device_list_strategy: str = "device-specs"
+    cdi_dir: str = "/var/run/cdi"
+    labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
+    metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
+    pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    fail_on_init_error: bool = False
+    log_level: str = "info"
+    hugepages: str = "private"
+    exclude: tuple[str, ...] = ()
+    health: HealthSettings = HealthSettings()
+    sharing: Sharing = Sharing()
+    mounts: Mounts = ()
 
-    # Not in the file: the directories that systemd sets, and keys to be warned of.
+    # Not in the file: the directories that systemd sets.
     state_dir: str | None = None  # None: the state is not saved
     runtime_dir: str | None = None  # None: there is no status socket
-    warnings: tuple[str, ...] = ()
 
     @property
     def has_private_hugepages(self) -> bool:
@@ -450,38 +214,247 @@ class Settings:
         return self.hugepages == "private" and self.device_list_strategy != "cdi"
 
 
-class Option(NamedTuple):
-    """A setting with a flag and a variable."""
+TABLES = {  # by their headings in the file
+    "": Settings,
+    "[health]": HealthSettings,
+    "[sharing]": Sharing,
+    "[[sharing.resources]]": SharedResource,
+    "[[mounts]]": Mount,
+}
 
-    key: str
-    flag: str
-    variable: str
-    rule: Rule
+
+class Key(NamedTuple):
+    """A key of the file, and perhaps a flag and a variable."""
+
     help: str
+    valid: str  # completes the sentence "must be …"
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value  # to the value in the settings
+    choices: tuple[str, ...] = ()
 
     @property
     def is_switch(self) -> bool:
-        return self.rule is SWITCH
+        return self.accepts(True)  # as no other key does
+
+    def parse(self, value: Any, source: str) -> Any:
+        """Return a value of the file as one of the settings; raises ConfigError."""
+        with suppress(OSError, ValueError):  # no working directory; a path that is not UTF-8
+            if self.accepts(value):
+                return self.convert(value)
+        raise _invalid(source, value, self.valid)
+
+    def parse_text(self, text: str, source: str) -> Any:
+        """Return the value of a flag or variable; raises ConfigError."""
+        if not self.is_switch:
+            return self.parse(text, source)
+        if (word := text.lower()) not in BOOLEANS:
+            raise _invalid(source, word, either([*BOOLEANS]))
+        return BOOLEANS[word]
 
 
-def _flag_of(key: str) -> str:
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    try:
+        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
+        quoted = f"this {type(value).__name__}"
+    if len(quoted) > 80:
+        quoted = f"{quoted[:80]}…"
+    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
+
+
+def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
+    # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
+    return type(value) in kinds and least <= value <= most
+
+
+def _is_text(value: Any, pattern: str) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _is_path(value: Any, most: int = 4095) -> bool:
+    """Return whether a value is a path that has at most so many bytes when it is absolute."""
+    is_printable = isinstance(value, str) and value != "" and value.isprintable()
+    return is_printable and len(os.fsencode(_absolute(value))) <= most
+
+
+def _is_absolute(value: Any) -> bool:
+    return _is_path(value) and value.startswith("/")
+
+
+def _absolute(path: str) -> str:
+    # abspath() alone keeps two slashes at the beginning.
+    return "/" + abspath(path).lstrip("/") if path else ""
+
+
+def _is_domain(value: Any) -> bool:
+    """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    # In a quota "requests." precedes it, and both are a DNS name.
+    is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
+    return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
+
+
+def _is_address(value: Any) -> bool:
+    return _is_text(value, r"[0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
+
+
+def _is_selection(value: Any) -> bool:
+    """Return whether a value selects devices: "all", a count, or a list of their names."""
+    if isinstance(value, list):
+        return value != [] and all(type(each) in (str, int) for each in value)
+    return value == "all" or _is_number(value, 1, inf, int)
+
+
+def _one_of(choices: tuple[str, ...], help: str) -> Key:
+    return Key(help, either(choices), lambda value: value in choices, choices=choices)
+
+
+def _switch(help: str) -> Key:
+    return Key(help, "true or false", lambda value: isinstance(value, bool))
+
+
+def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
+    return Key(help, valid, lambda value: _is_path(value, most), _absolute)
+
+
+def _optional(help: str) -> Key:
+    return Key(help, "a path, or empty", lambda value: value == "" or _is_path(value), _absolute)
+
+
+def _resource_name(help: str) -> Key:
+    valid = "the name of a resource, such as n300 or tenstorrent.com/n300"
+    pattern = "([A-Za-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+    return Key(help, valid, lambda value: _is_text(value, pattern))
+
+
+KEYS = {
+    "device_plugin_dir": _path(
+        "the kubelet's device plugin directory",
+        f"a path of at most {PLUGIN_DIR_MAX} bytes",
+        PLUGIN_DIR_MAX,
+    ),
+    "sysfs_root": _path("mount point of sysfs"),
+    "dev_root": _path("directory of the device files"),
+    "proc_root": _path("mount point of procfs"),
+    "resource_domain": Key(
+        "domain of all resource names",
+        "a lower-case DNS name outside kubernetes.io, such as example.com",
+        _is_domain,
+    ),
+    "resource_naming": _one_of(
+        ("board", "card", "arch"),
+        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
+    ),
+    "visible_devices": _one_of(
+        ("bdf", "index", "none"),
+        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
+    ),
+    "unit": _one_of(
+        ("chip", "board"),
+        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+    ),
+    "device_list_strategy": _one_of(
+        ("device-specs", "cdi"),
+        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
+    ),
+    "cdi_dir": _optional("directory of CDI files; empty for none"),
+    "labels_dir": _optional(
+        "directory of feature files for node-feature-discovery; empty for none"
+    ),
+    "metrics_file": _optional("metrics for node_exporter's textfile collector; empty for none"),
+    "pod_resources_socket": _path(
+        "socket of the kubelet's pod resources API, the source of pod names",
+        f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
+        SOCKET_PATH_MAX,
+    ),
+    "fail_on_init_error": _switch("exit with status 1 if there is no driver or device at start"),
+    "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
+    "hugepages": _one_of(
+        ("private", "host", "none"),
+        "hugepage directories of containers: private (one for each device), host (the host's own) "
+        "or none",
+    ),
+    "exclude": Key(
+        "chips that are not offered, for example to return a card or to give it to a virtual "
+        "machine",
+        "a list of PCI addresses, such as 0000:03:00.0",
+        lambda value: isinstance(value, list) and all(map(_is_address, value)),
+        lambda value: tuple(map(str.lower, value)),
+    ),
+    # [health]
+    "interval": Key(
+        "seconds between two polls of each chip",
+        "a number of seconds from 0.1 to 3600",
+        lambda value: _is_number(value, 0.1, 3600, int, float),
+    ),
+    "temperature_limit": Key(
+        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
+        "not set: high temperature is not a fault",
+        'a number of °C from 1 to 200, or "card"',
+        lambda value: value == "card" or _is_number(value, 1, 200, int, float),
+    ),
+    "heartbeat_misses": Key(
+        "consecutive polls without a heartbeat after which a chip counts as stalled",
+        "a whole number, at least 1",
+        lambda value: _is_number(value, 1, 1_000_000, int),
+    ),
+    "trip_holdoff": Key(
+        "seconds for which a chip stays unhealthy after a thermal trip",
+        "a number of seconds, at least 0",
+        lambda value: _is_number(value, 0, 1e9, int, float),
+    ),
+    # [sharing]
+    "rename_by_default": _switch("append .shared to names of shared resources"),
+    "fail_requests_greater_than_one": _switch(
+        "refuse a container that requests more than one replica"
+    ),
+    "lock_dir": _optional(
+        "host directory that containers on shared devices get as /dev/shm, for their locks; "
+        "/dev/shm: the host's own, but logind deletes files there; empty for none"
+    ),
+    # [[sharing.resources]]
+    "name": _resource_name("name of the resource to share"),
+    "replicas": Key(
+        "containers per device",
+        "a whole number from 2 to 100",
+        lambda value: _is_number(value, 2, 100, int),
+    ),
+    "rename": _resource_name("name of the shared resource"),
+    "devices": Key(
+        "devices to share; the others stay exclusive",
+        '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
+        'trays (with unit = "board")',
+        _is_selection,
+        lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
+    ),
+    # [[mounts]]
+    "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
+    "container": Key(
+        "path in the container; default: the same path",
+        f"an absolute path other than {', '.join(RESERVED_PATHS)}",
+        lambda value: _is_absolute(value) and _absolute(value) not in RESERVED_PATHS,
+        _absolute,
+    ),
+    "read_only": _switch("mount it read-only"),
+}
+
+
+def _keys_of(heading: str) -> list[str]:
+    """Return what can stand in a table of the file: keys, and names of tables in it."""
+    names = [each.name for each in fields(TABLES[heading])]
+    return [name for name in names if name not in ("state_dir", "runtime_dir")]
+
+
+# A flag or variable has no lists.
+OPTIONS = [key for key in _keys_of("") if key in KEYS and key != "exclude"]
+
+
+def flag_of(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def _variable_of(key: str) -> str:
+def variable_of(key: str) -> str:
     return f"TTDP_{key.upper()}"
-
-
-def _options() -> Iterator[Option]:
-    for each in fields(Settings):
-        if "rule" in each.metadata and not each.metadata["only_in_file"]:
-            rule, help = each.metadata["rule"], each.metadata["help"]
-            yield Option(each.name, _flag_of(each.name), _variable_of(each.name), rule, help)
-
-
-OPTIONS = list(_options())
-Flags = Mapping[str, str | None]  # by key
-Environment = Mapping[str, str]
 
 
 def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
@@ -489,200 +462,144 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
 
     ignore_file: for commands that help while the file is not valid.
     """
-    file = _config_file(flags, environ)
-    values = {} if ignore_file else _read_config_file(file)
-    sources = {key: f"{file.shown}: {key}" for key in values}
+    file, document = ("", {}) if ignore_file else _read_file(flags, environ)
+    values = _parse_table("", document, f"{file}: ")
+    sources = {key: f"{file}: {key}" for key in values}
 
-    for key in FORMER_KEYS:
-        if (variable := _variable_of(key)) in environ:
-            warning = f"{variable} has no effect any more; remove it"
-            values["warnings"] = (*values.get("warnings", ()), warning)
-
-    for option in OPTIONS:
+    for key in OPTIONS:
         # A flag outweighs the variable, and both outweigh the file.
-        for source, text in (
-            (option.flag, flags.get(option.key)),
-            (option.variable, environ.get(option.variable)),
-        ):
-            if text or (text == "" and option.rule.may_be_empty):
-                values[option.key] = _parse_text(option, text, source)
-                sources[option.key] = source
+        texts = {flag_of(key): flags.get(key), variable_of(key): environ.get(variable_of(key))}
+        for source, text in texts.items():
+            if text or (text == "" and KEYS[key].accepts("")):
+                values[key] = KEYS[key].parse_text(text, source)
+                sources[key] = source
                 break
 
     # systemd.exec(5): several directories would be separated by colons.
     for key, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
         values[key] = environ.get(variable, "").partition(":")[0] or None
+    return validate(Settings(**values), f"{file}: ", sources)
 
-    settings = Settings(**values)
+
+def unknown_variables(environ: Environment) -> Iterator[str]:
+    """Yield a warning of each variable that is named like those of options, but is none."""
+    known = ["config_file", *OPTIONS]
+    ours = [name for name in environ if name.startswith("TTDP_")]
+    for name in sorted({*ours}.difference(map(variable_of, known))):
+        near = nearest(name.removeprefix("TTDP_").lower(), known)
+        advice = f"did you mean {variable_of(near)}?" if near else "see tt-device-plugin.toml(5)"
+        yield f"unknown variable {name!r}; {advice}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    import difflib  # here, because it would cost 2 ms of each start
+
+    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+
+
+def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
+    """Return the path of the configuration file, and its content; raises ConfigError."""
+    path, named_by = DEFAULT_CONFIG_FILE, ""
+    if text := environ.get(variable_of("config_file")):
+        path, named_by = text, variable_of("config_file")
+    if text := flags.get("config_file"):
+        path, named_by = text, flag_of("config_file")
+    file = path if path.isprintable() else repr(path)
+
+    try:
+        with open(path, "rb") as content:
+            return file, tomllib.loads(content.read().decode("utf-8-sig"))
+    except FileNotFoundError:
+        if not named_by:
+            return file, {}
+        raise ConfigError(f"{named_by}: {file} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML; a thousand brackets
+        reason = " ".join(str(error).split())
+        example = '(example of a valid line: unit = "board")'
+        raise ConfigError(f"{file}: invalid TOML: {reason} {example}") from None
+
+
+def _parse_table(heading: str, table: object, prefix: str) -> Json:
+    """Return a table as arguments for its class; raises ConfigError.
+
+    prefix: the beginning of each message, which is the file's path, a colon and a space.
+    """
+    path = heading.strip("[]")
+    if not isinstance(table, dict):
+        raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
+
+    source = f"{prefix}{heading} " if heading else prefix
+    for each in fields(TABLES[heading]):
+        if each.default is MISSING and each.name not in table:
+            raise ConfigError(f"{source}{each.name} is missing")
+
+    known = _keys_of(heading)
+    values = {}
+    for key, value in table.items():
+        inner = f"{path}.{key}".lstrip(".")
+        if key not in known:
+            raise ConfigError(f"{source}unknown key {key!r}; {_advice(key, known)}")
+        if key in KEYS:
+            values[key] = KEYS[key].parse(value, f"{source}{key}")
+        elif kind := TABLES.get(f"[{inner}]"):
+            values[key] = kind(**_parse_table(f"[{inner}]", value, prefix))
+        elif isinstance(value, list):
+            kind = TABLES[f"[[{inner}]]"]
+            rows = [_parse_table(f"[[{inner}]]", row, prefix) for row in value]
+            values[key] = tuple(kind(**row) for row in rows)
+        else:
+            raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
+    return values
+
+
+def _advice(key: str, known: Sequence[str]) -> str:
+    """Return what to do about a key that is unknown in its table, which has these keys."""
+    for heading in TABLES:
+        if key in _keys_of(heading):
+            return f"it belongs in {heading}" if heading else "it belongs above the first table"
+    if near := nearest(key, known):
+        return f"did you mean {near}?"
+    return f"valid keys: {', '.join(known)}"
+
+
+def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Settings:
+    """Check what concerns several keys; raises ConfigError.
+
+    Returns the settings with the path in the container of every mount, and with names of resources
+    without their domain.
+    """
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         source = sources["device_list_strategy"]
         raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
 
-    return replace(
-        settings,
-        mounts=_checked_mounts(settings, f"{file.shown}: [[mounts]] container"),
-        sharing=_checked_sharing(settings, f"{file.shown}: [[sharing.resources]] "),
-    )
-
-
-class ConfigFile(NamedTuple):
-    """The configuration file that is to be read."""
-
-    path: str
-    named_by: str | None  # the flag or variable; None for the default, which may be absent
-
-    @property
-    def shown(self) -> str:
-        return self.path if self.path.isprintable() else repr(self.path)
-
-
-def _config_file(flags: Flags, environ: Environment) -> ConfigFile:
-    if path := flags.get("config_file"):
-        return ConfigFile(path, _flag_of("config_file"))
-    if path := environ.get(_variable_of("config_file")):
-        return ConfigFile(path, _variable_of("config_file"))
-    return ConfigFile(DEFAULT_CONFIG_FILE, None)
-
-
-def _parse_text(option: Option, text: str, source: str) -> Any:
-    """Return the value of a flag or variable; raises ConfigError."""
-    if option.is_switch:
-        return _checked(SWITCH_TEXT, text.lower(), source) in TRUE
-    return _checked(option.rule, text, source)
-
-
-def _checked(rule: Rule, value: object, source: str) -> Any:
-    """Return the value to use; raises ConfigError."""
-    try:
-        return rule.parse(value)
-    except (OSError, ValueError):  # OSError: the working directory has been deleted
-        raise _invalid(source, value, rule.valid) from None
-
-
-def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
-
-
-def _quoted(value: object) -> str:
-    """Return a value of a configuration file as an error shows it."""
-    try:
-        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
-        quoted = f"this {type(value).__name__}"
-    return quoted if len(quoted) <= 80 else f"{quoted[:80]}…"
-
-
-def _read_config_file(file: ConfigFile) -> Json:
-    """Return the file's values as arguments for Settings; raises ConfigError."""
-    try:
-        with open(file.path, "rb") as content:
-            document = tomllib.loads(content.read().decode("utf-8-sig"))
-    except FileNotFoundError:
-        if file.named_by is None:
-            return {}
-        raise ConfigError(f"{file.named_by}: {file.shown} does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"{file.shown}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML; a thousand brackets
-        reason = " ".join(str(error).split())
-        example = '(example of a valid line: unit = "board")'
-        raise ConfigError(f"{file.shown}: invalid TOML: {reason} {example}") from None
-
-    warnings = _take_former_keys(document, f"{file.shown}: ")
-    return _table_values(Settings, document, f"{file.shown}: ") | {"warnings": warnings}
-
-
-def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
-    """Remove keys of former releases; return warnings about them; raises ConfigError."""
-    warnings = []
-    for key, former in FORMER_KEYS.items():
-        if key not in document:
-            continue
-
-        value = document.pop(key)
-        if value != former.same_as_now:
-            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {former.explanation}")
-        warnings.append(f"{source}{key} has no effect any more; remove the key")
-    return tuple(warnings)
-
-
-def _table_values(kind: Any, table: object, prefix: str, heading: str = "") -> Json:
-    """Return a table as arguments for its dataclass; raises ConfigError.
-
-    `prefix` begins each message: the file's path, a colon and a space. `heading` is "[health]" or
-    "[[mounts]]", and empty for the top of the file.
-    """
-    if not isinstance(table, dict):
-        raise _invalid(f"{prefix}{heading.strip('[]')}", table, f"a table: {heading}")
-
-    source = f"{prefix}{heading} " if heading else prefix
-    # Fields without metadata, such as state_dir, are not keys of the file.
-    known = {each.name: each for each in fields(kind) if each.metadata}
-    for name, each in known.items():
-        if each.default is MISSING and each.default_factory is MISSING and name not in table:
-            raise ConfigError(f"{source}{name} is missing")
-
-    values = {}
-    for key, value in table.items():
-        if key in PARTITIONING_KEYS:
-            reason = "remove it: a chip can be time-shared, not partitioned"
-            raise ConfigError(f"{source}{key} is not supported; {reason}")
-        if key not in known:
-            raise ConfigError(f"{source}{_unknown_key(key, known)}")
-
-        metadata = known[key].metadata
-        path = f"{heading.strip('[]')}.{key}".lstrip(".")
-        if rule := metadata.get("rule"):
-            values[key] = _checked(rule, value, f"{source}{key}")
-        elif inner := metadata.get("table"):
-            values[key] = inner(**_table_values(inner, value, prefix, f"[{path}]"))
-        else:
-            if not isinstance(value, list):
-                raise _invalid(f"{prefix}{path}", value, f"tables: [[{path}]]")
-            inner = metadata["array_of"]
-            rows = [_table_values(inner, row, prefix, f"[[{path}]]") for row in value]
-            values[key] = tuple(inner(**row) for row in rows)
-    return values
-
-
-def _unknown_key(key: str, known: Iterable[str]) -> str:
-    import difflib  # here, because it would cost 2 ms of each start
-
-    if near := difflib.get_close_matches(key, known, 1):
-        return f"unknown key {key!r}; did you mean {near[0]}?"
-    return f"unknown key {key!r}; valid keys: {', '.join(known)}"
-
-
-def _checked_mounts(settings: Settings, source: str) -> Mounts:
-    """Return the mounts with their paths in the container; raises ConfigError."""
-    has_locks = bool(settings.sharing.resources and settings.sharing.lock_dir)
-    mounts = {}
+    sharing = settings.sharing
+    mounts: dict[str, Mount] = {}
+    source = f"{prefix}[[mounts]] container"
     for mount in settings.mounts:
-        target = _checked(CONTAINER_PATH, mount.container or mount.host, source)
+        target = KEYS["container"].parse(mount.container or mount.host, source)
         if target in mounts:
             raise _invalid(source, target, "a different path in each table")
-        if target == "/dev/shm" and has_locks:
+        if target == "/dev/shm" and sharing.resources and sharing.lock_dir:
             raise _invalid(source, target, "another path: shared devices have their locks there")
-
         mounts[target] = replace(mount, container=target)
-    return tuple(mounts.values())
 
-
-def _checked_sharing(settings: Settings, source: str) -> Sharing:
-    """Return the sharing with names without domains; raises ConfigError."""
-    sharing = settings.sharing
     entries: list[SharedResource] = []
+    source = f"{prefix}[[sharing.resources]]"
     for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
-                raise ConfigError(f"{source}{name}: its domain is not {settings.resource_domain}")
+                raise ConfigError(f"{source} {name}: its domain is not {settings.resource_domain}")
 
         rename = without_domain(entry.rename) if entry.rename else None
         entry = replace(entry, name=without_domain(entry.name), rename=rename)
         if conflict := _sharing_conflict(sharing, entry, entries):
-            raise ConfigError(f"{source}{entry.name}: {conflict}")
+            raise ConfigError(f"{source} {entry.name}: {conflict}")
         entries.append(entry)
-    return replace(sharing, resources=tuple(entries))
+
+    sharing = replace(sharing, resources=tuple(entries))
+    return replace(settings, mounts=tuple(mounts.values()), sharing=sharing)
 
 
 def _sharing_conflict(
@@ -5203,6 +5120,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _endpoint_numbers = count(1)
 
 
+def new_socket_name(resource: str) -> str:
+    """Return a name that no socket has had, of at most 42 bytes: see PLUGIN_DIR_MAX."""
+    # The largest process ID is 4194304 (proc(5)).
+    number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+    return f"{SOCKET_PREFIX}{without_domain(resource)[:20]}.{number}.sock"
+
+
 class AdvertisedList:
     """The device list of a resource, as each open ListAndWatch stream gets it."""
 
@@ -5441,9 +5365,7 @@ class KubeletSession:
         if refusal := await self._wait_for_kubelet():
             return refusal
 
-        name = f"{SOCKET_PREFIX}{without_domain(self.name)[:ENDPOINT_NAME_MAX]}"
-        number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
-        path = f"{self._directory}/{name}.{number}.sock"
+        path = f"{self._directory}/{new_socket_name(self.name)}"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
@@ -5961,8 +5883,6 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
-        for warning in self.host.settings.warnings:
-            log.warning("%s", warning)
         try:
             self._directory.open()
         except DirectoryError as error:
@@ -6200,8 +6120,6 @@ class Daemon:
         kept = {key: getattr(before, key) for key in NEEDS_RESTART}
         self.host.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
-        for warning in loaded.warnings:
-            log.warning("%s", warning)
         log.info("configuration reloaded")
 
 
@@ -6230,115 +6148,193 @@ COLUMNS = {
 }
 OMITTED_FIRST = ("FIRMWARE", "SERIAL", "NUMA", "CARD")  # if the table is too wide
 
-DESCRIPTION = """\
-Makes the Tenstorrent accelerators of this node available to Kubernetes.
 
-commands:
-  run     the daemon: serves the kubelet's device plugin API; SIGHUP reloads
-          the configuration
-  list    one row per chip: health, resource and users; --json for programs
-  check   preflight for this node: service, driver, devices, hugepages,
-          kubelet, configuration
-"""
+class Command(NamedTuple):
+    """What the first word of the command line can be."""
 
+    help: str
+    options: tuple[str, ...]  # without dashes, and with underscores
+    example: str
+
+
+CONFIG_FILE = _path("configuration file")
+SWITCHES = {  # options of commands that have no value
+    "json": "print JSON",
+    "quiet": "print only lines that are not ok",
+    "config_only": "check only the configuration",
+}
+COMMANDS = {
+    "run": Command(
+        "the daemon: serves the kubelet's device plugin API; SIGHUP reloads the configuration",
+        ("config_file", *OPTIONS),
+        "tt-device-plugin run --unit=board",
+    ),
+    "list": Command(
+        "one row per chip: health, resource and users",
+        (
+            *("json", "config_file", *NEEDS_RESTART),
+            *("resource_domain", "resource_naming", "unit", "pod_resources_socket"),
+        ),
+        "tt-device-plugin list --json",
+    ),
+    "check": Command(
+        "preflight for this node: configuration, service, driver, devices, hugepages, kubelet",
+        ("quiet", "config_only", "config_file", *OPTIONS),
+        "tt-device-plugin check --quiet",
+    ),
+}
+ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."
 EPILOG = """\
-Options can also be set by the environment variable in brackets, or in the
-configuration file, with underscores. Precedence: flag, environment variable,
-file, default. [health], [sharing], [[sharing.resources]] and [[mounts]] can be
-set only in the file; see tt-device-plugin(8).
+For the options of a command, run: tt-device-plugin COMMAND --help
+Most options can also be set by an environment variable or in the configuration
+file; see tt-device-plugin(8) and tt-device-plugin.toml(5).
 """
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    usage = "tt-device-plugin run|list|check [OPTIONS]"
-    # With a width argparse does not import shutil, which costs 3 ms of each start.
-    form = partial(argparse.RawTextHelpFormatter, width=HELP_WIDTH, max_help_position=8)
-    parser = argparse.ArgumentParser(
-        "tt-device-plugin",
-        usage,
-        DESCRIPTION,
-        EPILOG,
-        formatter_class=form,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("command", nargs="?", choices=("run", "list", "check"), help=argparse.SUPPRESS)
-    add("--version", action="version", version=f"tt-device-plugin {__version__}")
-    add("--json", action="store_true", help="with list: print JSON")
-    add("--quiet", action="store_true", help="with check: print only lines that are not ok")
-    add("--config-only", action="store_true", help="with check: check only the configuration")
-    text = f"configuration file; default {DEFAULT_CONFIG_FILE} [TTDP_CONFIG_FILE]"
-    add("--config-file", metavar="FILE", help=_help_text(text))
+class HelpFormatter(argparse.RawTextHelpFormatter):
+    """Shows a switch of the configuration as --switch[=BOOL]; argparse would add a space."""
 
-    defaults = Settings()
-    for option in OPTIONS:
-        value = getattr(defaults, option.key)
-        default = str(value).lower() if option.is_switch else value
-        metavar = option.key.rpartition("_")[2].upper()
-        if option.is_switch:
-            metavar = "[=BOOL]"
-        elif option.rule.choices:
-            metavar = "|".join(option.rule.choices)
-        text = f"{option.help}; default {default} [{option.variable}]"
-        add(option.flag, metavar=metavar, help=_help_text(text))
+    def __init__(self, prog: str, **_: Any) -> None:
+        # With a width argparse does not import shutil, which costs 3 ms of each start.
+        super().__init__(prog, width=HELP_WIDTH, max_help_position=8)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.option_strings and action.nargs == "?":
+            return f"{action.option_strings[0]}[=BOOL]"
+        return super()._format_action_invocation(action)
+
+
+def _parser(program: str, command: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    usage = f"tt-device-plugin {command} [OPTIONS]"
+    return argparse.ArgumentParser(
+        program, usage, about, epilog, formatter_class=HelpFormatter, allow_abbrev=False
+    )
+
+
+def overview_parser() -> argparse.ArgumentParser:
+    """Return the parser of a command line that does not begin with a command."""
+    about = f"{ABOUT}\n\ncommands:\n"
+    for name, command in COMMANDS.items():
+        about += _filled(f"  {name:7} {command.help}", indent=10)
+
+    parser = _parser("tt-device-plugin", "|".join(COMMANDS), about, EPILOG)
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS], help=argparse.SUPPRESS)
+    version = f"tt-device-plugin {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     return parser
 
 
-def _help_text(text: str) -> str:
-    return textwrap.fill(text.replace("%", "%%"), HELP_WIDTH - 8, break_on_hyphens=False)
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of what follows a command."""
+    command = COMMANDS[name]
+    about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
+    example = f"example:\n  {command.example}\n"
+    parser = _parser(f"tt-device-plugin {name}", name, about, example)
+
+    # The daemon's other options are accepted as well: it is easiest to give all commands the same.
+    for option in dict.fromkeys([*command.options, *OPTIONS]):
+        if option in SWITCHES:
+            parser.add_argument(flag_of(option), action="store_true", help=SWITCHES[option])
+            continue
+
+        key = KEYS.get(option, CONFIG_FILE)
+        default = getattr(Settings(), option, DEFAULT_CONFIG_FILE)
+        shown = str(default).lower() if key.is_switch else default
+        text = _filled(f"{key.help}; default {shown} [{variable_of(option)}]", HELP_WIDTH - 8)
+        parser.add_argument(
+            flag_of(option),
+            metavar="|".join(key.choices) or option.rpartition("_")[2].upper(),
+            nargs="?" if key.is_switch else None,
+            const="true" if key.is_switch else None,
+            help=text if option in command.options else argparse.SUPPRESS,
+        )
+    return parser
+
+
+def _filled(text: str, width: int = HELP_WIDTH, indent: int = 0) -> str:
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def parse_command_line(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
+    """Return the command and its options; a wrong word or --help ends the program."""
+    if not words or words[0] not in COMMANDS:
+        parser = overview_parser()
+        parser.parse_args(words)
+        parser.print_help(sys.stderr)
+        parser.exit(2, f"\ntt-device-plugin: a command is missing: {either([*COMMANDS])}\n")
+
+    name, *others = words
+    parser = command_parser(name)
+    options, unknown = parser.parse_known_args(others)
+    if unknown:
+        parser.error(_unrecognized(unknown, name))
+    return name, options
+
+
+def _unrecognized(words: Sequence[str], command: str) -> str:
+    """Return the error about words that are no options of a command."""
+    text = f"unrecognized arguments: {' '.join(words)}"
+    flag = words[0].partition("=")[0]
+    if not flag.startswith("--"):
+        return text
+
+    option = flag[2:].replace("-", "_")
+    if others := [name for name, each in COMMANDS.items() if option in each.options]:
+        return f"{flag} is valid only with {either(others)}"
+    near = nearest(option, COMMANDS[command].options)
+    return f"{text}; did you mean {flag_of(near)}?" if near else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    if "run" in words:  # a reload must not kill the daemon before it has a handler for it
+    if "run" in words[:1]:  # a reload must not kill the daemon before it has a handler for it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    options = _parsed_options(words)
-    set_up_logging(os.environ, has_timestamps=options.command == "run")
-    load = partial(load_settings, vars(options), os.environ)
-    if options.command == "run":
-        try:
-            settings = load()
-        except ConfigError as error:
-            log.error("%s", error)
-            return EXIT_CONFIG
-        return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
 
+    command, options = parse_command_line(words)
+    set_up_logging(os.environ, has_timestamps=command == "run")
+    try:
+        return run_daemon(vars(options)) if command == "run" else run_command(command, options)
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG if command == "run" else 1
+
+
+def run_daemon(flags: Flags) -> int:
+    """Run the daemon; return its exit status. Raises ConfigError."""
+
+    def load() -> Settings:
+        settings = load_settings(flags, os.environ)
+        for warning in unknown_variables(os.environ):
+            log.warning("%s", warning)
+        return settings
+
+    return asyncio.run(Daemon(load(), load, ServiceManager(os.environ)).run())
+
+
+def run_command(command: str, options: argparse.Namespace) -> int:
+    """Run a command that shows something; return its exit status. Raises ConfigError."""
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     log.setLevel("ERROR")  # the command itself prints the rest
-    problem = None
-    try:
-        settings = load()
-    except ConfigError as error:  # the commands go on without the file
-        problem = str(error)
-        settings = Settings(runtime_dir=os.environ.get("RUNTIME_DIRECTORY"))
-        with suppress(ConfigError):
-            settings = load(ignore_file=True)
 
-    if options.command == "check":
-        findings = check_configuration(settings, problem)
+    # An invalid flag or variable ends the command; of an invalid file it tells, and goes on.
+    problem = None
+    settings = load_settings(vars(options), os.environ, ignore_file=True)
+    try:
+        settings = load_settings(vars(options), os.environ)
+    except ConfigError as error:
+        problem = str(error)
+
+    if command == "check":
+        findings = check_configuration(problem, unknown_variables(os.environ))
         if not options.config_only:
             findings = chain(findings, Checks(settings, problem).findings())
         return print_findings(findings, is_quiet=options.quiet)
     if problem:
         log.error("%s", problem)
     return list_devices(settings, is_valid=problem is None, as_json=options.json)
-
-
-def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser()
-    # A bare switch has no value: the next word is none of it.
-    switches = {option.flag for option in OPTIONS if option.is_switch}
-    options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
-
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        sys.exit(2)
-    for key, command in (("json", "list"), ("config_only", "check"), ("quiet", "check")):
-        if getattr(options, key) and options.command != command:
-            parser.error(f"{_flag_of(key)} is valid only with {command}")
-    return options
 
 
 def print_safely(text: str, stream: Any = None) -> None:
@@ -6626,12 +6622,12 @@ def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
     return 1 if any(each.level == "FAIL" for each in found) else 0
 
 
-def check_configuration(settings: Settings, problem: str | None) -> Findings:
+def check_configuration(problem: str | None, warnings: Iterable[str]) -> Findings:
     if problem:
         yield Finding("FAIL", "configuration", problem)
-        return
-    yield Finding("ok", "configuration", "valid")
-    for warning in settings.warnings:
+    else:
+        yield Finding("ok", "configuration", "valid")
+    for warning in warnings:
         yield Finding("warn", "configuration", warning)
 
 

@@ -30,7 +30,6 @@ from tests.world.processes import (
     Installation,
     Kernel,
     Service,
-    outlet_flags,
     run,
     within,
     workspace,
@@ -109,8 +108,7 @@ class Story:
     async def list(self) -> str:
         """Return the output of `list`, with the daemon's configuration."""
         flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
-        flags += [*self.node.flags, *outlet_flags(self.home)]
-        command, environ = self.installation.command("list", *flags)
+        command, environ = self.installation.command("list", *flags, *self.node.flags)
         done = await asyncio.to_thread(
             subprocess.run, command, env=environ, capture_output=True, text=True, timeout=STEP
         )

@@ -196,6 +196,21 @@ async def test_a_reload_is_between_reloading_and_ready(
     assert "1 × tenstorrent.com/p150a" in latest_status(service)
 
 
+async def test_an_unknown_variable_is_one_line_at_the_start_and_at_each_reload(
+    launch: Launch,
+) -> None:
+    """Somebody believes in it; it may stand in a drop-in."""
+    warning = "unknown variable 'TTDP_UNTI'; did you mean TTDP_UNIT?"
+    service = await launch(TTDP_UNTI="board")
+    await service.note("READY=1")
+    assert [line for line in service.said if "TTDP_" in line] == [service.said[0]]
+    assert warning in service.said[0] and "WARNING" in service.said[0]
+
+    await reload(service)
+
+    await service.wait_for(lambda: sum(warning in line for line in service.said) == 2, "the line")
+
+
 async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     node: SimulatedNode, launch: Launch, config: Path
 ) -> None:
