@@ -24,7 +24,7 @@ from typing import Any
 import ttdp
 from tests.world import simulation
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, ROOT, environment, finished, outlets
+from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
@@ -97,13 +97,9 @@ class Host:
 
     @property
     def flags(self) -> list[str]:
-        """The options, which all commands have, that make the program look at this host."""
-        return [*self.node.flags, f"--device-plugin-dir={self.plugins}"]
-
-    def _environment(self, **more: str) -> dict[str, str]:
-        """The variables that do the same for other directories, and the given ones."""
-        found = {ttdp.variable_of(key): path for key, path in outlets(self.root).items()}
-        return environment() | found | self.environ | more
+        """The options that make the program look at this host and at nothing else."""
+        plugins = f"--device-plugin-dir={self.plugins}"
+        return [*self.node.flags, plugins, *outlet_flags(self.root)]
 
     def configure(self, *lines: str) -> Path:
         """Return a configuration file with these lines."""
@@ -116,7 +112,7 @@ class Host:
 
         Attributes can fail. Without RUNTIME_DIRECTORY, the service's is `root`, not the machine's.
         """
-        given = self._environment(**environ)
+        given = environment() | self.environ | environ
         return forked([*words, *self.flags], given, runtime_directory=str(self.root))
 
     async def ask(self, *words: str) -> Answer:
@@ -125,7 +121,7 @@ class Host:
     def run_as_process(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
         """Run the program as it is installed. as_other: without root's right to look everywhere."""
         command = [*(AS_OTHERS if as_other else []), *PROGRAM, *words, *self.flags]
-        ended = finished(command, self._environment(**environ))
+        ended = finished(command, {**self.environ, **environ})
         return Answer(ended.returncode, ended.stdout, ended.stderr)
 
     def run_in_terminal(self, columns: int, *words: str) -> str:
@@ -134,7 +130,7 @@ class Host:
         size = struct.pack("HHHH", 24, columns, 0, 0)
         fcntl.ioctl(end, termios.TIOCSWINSZ, size)
         command = [*PROGRAM, *words, *self.flags]
-        environ = self._environment()
+        environ = environment() | self.environ
         null = subprocess.DEVNULL
         with subprocess.Popen(command, env=environ, stdin=null, stdout=end, stderr=null):
             os.close(end)
@@ -151,7 +147,7 @@ class Host:
         pipe = subprocess.PIPE
         command = [*PROGRAM, *words, *self.flags]
         with subprocess.Popen(
-            command, env=self._environment(), stdout=pipe, stderr=pipe, text=True
+            command, env=environment() | self.environ, stdout=pipe, stderr=pipe, text=True
         ) as process:
             yield process
 

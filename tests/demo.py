@@ -30,6 +30,7 @@ from tests.world.processes import (
     Installation,
     Kernel,
     Service,
+    outlet_flags,
     run,
     within,
     workspace,
@@ -108,7 +109,8 @@ class Story:
     async def list(self) -> str:
         """Return the output of `list`, with the daemon's configuration."""
         flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
-        command, environ = self.installation.command("list", *flags, *self.node.flags)
+        flags += [*self.node.flags, *outlet_flags(self.home)]
+        command, environ = self.installation.command("list", *flags)
         done = await asyncio.to_thread(
             subprocess.run, command, env=environ, capture_output=True, text=True, timeout=STEP
         )

@@ -86,7 +86,6 @@ def test_no_command_is_the_help_on_stderr() -> None:
         (["run", "--json"], "--json is valid only with list"),
         (["list", "--config-only"], "--config-only is valid only with check"),
         (["list", "--quiet"], "--quiet is valid only with check"),
-        (["list", "--log-level=debug"], "--log-level is valid only with run or check"),
         (["list", "run"], "unrecognized arguments: run"),
         (["run", "json"], "unrecognized arguments: json"),
         (["lst"], "invalid choice: 'lst'"),
