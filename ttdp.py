@@ -4626,6 +4626,7 @@ class PluginDirectory:
 
     def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
+        self.problem: str | None = None  # why it cannot exist yet
         self.is_watched = False
         self._wake = wake
         self._has_changed = False  # by an event
@@ -4643,7 +4644,7 @@ class PluginDirectory:
             asyncio.get_running_loop().add_reader(descriptor, self._read)
 
         self.check()
-        if not self.is_watched:
+        if not self.is_watched and self.problem is None:
             reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
             log.warning("cannot watch %s (%s); polling instead", self.path, reason)
 
@@ -4654,14 +4655,31 @@ class PluginDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory, if it is a new one; raises DirectoryError."""
+        """Create, lock and watch the directory, if it is a new one; raises DirectoryError.
+
+        It waits for the directory around it, the kubelet's own, which can be a link (MicroK8s).
+        """
+        parent = dirname(self.path)
+        self.problem = None
+        if not isdir(parent):
+            why = "is a link to nothing" if os.path.islink(parent) else "does not exist"
+            self.problem = f"no kubelet is installed ({parent} {why})"
+            self.is_watched = False
+            return
+
         try:
             try:
                 self._create_and_lock()
             except FileNotFoundError:  # deleted in between, as by `kubeadm reset`
                 self._create_and_lock()
+        except FileNotFoundError:
+            self.is_watched = False
+            return  # with its parent: the next turn looks again
         except OSError as error:
-            reason = f"{self.path} cannot be used: {error.strerror}; exiting"
+            why = error.strerror or str(error)
+            if os.path.islink(self.path) and not exists(self.path):
+                why = "it is a link to nothing"
+            reason = f"{self.path} cannot be used: {why}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
 
         if self._inotify is not None and not self.is_watched:
@@ -4673,7 +4691,7 @@ class PluginDirectory:
     def _create_and_lock(self) -> None:
         """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
         if not isdir(self.path):
-            os.makedirs(self.path, exist_ok=True)
+            os.mkdir(self.path)
             os.chmod(self.path, 0o750)  # despite the umask
 
         status = os.stat(self.path)
@@ -4790,6 +4808,7 @@ class Host:
         self.refreshed = Broadcast()  # wakes container starts that wait for another pod's end
         self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
+        self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
         self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
         self.must_save = False  # what cannot be read again has changed
         self.scanned_at = -inf
@@ -5714,7 +5733,8 @@ class Reporter:
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
-        problems = [*map(str, self._host.problems.values()), self._host.rejected]
+        host = self._host
+        problems = [*map(str, host.problems.values()), host.waits_for_directory, host.rejected]
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
@@ -5941,6 +5961,7 @@ class Daemon:
         is_round = self._is_round(now)
         try:
             self._directory.check()
+            self.host.waits_for_directory = self._directory.problem
             self._observe(now, is_round=is_round)
             # After a failure all chips are read again before anything is applied.
             if self._is_failing and not self.host.readers.is_settled(now):

@@ -354,6 +354,43 @@ async def test_a_directory_that_is_deleted_is_created_and_served_again(
     await end_without_traceback(service)
 
 
+@pytest.mark.parametrize("parent", ["missing", "a link to nothing"])
+async def test_it_is_ready_and_waits_for_the_kubelets_own_directory(
+    node: SimulatedNode, launch: Launch, directory: Path, parent: str
+) -> None:
+    """It does not make /var/lib/kubelet, which MicroK8s makes a link, and looks at each poll."""
+    node.add("n150")
+    own = directory.parent / "kubelet"
+    plugins = own / "device-plugins"
+    if parent == "a link to nothing":
+        own.symlink_to("snap")
+    service = await launch(TTDP_DEVICE_PLUGIN_DIR=str(plugins))
+
+    await service.note("READY=1")
+    why = "is a link to nothing" if own.is_symlink() else "does not exist"
+    assert f"no kubelet is installed ({own} {why})" in latest_status(service)
+    assert not own.exists()
+
+    if own.is_symlink():
+        own.unlink()
+    (directory.parent / "snap").mkdir()
+    own.symlink_to("snap")
+    await until(plugins.exists)
+    async with kubelet_of(node, plugins) as kubelet:
+        await kubelet.registered(N150)
+    await end_without_traceback(service)
+
+
+async def test_a_link_to_nothing_is_named_so(
+    node: SimulatedNode, launch: Launch, directory: Path
+) -> None:
+    """Not "File exists"."""
+    directory.symlink_to("nowhere")
+    service = await launch()
+    assert await service.ended() == 74
+    assert "it is a link to nothing" in "".join(service.said)
+
+
 @pytest.mark.parametrize("when", ["at start", "later"])
 async def test_a_directory_that_cannot_be_used_ends_it(
     node: SimulatedNode, launch: Launch, directory: Path, when: str
