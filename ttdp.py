@@ -2855,8 +2855,8 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
     """Return the numbers of the candidates of the best choice of this size."""
     taken_nodes = set[int]().union(*(board.taken_numa_nodes for board in boards))
 
-    # Trays of a ring stand together, and so do other boards on the same NUMA nodes. This keeps the
-    # number of different choices low.
+    # Trays of a ring stand together, so that the ring ends with the last of them. Other boards on
+    # the same NUMA nodes stand together to keep the number of choices low.
     boards = [board for board in boards if board.chosen or board.candidates]
     boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
     fewest_boards = _fewest_boards(boards, size)[size]
