@@ -50,8 +50,9 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext, suppres
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from itertools import chain, count
+from itertools import chain, combinations, count
 from math import inf
+from operator import add
 from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
@@ -3015,65 +3016,111 @@ def _opened_own_directory(path: str) -> Iterator[int]:
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
 #
-# The kubelet asks which of the available IDs a container should get. The best choice is the one
-# with the lowest cost, an integer whose digits are CRITERIA: the first one outweighs all others,
-# and between choices of equal cost the lower PCI addresses win.
+# The kubelet asks which of the available IDs a container should get.
 #
-# It is found by dynamic programming, as for a knapsack, in a tree of groups: devices are in boards,
-# boards in trays, trays in parts of the machine that have no NUMA node in common. A group finds its
-# best choice of n IDs by trying each way to divide n among its members, and adds what it costs to
-# use the group at all.
-#
-# The criteria from "optional" to "trays", a cost's leading digits, depend only on how many IDs each
-# member contributes. So the lowest leading cost of each n is known first, and only the ways to
-# divide n that reach it are tried. The other criteria depend on which chips are used together: the
-# links between the chips of a tray are known only when all of its chips are chosen. Until then a
-# choice has a mark (a bit) for the position in the tray of each chosen chip, for each NUMA node and
-# for each tray; and the best choice for each set of marks is kept.
-
-CRITERIA = (
-    "optional",  # IDs that are chosen though they are not must-include
-    "occupied",  # IDs on which a pod runs that the kubelet has forgotten
-    "repeats",  # 0 for the first replica of a device, 1 for the second, …
-    "users",  # other replicas of the same device that are not available
-    "boards",
-    "trays",
-    "numa_nodes",
-    "whole_boards",  # boards all of whose listed devices are available
-    "whole_trays",
-    "whole_numa_nodes",
-    "tray_groups",  # groups of a Galaxy's trays that are linked to each other
-    "scattered_trays",  # trays in which the chosen chips are not connected
-    "other_links",  # links of a tray that are not between two chosen chips
-    "whole_halves",  # halves of trays all of whose listed devices are available
-)
-DIGIT = 32  # bits of a criterion in a cost
-SHIFTS = {name: DIGIT * number for number, name in enumerate(reversed(CRITERIA))}
-LEADING = SHIFTS["trays"]  # a cost, shifted by this, is that of "optional" to "trays"
+# 1. Each ID has a rank, wherever its device is. IDs are chosen in the order of their ranks, until
+#    only some IDs of a rank are needed. Their devices are the candidates. Between these, places
+#    decide: all chosen devices together must have the lowest cost.
+# 2. A board has few choices: the cheapest one for each number of its candidates.
+# 3. Boards are combined one by one, and their costs are added.
+# 4. NUMA nodes and trays do not add up: boards share a node, and trays are neighbours or not. So
+#    the cheapest choice is kept for each number of candidates, NUMA nodes and trays. A node that no
+#    later board is on is counted, and no longer distinguishes choices. So are the trays of a ring.
+# 5. A choice that cannot end on the fewest boards is dropped. In the end one is left.
 
 # The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
-# 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one. Trays are
-# numbered by the bus, and form a ring.
+# 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one.
 TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
-TRAY_HALVES = ({1, 2, 5, 6}, {3, 4, 7, 8})
-RING_LINKS = [{0x00, 0x40}, {0x40, 0x80}, {0x80, 0xC0}, {0xC0, 0x00}]
+TRAY_HALVES = [{1, 2, 5, 6}, {3, 4, 7, 8}]
+
+# The trays of a Galaxy form a ring, in the order of GALAXY_TRAYS: two trays are neighbours unless
+# they are opposite, and of three trays one is the neighbour of both others.
+OPPOSITE_TRAYS = [{0x00, 0x80}, {0x40, 0xC0}]
+
+UNKNOWN_NUMA_NODE = -1  # shared by all devices that report none
 
 
-def cost(**numbers: int) -> int:
-    """Return a cost by its criteria, each less than 2 to the power of DIGIT."""
-    return sum(number << SHIFTS[name] for name, number in numbers.items())
+class Rank(NamedTuple):
+    """What decides about an ID wherever its device is. The lowest rank is chosen first."""
+
+    is_optional: bool  # not a must-include
+    is_occupied: bool  # a pod has it that the kubelet has forgotten
+    repeats: int  # IDs of the same device that are chosen before it
+    users: int  # IDs of the same device that are not available
 
 
-class Candidate(NamedTuple):
-    """A device that has available IDs, and its place."""
+class Cost(NamedTuple):
+    """What decides between devices by their places, the most important number first.
 
-    ids: list[tuple[int, int]]  # cost and number of each, the first to be chosen first
-    board: object
-    tray: object  # outside a Galaxy a board is its own tray
-    numa_nodes: tuple[int, ...]  # (-1,) if unknown
-    place: Tray | None  # of a Galaxy's chip or tray
-    position: int
-    is_chip: bool
+    A Galaxy's tray is a board, and any other board is its own tray, so there are as many trays as
+    boards. A board, NUMA node or half is whole if all its listed devices are available.
+    """
+
+    boards: int = 0  # with a chosen device
+    numa_nodes: int = 0  # of these boards
+    whole_boards: int = 0
+    whole_numa_nodes: int = 0
+    tray_groups: int = 0  # groups of neighbouring trays
+    links: int = 0  # between chosen chips of a tray; negative, as more are better
+    whole_halves: int = 0  # halves of trays with a chosen chip
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(*map(add, self, other))
+
+
+class Choice(NamedTuple):
+    """Some candidates on some boards. The least choice is the best one.
+
+    Devices have numbers, in the order of PCI addresses: see Resource.ids_by_device.
+    """
+
+    cost: Cost = Cost()
+    devices: tuple[int, ...] = ()  # the candidates' numbers, ascending
+    numa_nodes: frozenset[int] = frozenset()  # in use, but not yet in the cost
+    trays: frozenset[Tray] = frozenset()  # in use, but not yet in the cost
+
+    def plus(self, other: Choice) -> Choice:
+        return Choice(
+            self.cost.plus(other.cost),
+            tuple(sorted(self.devices + other.devices)),
+            self.numa_nodes | other.numa_nodes,
+            self.trays | other.trays,
+        )
+
+
+@dataclass
+class Board:
+    """The listed devices of a board, by their positions in a tray (0: not in a tray)."""
+
+    tray: Tray | None
+    chosen: set[int] = field(default_factory=set)  # positions of those chosen by their rank
+    candidates: dict[int, int] = field(default_factory=dict)  # positions, by the devices' numbers
+    taken: set[int] = field(default_factory=set)  # positions of those not available
+    numa_nodes: set[int] = field(default_factory=set)  # of all of them
+    taken_numa_nodes: set[int] = field(default_factory=set)  # of those not available
+
+    @property
+    def ring(self) -> object:
+        """Return what the trays of one Galaxy have in common."""
+        return self.tray and (self.tray.card, self.tray.domain)
+
+    def best_choice(self, size: int) -> Choice:
+        """Return the best choice of this many candidates, with the cost of `chosen` as well."""
+        return min(map(self._choice, combinations(self.candidates, size)))
+
+    def _choice(self, devices: tuple[int, ...]) -> Choice:
+        # A device that is a whole tray has the position of its first chip, which makes no
+        # difference: it has no links inside, and each tray counts as one half.
+        positions = self.chosen | {self.candidates[number] for number in devices}
+        halves = [half for half in TRAY_HALVES if half & positions and not half & self.taken]
+        cost = Cost(
+            boards=1,
+            whole_boards=not self.taken,
+            links=-sum(map(positions.issuperset, TRAY_LINKS)),
+            whole_halves=len(halves),
+        )
+        trays = [self.tray] if self.tray else []
+        return Choice(cost, devices, frozenset(self.numa_nodes), frozenset(trays))
 
 
 def preferred_allocation(
@@ -3087,52 +3134,38 @@ def preferred_allocation(
 
     `occupied`: IDs on which a pod still runs though it was deleted by force: see ALLOCATIONS.
     """
+    check_replicas(resource, size)
     free = frozenset(available)
     required = frozenset(must_include)
     _check_question(resource, free, required, size)
 
-    ids = list(resource.devices)
-    numbers = {identifier: number for number, identifier in enumerate(ids)}
-    retained = {each for each, device in resource.devices.items() if device.is_reserved}
-    occupied_ids = retained | set(occupied)
-    candidates = []
-    # Boards, trays, NUMA nodes and places with a device of which no ID is available. One set is
-    # enough for all of them, as their values have different types.
-    partly_used: set[object] = set()
-    for replicas in resource.ids_by_device:
-        device = resource.devices[replicas[0]]
-        left = [identifier for identifier in replicas if identifier in free]
-        if required or occupied_ids:
-            left.sort(key=lambda each: (each not in required, each in occupied_ids))
+    chosen: set[str] = set()
+    chosen_devices: set[int] = set()
+    by_rank = _ids_by_rank(resource, free, required, size, occupied)
+    for rank in sorted(by_rank):
+        ids = by_rank[rank]
+        needed = size - len(chosen)
+        if needed == 0:
+            break
 
-        choices = []
-        for repeats, identifier in enumerate(left[:size]):
-            own_cost = cost(
-                optional=identifier not in required,
-                occupied=identifier in occupied_ids,
-                repeats=repeats,
-                users=len(replicas) - len(left),
-            )
-            choices.append((own_cost, numbers[identifier]))
+        # Places make no difference between devices of which an ID is already chosen.
+        devices: Sequence[int] = list(ids)[:needed]
+        if needed < len(ids) and rank.repeats == 0:
+            devices = _best_devices(_boards(resource, free, chosen_devices, ids), needed)
 
-        candidate = Candidate(
-            choices,
-            board=("board", device.place.board),
-            tray=device.place.tray or device.place.board,
-            numa_nodes=device.numa_nodes or (-1,),
-            place=device.place.tray,
-            position=device.place.position,
-            is_chip=len(device.chips) == 1,
+        chosen.update(ids[number] for number in devices)
+        chosen_devices.update(devices)
+    return [identifier for identifier in resource.devices if identifier in chosen]
+
+
+def check_replicas(resource: Resource, number: int) -> None:
+    """Raise RequestError if a container must not have this many IDs."""
+    if resource.max_one_replica and number > 1:
+        reason = (
+            f"a container can request only 1 shared {resource.name}, not {number} "
+            "(fail_requests_greater_than_one is true)"
         )
-        if choices:
-            candidates.append(candidate)
-        if not left:
-            partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
-            partly_used.add((candidate.place, candidate.position))
-
-    # At the root of the tree all marks have been judged: one choice is left.
-    ((_, chosen),) = _Machine(candidates, partly_used).tree(size).choices(size).values()
-    return [ids[number] for number in chosen]
+        raise RequestError(Status.INVALID_ARGUMENT, reason)
 
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
@@ -3152,270 +3185,142 @@ def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, si
         raise RequestError(invalid, f"cannot choose {size} of {devices}")
 
 
-Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
-POSITION_BITS = 0xFFFF
-Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
-Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
-NOTHING: Choices = {0: (0, ())}
+def _ids_by_rank(
+    resource: Resource,
+    free: DeviceIds,
+    required: DeviceIds,
+    size: int,
+    occupied: Iterable[str],
+) -> dict[Rank, dict[int, str]]:
+    """Return the IDs of each rank, by the numbers of their devices.
 
-
-class _Device:
-    """A device, with the same attributes as a group: the choices of its first 0, 1, 2, … IDs."""
-
-    def __init__(self, ids: Iterable[tuple[int, int]], marks: Marks) -> None:
-        self._choices = [NOTHING]
-        total = 0
-        chosen: tuple[int, ...] = ()
-        for own_cost, number in ids:
-            total += own_cost
-            chosen = tuple(sorted((*chosen, number)))
-            self._choices.append({marks: (total, chosen)})
-        totals = [next(iter(each.values()))[0] for each in self._choices]
-        self.lowest: list[int] = [total >> LEADING for total in totals]
-
-    def choices(self, size: int) -> Choices:
-        return self._choices[size]
-
-
-class _Group:
-    """Devices, or groups of them: the best choices of 0, 1, 2, … of their IDs.
-
-    `use_cost` is the cost of using the group at all. When its choices are complete, `judge` returns
-    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`.
-    So the marks of a tray's choices are positions while its chips are chosen, and one for the tray
-    afterwards.
+    A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
+    retained = {each for each, device in resource.devices.items() if device.is_reserved}
+    last_choices = retained.union(occupied)
 
-    def __init__(
-        self,
-        members: Sequence[_Device | _Group],
-        max_size: int,
-        *,
-        use_cost: int = 0,
-        judge: Callable[[Marks], int] | None = None,
-        judged_marks: Marks = 0,
-        own_mark: Marks = 0,
-    ) -> None:
-        self._members = members
-        self._use_cost = use_cost
-        self._judge = judge
-        self._judged_marks = judged_marks
-        self._own_mark = own_mark
-        self._choices = {0: NOTHING}  # by size; no IDs cost nothing
-        self._choices_among: dict[tuple[int, int], Choices] = {}
+    found: dict[Rank, dict[int, str]] = defaultdict(dict)
+    for number, ids in enumerate(resource.ids_by_device):
+        left = [identifier for identifier in ids if identifier in free]
+        users = len(ids) - len(left)
+        left.sort(key=lambda each: (each not in required, each in last_choices))
 
-        # The lowest leading cost of each number of IDs: among the first 0, 1, 2, … members, and of
-        # the group.
-        self._lowest_among = [[0]]
-        for member in members:
-            self._lowest_among.append(_combined(self._lowest_among[-1], member.lowest, max_size))
-        own = use_cost >> LEADING
-        self.lowest: list[int] = [0, *(each + own for each in self._lowest_among[-1][1:])]
-
-    def choices(self, size: int) -> Choices:
-        """Return the best choices of this many IDs, by their marks."""
-        if size in self._choices:
-            return self._choices[size]
-
-        best: Choices = {}
-        for marks, (members_cost, ids) in self._among(len(self._members), size).items():
-            total = members_cost + self._use_cost
-            if self._judge:
-                total += self._judge(marks & self._judged_marks)
-            rest = marks & ~self._judged_marks | self._own_mark
-            if rest not in best or (total, ids) < best[rest]:
-                best[rest] = (total, ids)
-
-        self._choices[size] = best
-        return best
-
-    def _among(self, number: int, size: int) -> Choices:
-        """Return the best choices of IDs of the first members, by their marks.
-
-        Only divisions between the last of these members and the others are looked at that reach
-        the lowest leading cost.
-        """
-        if number == 0:
-            return NOTHING
-        if (number, size) in self._choices_among:
-            return self._choices_among[number, size]
-
-        member = self._members[number - 1]
-        lowest = self._lowest_among[number][size]
-        lowest_of_others = self._lowest_among[number - 1]
-        best: Choices = {}
-        for own_size in range(min(size + 1, len(member.lowest))):
-            others_size = size - own_size
-            if others_size >= len(lowest_of_others):
-                continue
-            if member.lowest[own_size] + lowest_of_others[others_size] == lowest:
-                others = self._among(number - 1, others_size)
-                _join(others, member.choices(own_size), best)
-
-        self._choices_among[number, size] = best
-        return best
+        for repeats, identifier in enumerate(left[:size]):
+            is_optional = identifier not in required
+            rank = Rank(is_optional, identifier in last_choices, repeats, users)
+            found[rank][number] = identifier
+    return found
 
 
-class _Machine:
-    """Makes the tree of groups for one search."""
+def _boards(
+    resource: Resource, free: DeviceIds, chosen: Collection[int], candidates: Collection[int]
+) -> list[Board]:
+    """Return all boards. Chosen devices and candidates are given by their numbers."""
+    boards: dict[object, Board] = {}
+    for number, ids in enumerate(resource.ids_by_device):
+        device = resource.devices[ids[0]]
+        place = device.place
+        numa_nodes = device.numa_nodes or (UNKNOWN_NUMA_NODE,)
+        board = boards.setdefault(place.board, Board(place.tray))
+        board.numa_nodes.update(numa_nodes)
 
-    def __init__(self, candidates: Sequence[Candidate], partly_used: Collection[object]) -> None:
-        self._candidates = candidates
-        self._partly_used = partly_used
-
-        # See Marks: the bits above the positions.
-        nodes = sorted({node for each in candidates for node in each.numa_nodes})
-        places = [each.place for each in candidates if each.place]
-        trays = sorted(set(places))
-        self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
-        first = 16 + len(nodes)
-        self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
-        self._known_halves: dict[Tray, list[Marks]] = {}
-
-    def tree(self, size: int) -> _Group:
-        """Return the group of all candidates, for choices of up to `size` IDs."""
-        trays = _grouped(self._candidates, lambda each: each.tray)
-        numa_marks = sum(self._numa_marks.values())
-        parts = []
-        for part in _connected_by_numa_nodes(trays):
-            members = [self._tray(tray, size) for tray in part]
-            parts.append(_Group(members, size, judge=self._numa_cost, judged_marks=numa_marks))
-        tray_marks = sum(self._tray_marks.values())
-        return _Group(parts, size, judge=self._ring_cost, judged_marks=tray_marks)
-
-    def _tray(self, candidates: Sequence[Candidate], size: int) -> _Group:
-        boards = _grouped(candidates, lambda each: each.board)
-        members = [self._board(board, size) for board in boards]
-        is_whole = candidates[0].tray not in self._partly_used
-        use_cost = cost(trays=1, whole_trays=is_whole)
-
-        place = candidates[0].place
-        if place is None:
-            return _Group(members, size, use_cost=use_cost)
-        return _Group(
-            members,
-            size,
-            use_cost=use_cost,
-            judge=partial(self._shape_cost, place),
-            judged_marks=POSITION_BITS,
-            own_mark=self._tray_marks[place],
-        )
-
-    def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
-        is_whole = candidates[0].board not in self._partly_used
-        members = [_Device(each.ids, self._marks(each)) for each in candidates]
-        return _Group(members, size, use_cost=cost(boards=1, whole_boards=is_whole))
-
-    def _marks(self, candidate: Candidate) -> Marks:
-        marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
-        if candidate.place and candidate.is_chip:
-            marks |= 1 << candidate.position
-        return marks
-
-    def _shape_cost(self, tray: Tray, positions: Marks) -> int:
-        """Return the cost of the chosen chips' places in a tray."""
-        whole_halves = [half for half in self._whole_halves(tray) if half & positions]
-        return _link_cost(positions) + len(whole_halves) * cost(whole_halves=1)
-
-    def _whole_halves(self, tray: Tray) -> list[Marks]:
-        """Return the halves of a tray of which no chip is taken."""
-        if tray not in self._known_halves:
-            halves = []
-            for half in TRAY_HALVES:
-                places = {(tray, position) for position in half}
-                if places.isdisjoint(self._partly_used):
-                    halves.append(_bits(half))
-            self._known_halves[tray] = halves
-        return self._known_halves[tray]
-
-    def _numa_cost(self, marks: Marks) -> int:
-        nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
-        whole = sum(node not in self._partly_used for node in nodes)
-        return cost(numa_nodes=len(nodes), whole_numa_nodes=whole)
-
-    def _ring_cost(self, marks: Marks) -> int:
-        """Return the cost of trays that are not neighbours."""
-        rings = defaultdict(set)
-        for place, mark in self._tray_marks.items():
-            if mark & marks:
-                rings[place.card, place.domain].add(place.bus)
-        return cost(tray_groups=sum(_count_groups(each, RING_LINKS) for each in rings.values()))
+        if number in chosen:
+            board.chosen.add(place.position)
+        elif number in candidates:
+            board.candidates[number] = place.position
+        elif free.isdisjoint(ids):
+            board.taken.add(place.position)
+            board.taken_numa_nodes.update(numa_nodes)
+    return list(boards.values())
 
 
-def _combined(some: Sequence[int], others: Sequence[int], max_size: int) -> list[int]:
-    """Return the lowest costs of 0, 1, 2, … IDs of two groups (a min-plus convolution)."""
-    lowest = []
-    for size in range(min(len(some) + len(others) - 1, max_size + 1)):
-        parts = range(max(0, size - len(some) + 1), min(size + 1, len(others)))
-        lowest.append(min([some[size - part] + others[part] for part in parts]))
-    return lowest
+def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
+    """Return the numbers of the candidates of the best choice of this size."""
+    taken_nodes = set[int]().union(*(board.taken_numa_nodes for board in boards))
+
+    # Trays of a ring stand together, so that the ring ends with the last of them. Other boards on
+    # the same NUMA nodes stand together to keep the number of choices low.
+    boards = [board for board in boards if board.chosen or board.candidates]
+    boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
+    fewest_boards = _fewest_boards(boards, size)[size]
+
+    choices = [Choice()]
+    for index, board in enumerate(boards, 1):
+        later = boards[index:]
+        ended_nodes = board.numa_nodes.difference(*(each.numa_nodes for each in later))
+        is_end_of_ring = not later or later[0].ring != board.ring
+
+        best: dict[tuple[object, ...], Choice] = {}
+        for choice in _extended(choices, board, later, size, fewest_boards):
+            nodes = choice.numa_nodes & ended_nodes
+            trays = choice.trays if is_end_of_ring else frozenset()
+            if nodes or trays:
+                choice = _counted(choice, nodes, trays, taken_nodes)
+
+            key = len(choice.devices), choice.numa_nodes, choice.trays
+            if key not in best or choice < best[key]:
+                best[key] = choice
+        choices = list(best.values())
+
+    (choice,) = choices
+    return choice.devices
 
 
-def _join(some: Choices, others: Choices, best: Choices) -> None:
-    """Add to the best choices each that has one part of `some` and one of `others`."""
-    for one_marks, (one_cost, one_ids) in some.items():
-        for marks, (other_cost, ids) in others.items():
-            total = one_cost + other_cost
-            known = best.get(one_marks | marks)
-            if known and known[0] < total:
-                continue
+def _fewest_boards(boards: Sequence[Board], size: int) -> list[float]:
+    """Return for 0, 1, 2, … `size` chosen candidates the lowest number of boards in use.
 
-            chosen = one_ids + ids
-            if one_ids and ids and one_ids[-1] > ids[0]:
-                chosen = tuple(sorted(chosen))
-            if not known or (total, chosen) < known:
-                best[one_marks | marks] = (total, chosen)
+    It is infinite if the boards have fewer candidates. Boards with a device that is chosen by its
+    rank are in use anyway.
+    """
+    in_use = [len(board.candidates) for board in boards if board.chosen]
+    others = [len(board.candidates) for board in boards if not board.chosen]
 
-
-@lru_cache(maxsize=1024)
-def _link_cost(positions: Marks) -> int:
-    """Return the cost of chips of a tray that are not linked to each other."""
-    chips = [position for position in range(16) if positions >> position & 1]
-    links = [link for link in TRAY_LINKS if _bits(link) & ~positions == 0]
-    is_scattered = _count_groups(chips, links) > 1
-    return cost(scattered_trays=is_scattered, other_links=len(TRAY_LINKS) - len(links))
+    fewest: list[float] = [len(in_use)] * (1 + sum(in_use))
+    for number, room in enumerate(sorted(others, reverse=True), len(in_use) + 1):
+        fewest += [number] * room
+    return fewest + [inf] * size
 
 
-def _bits(positions: Iterable[int]) -> Marks:
-    return sum(1 << position for position in positions)
+def _extended(
+    choices: Iterable[Choice],
+    board: Board,
+    later: Sequence[Board],
+    size: int,
+    fewest_boards: float,
+) -> Iterator[Choice]:
+    """Yield these choices with each number of candidates of one more board.
+
+    Those that cannot end on the fewest boards are left out.
+    """
+    fewest_later = _fewest_boards(later, size)
+    for own_size in range(min(len(board.candidates), size) + 1):
+        is_used = bool(own_size or board.chosen)
+        fitting = []
+        for choice in choices:
+            left = size - own_size - len(choice.devices)
+            if left >= 0 and choice.cost.boards + is_used + fewest_later[left] <= fewest_boards:
+                fitting.append(choice)
+
+        if not is_used:
+            yield from fitting
+        elif fitting:
+            best = board.best_choice(own_size)
+            yield from map(best.plus, fitting)
 
 
-def _count_groups(items: Iterable[int], links: Iterable[set[int]]) -> int:
-    """Return into how many groups links connect these items."""
-    groups = [{item} for item in items]
-    for link in links:
-        touched = [group for group in groups if not group.isdisjoint(link)]
-        if len(touched) > 1:
-            groups = [group for group in groups if group not in touched]
-            groups.append(set().union(*touched))
-    return len(groups)
+def _counted(
+    choice: Choice, nodes: frozenset[int], trays: frozenset[Tray], taken_nodes: set[int]
+) -> Choice:
+    """Return the choice with these NUMA nodes, and these trays of one ring, in its cost."""
+    groups = 0
+    if trays:
+        groups = 2 if {tray.bus for tray in trays} in OPPOSITE_TRAYS else 1
 
-
-def _grouped(
-    candidates: Iterable[Candidate], key: Callable[[Candidate], object]
-) -> list[list[Candidate]]:
-    groups = defaultdict(list)
-    for candidate in candidates:
-        groups[key(candidate)].append(candidate)
-    return list(groups.values())
-
-
-def _connected_by_numa_nodes(trays: Iterable[list[Candidate]]) -> list[list[list[Candidate]]]:
-    """Return the trays in groups that have no NUMA node in common."""
-    parts: list[tuple[set[int], list[list[Candidate]]]] = []
-    for tray in trays:
-        nodes = {node for candidate in tray for node in candidate.numa_nodes}
-        members = [tray]
-        others = []
-
-        for part_nodes, part in parts:
-            if part_nodes.isdisjoint(nodes):
-                others.append((part_nodes, part))
-            else:
-                nodes |= part_nodes
-                members = part + members
-        parts = [*others, (nodes, members)]
-    return [members for _, members in parts]
+    whole_nodes = nodes - taken_nodes
+    cost = Cost(numa_nodes=len(nodes), whole_numa_nodes=len(whole_nodes), tray_groups=groups)
+    return Choice(
+        choice.cost.plus(cost), choice.devices, choice.numa_nodes - nodes, choice.trays - trays
+    )
 
 
 # ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
@@ -3432,12 +3337,7 @@ def check_request(resource: Resource, containers: Containers) -> None:
     for ids in containers:
         if not ids:
             raise RequestError(invalid, "a container requests no devices")
-        if resource.max_one_replica and len(ids) > 1:
-            reason = (
-                f"a container can request only 1 shared {resource.name}, not {len(ids)} "
-                "(fail_requests_greater_than_one is true)"
-            )
-            raise RequestError(invalid, reason)
+        check_replicas(resource, len(ids))
 
     for identifier, times in Counter(chain(*containers)).items():
         device = resource.devices.get(identifier)
