@@ -860,7 +860,7 @@ class Reading(NamedTuple):
     at: float  # seconds of the monotonic clock
     is_poll: bool = True  # False: read after an event, too early to count an equal heartbeat
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
-    processes: Sequence[ProcessRow] | None = None  # None: unknown
+    processes: Sequence[ProcessRow] | None = None  # a row for each PID; None: unknown
 
 
 @lru_cache(maxsize=1024)
@@ -1260,6 +1260,23 @@ def _sensor_value(attribute: str, text: str) -> float | None:
     if attribute == "in0_max":
         return to_natural(text, less_than=DEAD_VOLTAGE)
     return to_natural(text, less_than=DEAD_VALUE)
+
+
+def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
+    """Read a chip's telemetry; with settings, also its sensors and the processes that use it.
+
+    Raises OSError for OWN_ERRORS only. Can block for ten seconds.
+    """
+    sensors = processes = None
+    if settings and function.ordinal is not None:
+        sensors = read_sensors(function)
+        processes = processes_on(settings, function.ordinal)
+
+    # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
+    telemetry = read_telemetry(function)
+    if sensors and (telemetry.all_ones or telemetry.error):
+        sensors = {}
+    return Reading(function, telemetry, monotonic(), is_poll, sensors, processes)
 
 
 # ==== HEALTH: per chip, with a reason. Pure =======================================================
@@ -3837,6 +3854,7 @@ def _chip_row(decision: Decision, chip: Chip, record: ChipRecord, *, knows_pods:
 
 SLOW_AFTER = 0.1  # seconds after which the other chips no longer wait for a read
 Wake = Callable[[], None]  # makes the loop take a turn
+ReadChip = Callable[[PciFunction], Reading]
 
 
 @contextmanager
@@ -3848,143 +3866,127 @@ def log_and_continue(subject: str) -> Iterator[None]:
         log.exception("internal error (%s); continuing", subject)
 
 
-class ReadJob(NamedTuple):
-    """A chip to be read."""
+class ReadState(Enum):
+    """How long a read of a chip that has not ended has taken so far."""
 
-    function: PciFunction
-    is_poll: bool
-    settings: Settings | None  # for its sensors and processes; None: only telemetry is read
+    RUNNING = 1
+    SLOW = 2  # longer than SLOW_AFTER: neither other chips nor READY wait for it
+    BLOCKED = 3  # longer than READ_TIMEOUT: the chip is unhealthy until the read ends
 
 
-class ReadResult(NamedTuple):
-    """A read that has ended. Without a reading and an error, it was an internal error."""
-
-    job: ReadJob
-    reading: Reading | None = None
-    error: OSError | None = None  # the daemon's own
+def _take(waiting: deque[PciFunction]) -> Iterator[PciFunction]:
+    """Yield the chips that wait, until none is left; two threads can take from one deque."""
+    with suppress(IndexError):
+        while True:
+            yield waiting.popleft()
 
 
 class TelemetryReaders:
-    """Reads chips one after the other on a thread; behind a blocked read, another thread goes on.
+    """Reads chips on threads, never a chip on two at once.
 
-    The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
-    it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
-    thread, and so on. After READ_TIMEOUT the loop is woken once more: then the read counts as
-    blocked. When it ends, its thread wakes the loop. Threads put results into a queue, and share
-    nothing else.
+    The driver answers within microseconds, or blocks. So one thread reads all chips of a poll in
+    turn, as a thread for each would take four times the processor time. If it has not ended after
+    SLOW_AFTER, a read is slow, and each chip that waits behind it gets a thread of its own. A
+    thread ends when no chip waits. Threads share nothing but the chips that wait and the results.
     """
 
-    def __init__(
-        self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
-    ) -> None:
-        self.pending: dict[str, float] = {}  # since when chips are being read, or wait for that
+    def __init__(self, wake: Wake, read: Callable[..., Reading] = read_chip) -> None:
         self._wake = wake
         self._read = read
-        self._results = queue.SimpleQueue[ReadResult]()
+        self._since: dict[str, float] = {}  # when each read began, by address, until collect()
+        self._results = queue.SimpleQueue[tuple[str, Reading | OSError | None]]()
 
     def submit(
         self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, except those that are being read.
-
-        With settings, also their sensors and processes.
-        """
-        jobs = deque[ReadJob]()
+        """Read these chips, except those that are being read; see read_chip()."""
+        waiting = deque[PciFunction]()
         for function in functions:
-            if function.bdf not in self.pending:
-                self.pending[function.bdf] = monotonic()
-                jobs.append(ReadJob(function, is_poll, settings))
+            if function.bdf not in self._since:
+                self._since[function.bdf] = monotonic()
+                waiting.append(function)
 
-        if jobs:
+        if waiting:
+            read = partial(self._read, is_poll=is_poll, settings=settings)
             # Not during this turn of the loop, which would wait: Python runs one thread at a time.
-            asyncio.get_running_loop().call_soon(self._start, jobs)
+            asyncio.get_running_loop().call_soon(self._start, waiting, read)
 
-    def _start(self, jobs: deque[ReadJob]) -> None:
+    def _start(self, waiting: deque[PciFunction], read: ReadChip) -> None:
+        """Read these chips on a new thread. The time of their reads begins now."""
+        for function in waiting:
+            self._since[function.bdf] = monotonic()
+
         loop = asyncio.get_running_loop()
-        for job in jobs:  # others waited behind a slow read: their time starts now
-            self.pending[job.function.bdf] = monotonic()
-
         try:
-            threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
+            threading.Thread(target=self._run, args=(waiting, read, loop), daemon=True).start()
         except (RuntimeError, MemoryError) as error:
-            for job in jobs:
-                self._results.put(ReadResult(job, error=OSError(errno.EAGAIN, str(error))))
+            for function in _take(waiting):
+                self._results.put((function.bdf, OSError(errno.EAGAIN, str(error))))
             self._wake()
         else:
-            loop.call_later(SLOW_AFTER, self._relieve, jobs)
+            loop.call_later(SLOW_AFTER, self._relieve, waiting, read)
 
-    def _relieve(self, jobs: deque[ReadJob]) -> None:
-        """Give the chips that wait behind a slow read to another thread."""
-        waiting = deque[ReadJob]()
-        with suppress(IndexError):
-            while True:
-                waiting.append(jobs.popleft())
-        if waiting:
-            self._start(waiting)
+    def _relieve(self, waiting: deque[PciFunction], read: ReadChip) -> None:
+        """Give each chip that waits behind a slow read a thread of its own."""
+        for function in _take(waiting):
+            self._start(deque([function]), read)
 
-        # The loop looks now, as READY does not wait for this chip any longer, and again when the
-        # read counts as blocked.
-        if self.slow(monotonic()):
+        # The loop takes a turn when a read becomes slow, and when it counts as blocked.
+        if ReadState.SLOW in self.under_way(monotonic()).values():
             self._wake()
             asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
 
-    def _run(self, jobs: deque[ReadJob], loop: asyncio.AbstractEventLoop) -> None:
-        """Read chips until none is left; the main function of a thread."""
-        with suppress(IndexError):
-            while True:
-                job = jobs.popleft()
-                result = ReadResult(job)
-                with log_and_continue(f"reading {job.function.bdf}"):
-                    result = self._read_chip(job)
-                self._results.put(result)
+    def _run(
+        self, waiting: deque[PciFunction], read: ReadChip, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Read chips until none waits; the main function of a thread."""
+        for function in _take(waiting):
+            result: Reading | OSError | None = None  # None: an internal error, which is logged
+            with log_and_continue(f"reading {function.bdf}"):
+                try:
+                    result = read(function)
+                except OSError as error:  # the daemon's own
+                    result = error
+            self._results.put((function.bdf, result))
 
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._wake)
 
-    def _read_chip(self, job: ReadJob) -> ReadResult:
-        function = job.function
-        sensors = processes = None
-        try:
-            if job.settings and function.ordinal is not None:
-                sensors = read_sensors(function)
-                processes = processes_on(job.settings, function.ordinal)
-            # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
-            telemetry = self._read(function)
-        except OSError as error:
-            return ReadResult(job, error=error)
-
-        if sensors and (telemetry.all_ones or telemetry.error):
-            sensors = {}
-        reading = Reading(function, telemetry, monotonic(), job.is_poll, sensors, processes)
-        return ReadResult(job, reading)
-
     def collect(self) -> list[Reading]:
-        """Return the results since the last call; raises the daemon's own OSError."""
+        """Return the readings since the last call; raises the daemon's own OSError."""
         readings = []
-        error = None
+        failure = None
         while not self._results.empty():
-            result = self._results.get()
-            del self.pending[result.job.function.bdf]
-            if result.reading:
-                readings.append(result.reading)
-            error = result.error or error
+            bdf, result = self._results.get()
+            del self._since[bdf]
+            if isinstance(result, Reading):
+                readings.append(result)
+            elif isinstance(result, OSError):
+                failure = result
 
-        if error:  # then the loop has all chips read again
-            raise error
+        if failure:  # then the loop has all chips read again
+            raise failure
         return readings
 
-    def slow(self, now: float) -> dict[str, float]:
-        """Return for how long each slow read has been under way, by address."""
-        ages = {bdf: now - since for bdf, since in self.pending.items()}
-        return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
-
-    def has_unblocked(self, now: float) -> bool:
-        """Return whether a read is under way that does not count as blocked."""
-        return any(now - since < READ_TIMEOUT for since in self.pending.values())
+    def under_way(self, now: float) -> dict[str, ReadState]:
+        """Return the state of each read that has not been collected, by the chip's address."""
+        states = {}
+        for bdf, since in self._since.items():
+            if now - since >= READ_TIMEOUT:
+                states[bdf] = ReadState.BLOCKED
+            elif now - since >= SLOW_AFTER:
+                states[bdf] = ReadState.SLOW
+            else:
+                states[bdf] = ReadState.RUNNING
+        return states
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return all(now - since >= SLOW_AFTER for since in self.pending.values())
+        return ReadState.RUNNING not in self.under_way(now).values()
+
+    def has_unblocked(self, now: float) -> bool:
+        """Return whether a read is under way that does not count as blocked."""
+        return any(state is not ReadState.BLOCKED for state in self.under_way(now).values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -4748,11 +4750,12 @@ class Node:
     def collect(self, now: float) -> None:
         """Record what was read of chips; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
-        for bdf, seconds in self.readers.slow(now).items():
-            # READY does not wait for a chip whose reads block.
-            self.inventory.records[bdf].start_listing()
-            if seconds >= READ_TIMEOUT:
-                self.inventory.records[bdf].block()
+        for bdf, state in self.readers.under_way(now).items():
+            record = self.inventory.records[bdf]
+            if state is not ReadState.RUNNING:
+                record.start_listing()  # READY does not wait for a chip whose reads are slow
+            if state is ReadState.BLOCKED:
+                record.block()
 
     def observe_allocations(self, now: float, *, look: bool = False) -> None:
         """Read the checkpoint if it has changed, and look at the pods' cgroups if wanted."""
