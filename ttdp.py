@@ -747,13 +747,9 @@ MEMORY = {
 }
 MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
-# Each register of a chip that does not respond reads as ones; hwmon converts them like any value.
+# Each register of a chip that does not respond reads as ones; the driver converts them like any
+# value. What it makes of them is called DEAD_… below.
 ALL_ONES = 0xFFFFFFFF
-DEAD_TEMPERATURE = 65535999  # m°C
-DEAD_VOLTAGE = 65535  # mV, of in0_max
-# The least that hwmon makes of ALL_ONES: (ALL_ONES * 10**6) mod 2**32, of watts as µW. With the
-# smaller factors of other units the result is larger.
-DEAD_VALUE = 2**32 - 10**6
 
 # errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
@@ -915,15 +911,9 @@ def to_integer(text: str | None) -> int | None:
 
 
 def to_natural(text: str | None, *, less_than: int) -> int | None:
-    """Return a number from 0 to below `less_than`, which a chip that does not respond reports."""
+    """Return a number from 0 up to, but not including, `less_than`; None for any other text."""
     number = to_integer(text)
     return number if number is not None and 0 <= number < less_than else None
-
-
-def to_celsius(text: str | None) -> float | None:
-    """Return a temperature; None if there is none, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -1102,42 +1092,76 @@ def host_mounts(settings: Settings) -> Mounts:
     return with_configured_mounts(settings, hugepages)
 
 
-# Of a serial number each half is read by itself, and can be all ones during a reset.
-_ID_FORM = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"
-_IDENTITY_FORMS = {  # by attribute, in the order of Identity's fields
-    "tt_card_type": "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]",
-    "tt_serial": _ID_FORM,
-    "tt_asic_id": _ID_FORM,
-    "tt_fw_bundle_ver": r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}",
-}
-_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY_FORMS, "tt_therm_trip_count")
-_DEAD_TEXTS = {  # of a chip that does not respond
+# The attributes that are telemetry: those of the class device, and those of hwmon.
+TT_ATTRIBUTES = (
+    "tt_heartbeat",
+    "tt_card_type",
+    "tt_serial",
+    "tt_asic_id",
+    "tt_fw_bundle_ver",
+    "tt_therm_trip_count",
+)
+HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
+
+CARD_TYPE = re.compile("[a-z][a-z0-9-]{0,40}[a-z0-9]")
+UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not know
+HEX_ID = re.compile("[0-9A-F]{16}")
+VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
+
+DEAD_TEMPERATURE = 65535999  # m°C
+DEAD_TEXTS = {  # of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
-    "tt_card_type": "unknown",
+    "tt_card_type": UNKNOWN_CARD,
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
 }
 
 
+def to_card_type(text: str) -> str | None:
+    return text if CARD_TYPE.fullmatch(text) and text != UNKNOWN_CARD else None
+
+
+def to_hex_id(text: str) -> str | None:
+    """Return a serial number or an ASIC ID; None for other texts, and for a value of a reset.
+
+    The driver reads the two halves one after the other. During a reset one can be all ones.
+    """
+    if not HEX_ID.fullmatch(text) or text == "0" * 16:
+        return None
+    return None if "F" * 8 in (text[:8], text[8:]) else text
+
+
+def to_version(text: str) -> str | None:
+    """Return a firmware's version; None for other texts, and for a value of a reset."""
+    is_of_reset = text.startswith(("0.0.0.0", "255.255."))
+    return text if VERSION.fullmatch(text) and not is_of_reset else None
+
+
+def to_celsius(text: str) -> float | None:
+    """Return a temperature; None if there is none, as for a limit of 0."""
+    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
+    return millidegrees / 1000 if millidegrees else None
+
+
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    # One text alone proves nothing: a living chip can have the card type "unknown".
-    matches = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
-    if len(matches) > 1 and all(matches):
+    # One text alone proves nothing: a living chip can have an unknown card type.
+    names = texts.keys() & DEAD_TEXTS.keys()
+    if len(names) > 1 and all(texts[name] == DEAD_TEXTS[name] for name in names):
         return Telemetry(all_ones=True)
 
-    identity = []
-    for name, form in _IDENTITY_FORMS.items():
-        text = texts.get(name, "")
-        identity.append(text if re.fullmatch(form, text) else None)
-
     return Telemetry(
-        identity=Identity(*identity),
+        identity=Identity(
+            card=to_card_type(texts.get("tt_card_type", "")),
+            serial=to_hex_id(texts.get("tt_serial", "")),
+            asic_id=to_hex_id(texts.get("tt_asic_id", "")),
+            firmware=to_version(texts.get("tt_fw_bundle_ver", "")),
+        ),
         # Also if it is all ones: as that does not change, the chip counts as stalled.
         heartbeat=to_integer(texts.get("tt_heartbeat")),
-        temperature=to_celsius(texts.get("temp1_input")),
-        throttles_at=to_celsius(texts.get("temp1_max")),
+        temperature=to_celsius(texts.get("temp1_input", "")),
+        throttles_at=to_celsius(texts.get("temp1_max", "")),
         trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
     )
 
@@ -1145,39 +1169,48 @@ def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
 def read_telemetry(function: PciFunction) -> Telemetry:
     """Read a chip's telemetry; raises OSError for OWN_ERRORS only. Can block for ten seconds."""
     try:
-        return _read_attributes(function)
+        texts = _read_attributes(function)
     except OSError as error:
         if error.errno in OWN_ERRORS:
             raise
         attribute = basename(error.filename or function.class_device)
         return Telemetry(error=ReadError(attribute, error.errno or 0))
 
+    return parse_telemetry(texts) if texts else _without_attributes(function)
 
-def _read_attributes(function: PciFunction) -> Telemetry:
-    sensors = hwmon_directory(function)
-    places = [(function.class_device, name) for name in _TT_ATTRIBUTES]
-    places += [(sensors, name) for name in ("temp1_input", "temp1_max") if sensors]
+
+def _read_attributes(function: PciFunction) -> dict[str, str]:
+    """Return the texts of the attributes that the firmware reports.
+
+    Raises OSError: ENODATA while the chip is reset, or any other error of an attribute.
+    """
+    paths = {name: f"{function.class_device}/{name}" for name in TT_ATTRIBUTES}
+    if hwmon := hwmon_directory(function):
+        paths |= {name: f"{hwmon}/{name}" for name in HWMON_ATTRIBUTES}
 
     texts = {}
-    for directory, name in places:
+    for name, path in paths.items():
         try:
-            texts[name] = read_attribute(f"{directory}/{name}")
+            texts[name] = read_attribute(path)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                continue  # the firmware does not report it
+            was_never_reported = error.errno in (errno.ENOENT, errno.ENOTDIR)
             # During a reset every attribute answers ENODATA. After one into firmware that reports
-            # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
-            if error.errno == errno.ENODATA and name != "tt_heartbeat":
-                continue
-            raise
+            # fewer tags, only the attributes of the lost tags do, and the heartbeat goes on.
+            was_lost = error.errno == errno.ENODATA and name != "tt_heartbeat"
+            if not (was_never_reported or was_lost):
+                raise
+    return texts
 
-    if texts:
-        return parse_telemetry(texts)
 
-    # Without any attribute the device has just been removed, or its firmware is silent: it is
-    # late, or the chip was dead when the driver was bound. PCI's own registers show which.
+def _without_attributes(function: PciFunction) -> Telemetry:
+    """Return the telemetry of a chip that has no attributes.
+
+    The device has just been removed, or its firmware is silent: it is late, or the chip was dead
+    when the driver was bound. Then PCI's own registers read as ones.
+    """
     if not isdir(function.class_device):
         return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
+
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1190,47 +1223,80 @@ def hwmon_directory(function: PciFunction) -> str | None:
     return f"{directory}/{min(names)}" if names else None
 
 
+# The least that hwmon makes of ALL_ONES: of watts in µW, in 32 bits. With the smaller factors of
+# other units the result is larger.
+DEAD_VALUE = ALL_ONES * 10**6 % 2**32
+DEAD_VOLTAGE = 65535  # mV, of in0_max
+DEAD_LINK_WIDTH = 63  # lanes, in a field of 6 bits
+
+
+def _scaled(text: str, factor: float = 1, dead: int = DEAD_VALUE) -> float | None:
+    """Return a number times `factor`; None for other texts, and for numbers from `dead` on."""
+    number = to_natural(text, less_than=dead)
+    return None if number is None else number * factor
+
+
+def _transfers(text: str) -> float | None:
+    """Return the transfers per second of a link; None if its speed is unknown."""
+    match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
+    return float(match[1]) * 1e9 if match else None
+
+
+def _total_errors(text: str) -> float | None:
+    """Return the sum of AER's counters: its last line, "TOTAL_ERR_COR 7"."""
+    match = re.search(r"^TOTAL_\w+ ([0-9]{1,20})$", text, re.MULTILINE)
+    return float(match[1]) if match else None
+
+
+# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
+_micro = partial(_scaled, factor=1e-6)
+_milli = partial(_scaled, factor=1e-3)
+_mega = partial(_scaled, factor=1e6)
+_volts = partial(_milli, dead=DEAD_VOLTAGE)
+_lanes = partial(_scaled, dead=DEAD_LINK_WIDTH)
+
+
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
-    place: str  # "hwmon", "class" device or "pci" function
+    source: str  # its directory: "hwmon", "class" device or "pci" function
     attribute: str
     metric: str  # without "tt_device_"
     help: str
-    factor: float = 1.0  # to the metric's unit
+    parse: Callable[[str], float | None]  # returns the value in the metric's unit
     labels: Mapping[str, object] = {}
 
 
 _CLOCK = "Clock frequency in hertz."
-_ERRORS = "PCIe errors reported by AER, by severity."
+_WIDTH_HELP = "PCIe link width in lanes."
 _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
-# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
+_ERRORS = "pcie_errors_total"
+_ERRORS_HELP = "PCIe errors reported by AER, by severity."
 SENSORS = (
-    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
-    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
-    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
-    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
-    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
-    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
-    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
-    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
-    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
-    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
-    Sensor("pci", "current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
-    Sensor("pci", "max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
-    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
-    Sensor(
-        "pci", "aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", _micro),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", _micro),
+    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", _milli),
+    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", _milli),
+    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", _volts),
+    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", _volts),
+    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute.", _scaled),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _mega, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _mega, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _mega, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", f"Current {_WIDTH_HELP}", _lanes),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", f"Maximum {_WIDTH_HELP}", _lanes),
+    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", _transfers),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", _transfers),
+    *(
+        Sensor("pci", f"aer_dev_{each}", _ERRORS, _ERRORS_HELP, _total_errors, {"severity": each})
+        for each in ("correctable", "nonfatal", "fatal")
     ),
-    Sensor("pci", "aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
-    Sensor("pci", "aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
-    """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
+    """Return the sensors' values by attribute, in the metric's unit. Can block for ten seconds."""
     directories = {
         "hwmon": hwmon_directory(function) or "",
         "class": function.class_device,
@@ -1239,27 +1305,11 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
     values = {}
     for sensor in SENSORS:
         with suppress(OSError):
-            text = read_attribute(f"{directories[sensor.place]}/{sensor.attribute}")
-            value = _sensor_value(sensor.attribute, text)
+            text = read_attribute(f"{directories[sensor.source]}/{sensor.attribute}")
+            value = sensor.parse(text)
             if value is not None:
-                values[sensor.attribute] = value * sensor.factor
+                values[sensor.attribute] = value
     return values
-
-
-def _sensor_value(attribute: str, text: str) -> float | None:
-    """Return a sensor's number; None if it has none, or that of a dead chip."""
-    if attribute.endswith("_link_speed"):
-        match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
-        return float(match[1]) if match else None
-    if attribute.startswith("aer_"):
-        match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-        return float(match[1]) if match else None
-
-    if attribute.endswith("_link_width"):
-        return to_natural(text, less_than=63)  # all ones of a 6-bit field
-    if attribute == "in0_max":
-        return to_natural(text, less_than=DEAD_VOLTAGE)
-    return to_natural(text, less_than=DEAD_VALUE)
 
 
 def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
