@@ -3935,9 +3935,10 @@ class TelemetryReaders:
     """Reads chips on threads, never a chip on two at once.
 
     The driver answers within microseconds, or blocks. So one thread reads all chips of a poll in
-    turn, as a thread for each would take four times the processor time. If it has not ended after
-    SLOW_AFTER, a read is slow, and each chip that waits behind it gets a thread of its own. A
-    thread ends when no chip waits. Threads share nothing but the chips that wait and the results.
+    turn: threads that contend for the interpreter take several times the processor time. If it has
+    not ended after SLOW_AFTER, a read is slow, and each chip that waits behind it gets a thread of
+    its own. A thread ends when no chip waits. Threads share nothing but the chips that wait and the
+    results.
     """
 
     def __init__(self, wake: Wake, read: Callable[..., Reading] = read_chip) -> None:

@@ -37,9 +37,13 @@ class Chips:
         self.readings: list[Reading] = []
         self.errors: dict[str, Exception] = {}
         self.read_twice_at_once: list[str] = []
+        self.wakes = 0  # how often the loop was woken
         self._held: dict[str, threading.Event] = {}
         self._busy: set[str] = set()
-        self.readers = TelemetryReaders(lambda: None, self._read)
+        self.readers = TelemetryReaders(self._wake, self._read)
+
+    def _wake(self) -> None:
+        self.wakes += 1
 
     def _read(self, function: PciFunction, *, is_poll: bool, settings: object) -> Reading:
         if function.bdf in self._busy:
@@ -204,6 +208,30 @@ async def test_a_chip_behind_a_blocked_one_is_not_late(
     assert states[TWO.bdf] is not ReadState.BLOCKED
 
 
+async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when_it_ends(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that ends at once wakes it at its end only."""
+    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.5)
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 1.0)
+    chips.hold(TWO)
+
+    chips.submit(ONE)
+    await until(lambda: chips.wakes == 1)
+    assert chips.answered() == [ONE.bdf]
+
+    chips.submit(TWO)
+    await until(lambda: chips.wakes == 2)
+    assert chips.states() == {TWO.bdf: ReadState.SLOW}
+
+    await until(lambda: chips.wakes == 3)
+    assert chips.states() == {TWO.bdf: ReadState.BLOCKED}
+
+    chips.release()
+    await until(lambda: chips.wakes == 4)
+    assert chips.answered() == [ONE.bdf, TWO.bdf]
+
+
 async def test_a_blocked_read_costs_a_handful_of_turns(
     node: SimulatedNode, start: StartDaemon, ticking: None
 ) -> None:
@@ -255,6 +283,7 @@ async def test_without_threads_the_daemon_itself_has_an_error(
         chips.submit(ONE, TWO)
         failure = await until(chips.failure)
 
+    assert chips.wakes
     assert (failure.errno, failure.strerror) == (errno.EAGAIN, str(error))
     assert chips.states().keys() == ({ONE.bdf} if is_behind else set())
     chips.release()
