@@ -3968,24 +3968,29 @@ class TelemetryReaders:
             self._since[function.bdf] = monotonic()
 
         loop = asyncio.get_running_loop()
+        thread = threading.Thread(target=self._run, args=(waiting, read, loop), daemon=True)
         try:
-            threading.Thread(target=self._run, args=(waiting, read, loop), daemon=True).start()
+            thread.start()
         except (RuntimeError, MemoryError) as error:
             for function in _take(waiting):
                 self._results.put((function.bdf, OSError(errno.EAGAIN, str(error))))
             self._wake()
         else:
-            loop.call_later(SLOW_AFTER, self._relieve, waiting, read)
+            loop.call_later(SLOW_AFTER, self._relieve, thread, waiting, read)
 
-    def _relieve(self, waiting: deque[PciFunction], read: ReadChip) -> None:
-        """Give each chip that waits behind a slow read a thread of its own."""
+    def _relieve(
+        self, thread: threading.Thread, waiting: deque[PciFunction], read: ReadChip
+    ) -> None:
+        """If a thread has not ended, give each chip that waits for it a thread of its own."""
+        if not thread.is_alive():
+            return
         for function in _take(waiting):
             self._start(deque([function]), read)
 
-        # The loop takes a turn when a read becomes slow, and when it counts as blocked.
-        if ReadState.SLOW in self.under_way(monotonic()).values():
-            self._wake()
-            asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
+        # The loop takes a turn now, as nothing waits for this read from here on, and when the read
+        # counts as blocked.
+        self._wake()
+        asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
 
     def _run(
         self, waiting: deque[PciFunction], read: ReadChip, loop: asyncio.AbstractEventLoop
