@@ -664,13 +664,9 @@ MEMORY = {
 }
 MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
-# Each register of a chip that does not respond reads as ones; hwmon converts them like any value.
+# Each register of a chip that does not respond reads as ones; the driver converts them like any
+# value. What it makes of them is called DEAD_… below.
 ALL_ONES = 0xFFFFFFFF
-DEAD_TEMPERATURE = 65535999  # m°C
-DEAD_VOLTAGE = 65535  # mV, of in0_max
-# The least that hwmon makes of ALL_ONES: (ALL_ONES * 10**6) mod 2**32, of watts as µW. With the
-# smaller factors of other units the result is larger.
-DEAD_VALUE = 2**32 - 10**6
 
 # errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
@@ -771,7 +767,7 @@ class Reading(NamedTuple):
     at: float  # seconds of the monotonic clock
     is_poll: bool = True  # False: read after an event, too early to count an equal heartbeat
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
-    processes: Sequence[ProcessRow] | None = None  # None: unknown
+    processes: Sequence[ProcessRow] | None = None  # a row for each PID; None: unknown
 
 
 @lru_cache(maxsize=1024)
@@ -842,15 +838,9 @@ def to_integer(text: str | None) -> int | None:
 
 
 def to_natural(text: str | None, *, less_than: int) -> int | None:
-    """Return a number from 0 to below `less_than`, which a chip that does not respond reports."""
+    """Return a number from 0 up to, but not including, `less_than`; None for any other text."""
     number = to_integer(text)
     return number if number is not None and 0 <= number < less_than else None
-
-
-def to_celsius(text: str | None) -> float | None:
-    """Return a temperature; None if there is none, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -1035,42 +1025,76 @@ def host_mounts(settings: Settings) -> Mounts:
     return with_configured_mounts(settings, hugepages)
 
 
-# Of a serial number each half is read by itself, and can be all ones during a reset.
-_ID_FORM = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"
-_IDENTITY_FORMS = {  # by attribute, in the order of Identity's fields
-    "tt_card_type": "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]",
-    "tt_serial": _ID_FORM,
-    "tt_asic_id": _ID_FORM,
-    "tt_fw_bundle_ver": r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}",
-}
-_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY_FORMS, "tt_therm_trip_count")
-_DEAD_TEXTS = {  # of a chip that does not respond
+# The attributes that are telemetry: those of the class device, and those of hwmon.
+TT_ATTRIBUTES = (
+    "tt_heartbeat",
+    "tt_card_type",
+    "tt_serial",
+    "tt_asic_id",
+    "tt_fw_bundle_ver",
+    "tt_therm_trip_count",
+)
+HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
+
+CARD_TYPE = re.compile("[a-z][a-z0-9-]{0,40}[a-z0-9]")
+UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not know
+HEX_ID = re.compile("[0-9A-F]{16}")
+VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
+
+DEAD_TEMPERATURE = 65535999  # m°C
+DEAD_TEXTS = {  # of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
-    "tt_card_type": "unknown",
+    "tt_card_type": UNKNOWN_CARD,
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
 }
 
 
+def to_card_type(text: str) -> str | None:
+    return text if CARD_TYPE.fullmatch(text) and text != UNKNOWN_CARD else None
+
+
+def to_hex_id(text: str) -> str | None:
+    """Return a serial number or an ASIC ID; None for other texts, and for a value of a reset.
+
+    The driver reads the two halves one after the other. During a reset one can be all ones.
+    """
+    if not HEX_ID.fullmatch(text) or text == "0" * 16:
+        return None
+    return None if "F" * 8 in (text[:8], text[8:]) else text
+
+
+def to_version(text: str) -> str | None:
+    """Return a firmware's version; None for other texts, and for a value of a reset."""
+    is_of_reset = text.startswith(("0.0.0.0", "255.255."))
+    return text if VERSION.fullmatch(text) and not is_of_reset else None
+
+
+def to_celsius(text: str) -> float | None:
+    """Return a temperature; None if there is none, as for a limit of 0."""
+    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
+    return millidegrees / 1000 if millidegrees else None
+
+
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    # One text alone proves nothing: a living chip can have the card type "unknown".
-    matches = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
-    if len(matches) > 1 and all(matches):
+    # One text alone proves nothing: a living chip can have an unknown card type.
+    names = texts.keys() & DEAD_TEXTS.keys()
+    if len(names) > 1 and all(texts[name] == DEAD_TEXTS[name] for name in names):
         return Telemetry(all_ones=True)
 
-    identity = []
-    for name, form in _IDENTITY_FORMS.items():
-        text = texts.get(name, "")
-        identity.append(text if re.fullmatch(form, text) else None)
-
     return Telemetry(
-        identity=Identity(*identity),
+        identity=Identity(
+            card=to_card_type(texts.get("tt_card_type", "")),
+            serial=to_hex_id(texts.get("tt_serial", "")),
+            asic_id=to_hex_id(texts.get("tt_asic_id", "")),
+            firmware=to_version(texts.get("tt_fw_bundle_ver", "")),
+        ),
         # Also if it is all ones: as that does not change, the chip counts as stalled.
         heartbeat=to_integer(texts.get("tt_heartbeat")),
-        temperature=to_celsius(texts.get("temp1_input")),
-        throttles_at=to_celsius(texts.get("temp1_max")),
+        temperature=to_celsius(texts.get("temp1_input", "")),
+        throttles_at=to_celsius(texts.get("temp1_max", "")),
         trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
     )
 
@@ -1078,39 +1102,48 @@ def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
 def read_telemetry(function: PciFunction) -> Telemetry:
     """Read a chip's telemetry; raises OSError for OWN_ERRORS only. Can block for ten seconds."""
     try:
-        return _read_attributes(function)
+        texts = _read_attributes(function)
     except OSError as error:
         if error.errno in OWN_ERRORS:
             raise
         attribute = basename(error.filename or function.class_device)
         return Telemetry(error=ReadError(attribute, error.errno or 0))
 
+    return parse_telemetry(texts) if texts else _without_attributes(function)
 
-def _read_attributes(function: PciFunction) -> Telemetry:
-    sensors = hwmon_directory(function)
-    places = [(function.class_device, name) for name in _TT_ATTRIBUTES]
-    places += [(sensors, name) for name in ("temp1_input", "temp1_max") if sensors]
+
+def _read_attributes(function: PciFunction) -> dict[str, str]:
+    """Return the texts of the attributes that the firmware reports.
+
+    Raises OSError: ENODATA while the chip is reset, or any other error of an attribute.
+    """
+    paths = {name: f"{function.class_device}/{name}" for name in TT_ATTRIBUTES}
+    if hwmon := hwmon_directory(function):
+        paths |= {name: f"{hwmon}/{name}" for name in HWMON_ATTRIBUTES}
 
     texts = {}
-    for directory, name in places:
+    for name, path in paths.items():
         try:
-            texts[name] = read_attribute(f"{directory}/{name}")
+            texts[name] = read_attribute(path)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                continue  # the firmware does not report it
+            was_never_reported = error.errno in (errno.ENOENT, errno.ENOTDIR)
             # During a reset every attribute answers ENODATA. After one into firmware that reports
-            # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
-            if error.errno == errno.ENODATA and name != "tt_heartbeat":
-                continue
-            raise
+            # fewer tags, only the attributes of the lost tags do, and the heartbeat goes on.
+            was_lost = error.errno == errno.ENODATA and name != "tt_heartbeat"
+            if not (was_never_reported or was_lost):
+                raise
+    return texts
 
-    if texts:
-        return parse_telemetry(texts)
 
-    # Without any attribute the device has just been removed, or its firmware is silent: it is
-    # late, or the chip was dead when the driver was bound. PCI's own registers show which.
+def _without_attributes(function: PciFunction) -> Telemetry:
+    """Return the telemetry of a chip that has no attributes.
+
+    The device has just been removed, or its firmware is silent: it is late, or the chip was dead
+    when the driver was bound. Then PCI's own registers read as ones.
+    """
     if not isdir(function.class_device):
         return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
+
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1123,47 +1156,80 @@ def hwmon_directory(function: PciFunction) -> str | None:
     return f"{directory}/{min(names)}" if names else None
 
 
+# The least that hwmon makes of ALL_ONES: of watts in µW, in 32 bits. With the smaller factors of
+# other units the result is larger.
+DEAD_VALUE = ALL_ONES * 10**6 % 2**32
+DEAD_VOLTAGE = 65535  # mV, of in0_max
+DEAD_LINK_WIDTH = 63  # lanes, in a field of 6 bits
+
+
+def _scaled(text: str, factor: float = 1, dead: int = DEAD_VALUE) -> float | None:
+    """Return a number times `factor`; None for other texts, and for numbers from `dead` on."""
+    number = to_natural(text, less_than=dead)
+    return None if number is None else number * factor
+
+
+def _transfers(text: str) -> float | None:
+    """Return the transfers per second of a link; None if its speed is unknown."""
+    match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
+    return float(match[1]) * 1e9 if match else None
+
+
+def _total_errors(text: str) -> float | None:
+    """Return the sum of AER's counters: its last line, "TOTAL_ERR_COR 7"."""
+    match = re.search(r"^TOTAL_\w+ ([0-9]{1,20})$", text, re.MULTILINE)
+    return float(match[1]) if match else None
+
+
+# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
+_micro = partial(_scaled, factor=1e-6)
+_milli = partial(_scaled, factor=1e-3)
+_mega = partial(_scaled, factor=1e6)
+_volts = partial(_milli, dead=DEAD_VOLTAGE)
+_lanes = partial(_scaled, dead=DEAD_LINK_WIDTH)
+
+
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
-    place: str  # "hwmon", "class" device or "pci" function
+    source: str  # its directory: "hwmon", "class" device or "pci" function
     attribute: str
     metric: str  # without "tt_device_"
     help: str
-    factor: float = 1.0  # to the metric's unit
+    parse: Callable[[str], float | None]  # returns the value in the metric's unit
     labels: Mapping[str, object] = {}
 
 
 _CLOCK = "Clock frequency in hertz."
-_ERRORS = "PCIe errors reported by AER, by severity."
+_WIDTH_HELP = "PCIe link width in lanes."
 _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
-# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
+_ERRORS = "pcie_errors_total"
+_ERRORS_HELP = "PCIe errors reported by AER, by severity."
 SENSORS = (
-    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
-    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
-    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
-    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
-    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
-    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
-    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
-    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
-    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
-    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
-    Sensor("pci", "current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
-    Sensor("pci", "max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
-    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
-    Sensor(
-        "pci", "aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", _micro),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", _micro),
+    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", _milli),
+    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", _milli),
+    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", _volts),
+    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", _volts),
+    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute.", _scaled),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _mega, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _mega, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _mega, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", f"Current {_WIDTH_HELP}", _lanes),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", f"Maximum {_WIDTH_HELP}", _lanes),
+    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", _transfers),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", _transfers),
+    *(
+        Sensor("pci", f"aer_dev_{each}", _ERRORS, _ERRORS_HELP, _total_errors, {"severity": each})
+        for each in ("correctable", "nonfatal", "fatal")
     ),
-    Sensor("pci", "aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
-    Sensor("pci", "aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
-    """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
+    """Return the sensors' values by attribute, in the metric's unit. Can block for ten seconds."""
     directories = {
         "hwmon": hwmon_directory(function) or "",
         "class": function.class_device,
@@ -1172,27 +1238,28 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
     values = {}
     for sensor in SENSORS:
         with suppress(OSError):
-            text = read_attribute(f"{directories[sensor.place]}/{sensor.attribute}")
-            value = _sensor_value(sensor.attribute, text)
+            text = read_attribute(f"{directories[sensor.source]}/{sensor.attribute}")
+            value = sensor.parse(text)
             if value is not None:
-                values[sensor.attribute] = value * sensor.factor
+                values[sensor.attribute] = value
     return values
 
 
-def _sensor_value(attribute: str, text: str) -> float | None:
-    """Return a sensor's number; None if it has none, or that of a dead chip."""
-    if attribute.endswith("_link_speed"):
-        match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
-        return float(match[1]) if match else None
-    if attribute.startswith("aer_"):
-        match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-        return float(match[1]) if match else None
+def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
+    """Read a chip's telemetry; with settings, also its sensors and the processes that use it.
 
-    if attribute.endswith("_link_width"):
-        return to_natural(text, less_than=63)  # all ones of a 6-bit field
-    if attribute == "in0_max":
-        return to_natural(text, less_than=DEAD_VOLTAGE)
-    return to_natural(text, less_than=DEAD_VALUE)
+    Raises OSError for OWN_ERRORS only. Can block for ten seconds.
+    """
+    sensors = processes = None
+    if settings and function.ordinal is not None:
+        sensors = read_sensors(function)
+        processes = processes_on(settings, function.ordinal)
+
+    # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
+    telemetry = read_telemetry(function)
+    if sensors and (telemetry.all_ones or telemetry.error):
+        sensors = {}
+    return Reading(function, telemetry, monotonic(), is_poll, sensors, processes)
 
 
 # ==== HEALTH: per chip, with a reason. Pure =======================================================
@@ -4059,6 +4126,7 @@ def _chip_row(
 
 SLOW_AFTER = 0.1  # seconds after which the other chips no longer wait for a read
 Wake = Callable[[], None]  # makes the loop take a turn
+ReadChip = Callable[[PciFunction], Reading]
 
 
 @contextmanager
@@ -4070,143 +4138,133 @@ def log_and_continue(subject: str) -> Iterator[None]:
         log.exception("internal error (%s); continuing", subject)
 
 
-class ReadJob(NamedTuple):
-    """A chip to be read."""
+class ReadState(Enum):
+    """How long a read of a chip that has not ended has taken so far."""
 
-    function: PciFunction
-    is_poll: bool
-    settings: Settings | None  # for its sensors and processes; None: only telemetry is read
+    RUNNING = 1
+    SLOW = 2  # longer than SLOW_AFTER: neither other chips nor READY wait for it
+    BLOCKED = 3  # longer than READ_TIMEOUT: the chip is unhealthy until the read ends
 
 
-class ReadResult(NamedTuple):
-    """A read that has ended. Without a reading and an error, it was an internal error."""
-
-    job: ReadJob
-    reading: Reading | None = None
-    error: OSError | None = None  # the daemon's own
+def _take(waiting: deque[PciFunction]) -> Iterator[PciFunction]:
+    """Yield the chips that wait, until none is left; two threads can take from one deque."""
+    with suppress(IndexError):
+        while True:
+            yield waiting.popleft()
 
 
 class TelemetryReaders:
-    """Reads chips one after the other on a thread; behind a blocked read, another thread goes on.
+    """Reads chips on threads, never a chip on two at once.
 
-    The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
-    it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
-    thread, and so on. After READ_TIMEOUT the loop is woken once more: then the read counts as
-    blocked. When it ends, its thread wakes the loop. Threads put results into a queue, and share
-    nothing else.
+    The driver answers within microseconds, or blocks. So one thread reads all chips of a poll in
+    turn: threads that contend for the interpreter take several times the processor time. If it has
+    not ended after SLOW_AFTER, a read is slow, and each chip that waits behind it gets a thread of
+    its own. A thread ends when no chip waits. Threads share nothing but the chips that wait and the
+    results.
     """
 
-    def __init__(
-        self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
-    ) -> None:
-        self.pending: dict[str, float] = {}  # since when chips are being read, or wait for that
+    def __init__(self, wake: Wake, read: Callable[..., Reading] = read_chip) -> None:
         self._wake = wake
         self._read = read
-        self._results = queue.SimpleQueue[ReadResult]()
+        self._since: dict[str, float] = {}  # when each read began, by address, until collect()
+        self._results = queue.SimpleQueue[tuple[str, Reading | OSError | None]]()
 
     def submit(
         self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, except those that are being read.
-
-        With settings, also their sensors and processes.
-        """
-        jobs = deque[ReadJob]()
+        """Read these chips, except those that are being read; see read_chip()."""
+        waiting = deque[PciFunction]()
         for function in functions:
-            if function.bdf not in self.pending:
-                self.pending[function.bdf] = monotonic()
-                jobs.append(ReadJob(function, is_poll, settings))
+            if function.bdf not in self._since:
+                self._since[function.bdf] = monotonic()
+                waiting.append(function)
 
-        if jobs:
+        if waiting:
+            read = partial(self._read, is_poll=is_poll, settings=settings)
             # Not during this turn of the loop, which would wait: Python runs one thread at a time.
-            asyncio.get_running_loop().call_soon(self._start, jobs)
+            asyncio.get_running_loop().call_soon(self._start, waiting, read)
 
-    def _start(self, jobs: deque[ReadJob]) -> None:
+    def _start(self, waiting: deque[PciFunction], read: ReadChip) -> None:
+        """Read these chips on a new thread. The time of their reads begins now."""
+        for function in waiting:
+            self._since[function.bdf] = monotonic()
+
         loop = asyncio.get_running_loop()
-        for job in jobs:  # others waited behind a slow read: their time starts now
-            self.pending[job.function.bdf] = monotonic()
-
+        thread = threading.Thread(target=self._run, args=(waiting, read, loop), daemon=True)
         try:
-            threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
+            thread.start()
         except (RuntimeError, MemoryError) as error:
-            for job in jobs:
-                self._results.put(ReadResult(job, error=OSError(errno.EAGAIN, str(error))))
+            for function in _take(waiting):
+                self._results.put((function.bdf, OSError(errno.EAGAIN, str(error))))
             self._wake()
         else:
-            loop.call_later(SLOW_AFTER, self._relieve, jobs)
+            loop.call_later(SLOW_AFTER, self._relieve, thread, waiting, read)
 
-    def _relieve(self, jobs: deque[ReadJob]) -> None:
-        """Give the chips that wait behind a slow read to another thread."""
-        waiting = deque[ReadJob]()
-        with suppress(IndexError):
-            while True:
-                waiting.append(jobs.popleft())
-        if waiting:
-            self._start(waiting)
+    def _relieve(
+        self, thread: threading.Thread, waiting: deque[PciFunction], read: ReadChip
+    ) -> None:
+        """If a thread has not ended, give each chip that waits for it a thread of its own."""
+        if not thread.is_alive():
+            return
+        for function in _take(waiting):
+            self._start(deque([function]), read)
 
-        # The loop looks now, as READY does not wait for this chip any longer, and again when the
-        # read counts as blocked.
-        if self.slow(monotonic()):
-            self._wake()
-            asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
+        # The loop takes a turn now, as nothing waits for this read from here on, and when the read
+        # counts as blocked.
+        self._wake()
+        asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
 
-    def _run(self, jobs: deque[ReadJob], loop: asyncio.AbstractEventLoop) -> None:
-        """Read chips until none is left; the main function of a thread."""
-        with suppress(IndexError):
-            while True:
-                job = jobs.popleft()
-                result = ReadResult(job)
-                with log_and_continue(f"reading {job.function.bdf}"):
-                    result = self._read_chip(job)
-                self._results.put(result)
+    def _run(
+        self, waiting: deque[PciFunction], read: ReadChip, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Read chips until none waits; the main function of a thread."""
+        for function in _take(waiting):
+            result: Reading | OSError | None = None  # None: an internal error, which is logged
+            with log_and_continue(f"reading {function.bdf}"):
+                try:
+                    result = read(function)
+                except OSError as error:  # the daemon's own
+                    result = error
+            self._results.put((function.bdf, result))
 
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._wake)
 
-    def _read_chip(self, job: ReadJob) -> ReadResult:
-        function = job.function
-        sensors = processes = None
-        try:
-            if job.settings and function.ordinal is not None:
-                sensors = read_sensors(function)
-                processes = processes_on(job.settings, function.ordinal)
-            # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
-            telemetry = self._read(function)
-        except OSError as error:
-            return ReadResult(job, error=error)
-
-        if sensors and (telemetry.all_ones or telemetry.error):
-            sensors = {}
-        reading = Reading(function, telemetry, monotonic(), job.is_poll, sensors, processes)
-        return ReadResult(job, reading)
-
     def collect(self) -> list[Reading]:
-        """Return the results since the last call; raises the daemon's own OSError."""
+        """Return the readings since the last call; raises the daemon's own OSError."""
         readings = []
-        error = None
+        failure = None
         while not self._results.empty():
-            result = self._results.get()
-            del self.pending[result.job.function.bdf]
-            if result.reading:
-                readings.append(result.reading)
-            error = result.error or error
+            bdf, result = self._results.get()
+            del self._since[bdf]
+            if isinstance(result, Reading):
+                readings.append(result)
+            elif isinstance(result, OSError):
+                failure = result
 
-        if error:  # then the loop has all chips read again
-            raise error
+        if failure:  # then the loop has all chips read again
+            raise failure
         return readings
 
-    def slow(self, now: float) -> dict[str, float]:
-        """Return for how long each slow read has been under way, by address."""
-        ages = {bdf: now - since for bdf, since in self.pending.items()}
-        return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
-
-    def has_unblocked(self, now: float) -> bool:
-        """Return whether a read is under way that does not count as blocked."""
-        return any(now - since < READ_TIMEOUT for since in self.pending.values())
+    def under_way(self, now: float) -> dict[str, ReadState]:
+        """Return the state of each read that has not been collected, by the chip's address."""
+        states = {}
+        for bdf, since in self._since.items():
+            if now - since >= READ_TIMEOUT:
+                states[bdf] = ReadState.BLOCKED
+            elif now - since >= SLOW_AFTER:
+                states[bdf] = ReadState.SLOW
+            else:
+                states[bdf] = ReadState.RUNNING
+        return states
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return all(now - since >= SLOW_AFTER for since in self.pending.values())
+        return ReadState.RUNNING not in self.under_way(now).values()
+
+    def has_unblocked(self, now: float) -> bool:
+        """Return whether a read is under way that does not count as blocked."""
+        return any(state is not ReadState.BLOCKED for state in self.under_way(now).values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -4743,11 +4801,12 @@ class Host:
     def take_readings(self, now: float) -> None:
         """Record what was read of chips, and which reads are late; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
-        for bdf, seconds in self.readers.slow(now).items():
-            # READY does not wait for a chip whose reads block.
-            self.inventory.states[bdf].start_listing()
-            if seconds >= READ_TIMEOUT:
-                self.inventory.states[bdf].block()
+        for bdf, state in self.readers.under_way(now).items():
+            chip = self.inventory.states[bdf]
+            if state is not ReadState.RUNNING:
+                chip.start_listing()  # READY does not wait for a chip whose reads are slow
+            if state is ReadState.BLOCKED:
+                chip.block()
         self.inventory.date_faults(time.time())
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
