@@ -5371,10 +5371,11 @@ class KubeletSession:
 
         # The socket is bound only now, as a kubelet that starts deletes all sockets.
         async with self._serving() as endpoint:
-            # The loop may not have seen this kubelet.sock yet.
-            endpoint.at_register = self._seen._replace(
+            # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
+            self._seen = self._seen._replace(
                 kubelet=file_identity(kubelet), own_socket=file_identity(endpoint.path)
             )
+            endpoint.at_register = self._seen
             self._endpoint = endpoint
             return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
@@ -5391,12 +5392,13 @@ class KubeletSession:
             yield endpoint
         finally:
             self._endpoint = None
-            was_streaming = endpoint.stream.is_open
+            is_same_kubelet = endpoint.at_register.kubelet == self._seen.kubelet
+            must_notice = endpoint.stream.is_open and is_same_kubelet
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
                 await completed(server.stop(LAST_GRACE if self._is_exiting else None))
-            # The kubelet must have seen the end of its stream before the next Register.
-            if was_streaming and not self._is_exiting:
+            # A kubelet must have seen the end of its stream before the next Register.
+            if must_notice and not self._is_exiting:
                 await asyncio.sleep(STREAM_DELAY)
 
     async def _register_and_follow(self, endpoint: Endpoint) -> Ended:

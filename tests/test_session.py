@@ -26,7 +26,7 @@ from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, plugin_sockets, turns
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, until
+from tests.world.processes import PATIENCE, until, within
 from tests.world.simulation import RunningDaemon
 
 pytestmark = pytest.mark.usefixtures("ticking")
@@ -160,16 +160,19 @@ def test_why_a_registration_is_lost() -> None:
 
 async def test_a_kubelet_that_starts_is_registered_with_by_an_event_or_within_a_second(
     node: SimulatedNode, start: StartDaemon, directory: Path, inotify: bool,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Polls are an hour apart. One line reports that there is no inotify instance."""
+    """Polls and pauses are an hour long. One line reports that there is no inotify instance."""
+    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
     daemon = await start(interval=3600)
     await until(lambda: state(daemon).startswith("waiting for kubelet"))
+
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(N150)
         await kubelet.restart()
         await kubelet.registered(N150)
         assert kubelet.violations == []
+
     lines = [each for each in caplog.messages if "fs.inotify.max_user_*" in each]
     assert len(lines) == (not inotify)
 
@@ -179,11 +182,16 @@ async def test_thirty_restarts_leave_nothing_behind(
     node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
     version: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Registered after each start without a pause; no thread, task, socket or descriptor more."""
+    """Registered after each start without a pause; no thread, task, socket or descriptor more.
+
+    Every other kubelet starts before the end of the former one has been noticed.
+    """
     monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
-    await start(interval=3600)
+    monkeypatch.setattr("ttdp.STREAM_DELAY", 3600.0)  # nothing is open whose end is to be noticed
+    daemon = await start(interval=3600)
     kubelet = kubelet_of(node, directory, version=version)
     before = (0, 0, 0)
+
     for number in range(30):
         await kubelet.start()
         await kubelet.registered(N150)
@@ -192,6 +200,9 @@ async def test_thirty_restarts_leave_nothing_behind(
             before = in_use()
         if number < 29:
             await kubelet.kill()
+            if number % 2:
+                await until(lambda: state(daemon) != REGISTERED)
+
     await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
     assert len(plugin_sockets(directory)) == 1 and kubelet.violations == []
     await kubelet.stop()
@@ -272,9 +283,11 @@ async def test_the_stream_of_a_debugging_tool_means_nothing(
 @pytest.mark.usefixtures("inotify", "slow_stops")
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_deleted_socket_is_bound_and_registered_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
-) -> None:
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, int],
+) -> None:  # fmt: skip
     """By an event, or within a second. Else kubelets would forget it, the old stream ends first."""
+    monkeypatch.setattr("ttdp.LAST_GRACE", 3600.0)  # it is the daemon's end that leaves calls time
     daemon = await start(interval=3600)
     async with kubelet_of(node, directory, version=version) as kubelet:
         for number in range(1, 4):
@@ -290,6 +303,27 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
 
 def registered_with_another(kubelet: Kubelet, endpoint: str) -> bool:
     return bool(kubelet.find("registered")[-1].fields["endpoint"] != endpoint)
+
+
+@pytest.mark.parametrize("has_tool", [False, True])
+async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch, has_tool: bool,
+) -> None:  # fmt: skip
+    """Before the next Register; also if a debugging tool has called what the kubelet calls."""
+    monkeypatch.setattr("ttdp.STREAM_DELAY", 1.0)
+    await start(interval=3600)
+    await kubelet.registered(N150)
+    (socket_name,) = plugin_sockets(directory)
+    if has_tool:
+        async with tool(directory, asks_first=True):
+            pass
+
+    (directory / socket_name).unlink()
+    await kubelet.wait_for(lambda: len(kubelet.find("register")) == 2)
+
+    (ended,) = kubelet.find("ended")
+    assert kubelet.find("register")[-1].at - ended.at > 0.5
 
 
 @pytest.mark.parametrize("names", ["kubelet.sock", "*.sock"])
@@ -342,6 +376,19 @@ async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
     assert all(pause >= least for pause, least in zip(pauses, [0.1, 0.2, 0.4, 0.8], strict=True))
     assert sum("rejected Register: the plugin is not welcome" in m for m in caplog.messages) == 1
+
+
+async def test_pauses_are_short_again_after_a_registration_that_has_lasted(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve doublings would make the last pause three minutes long."""
+    monkeypatch.setattr("ttdp.BACKOFF", (0.05, 3600.0))
+    monkeypatch.setattr("ttdp.LASTING", 0.0)
+    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, times=12)
+
+    await start(interval=3600)
+
+    await kubelet.registered(N150)
 
 
 async def test_an_event_in_the_directory_ends_the_pause(
@@ -402,6 +449,59 @@ async def test_a_kubelet_that_hangs_is_given_up_when_the_next_one_starts(
 
     hung.close()
     assert f"{N150}: the kubelet has restarted; registering again" in caplog.messages
+
+
+async def test_a_kubelet_that_opens_no_stream_is_tried_again(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts Register, and does nothing more."""
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    directory.mkdir()
+    requests: list[pb.RegisterRequest] = []
+
+    class Registration(rpc.RegistrationServicer):
+        async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
+            requests.append(request)
+            return pb.Empty()
+
+    server = grpc.aio.server()
+    rpc.add_RegistrationServicer_to_server(Registration(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{directory}/kubelet.sock")
+    await server.start()
+    daemon = await start(interval=3600)
+
+    await until(lambda: state(daemon).startswith("kubelet accepted Register but opened no"))
+    await until(lambda: len(requests) == 2)
+    await server.stop(None)
+
+
+async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket exists a moment before it accepts connections."""
+    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
+    connection_error = ttdp.connection_error
+    listens = asyncio.Event()
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.setblocking(False)
+        listening.bind(str(directory / "kubelet.sock"))
+
+        def listens_afterwards(path: str) -> int:
+            number = connection_error(path)
+            listening.listen()
+            listens.set()
+            return number
+
+        monkeypatch.setattr("ttdp.connection_error", listens_afterwards)
+        await start(interval=3600)
+        await listens.wait()
+
+        for _ in ("is anyone there?", "Register"):
+            connection, _ = await within(
+                PATIENCE, "no connection", asyncio.get_running_loop().sock_accept(listening)
+            )
+            connection.close()
 
 
 async def test_a_kubelet_that_cannot_be_reached_has_not_rejected(
@@ -475,6 +575,48 @@ async def test_a_session_can_be_closed_though_its_server_cannot_be_stopped(
     assert closing.done()
 
 
+async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
+    kubelet: Kubelet, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other session of the resource follows, before which the kubelet must notice something."""
+    monkeypatch.setattr("ttdp.LAST_GRACE", PATIENCE)
+    monkeypatch.setattr("ttdp.STREAM_DELAY", 3600.0)
+    is_called, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def allocate(*_: object) -> list[ttdp.Edits]:
+        is_called.set()
+        await may_answer.wait()
+        return []
+
+    monkeypatch.setattr(ttdp.Allocator, "allocate", allocate)
+    (socket_name,) = plugin_sockets(kubelet.directory)
+    async with grpc.aio.insecure_channel(f"unix:{kubelet.directory}/{socket_name}") as channel:
+        call = rpc.DevicePluginStub(channel).Allocate(pb.AllocateRequest())  # type: ignore[no-untyped-call]
+        await is_called.wait()
+        closing = asyncio.create_task(session.session.close(is_exiting=True))
+        await until(lambda: not plugin_sockets(kubelet.directory))
+        may_answer.set()
+        assert await call == pb.AllocateResponse()
+
+    await kubelet.drop_streams()
+    await asyncio.wait_for(closing, PATIENCE)
+
+
+async def test_the_status_follows_registrations_at_once(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """No other event wakes the loop: the kubelet writes no checkpoint."""
+    monkeypatch.setattr("ttdp.ROUND", 3600.0)
+    kubelet.file.path = directory.with_name("elsewhere")
+
+    daemon = await start(interval=3600)
+    await until(lambda: any("registered with kubelet" in note for note in daemon.notes))
+
+    await kubelet.kill()
+    await until(lambda: any("its socket refuses connections" in note for note in daemon.notes))
+
+
 # -- sockets' names --------------------------------------------------------------------------------
 
 
@@ -517,9 +659,11 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
 @pytest.mark.usefixtures("slow_stops")
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_time(
-    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
-) -> None:
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, int],
+) -> None:  # fmt: skip
     """Two SIGHUPs in a row, or in one turn of the loop; also if the kubelet restarts meanwhile."""
+    monkeypatch.setattr("ttdp.ROUND", 3600.0)  # the end of the former session wakes the loop
     (chip,) = node.add("p150a")
     async with kubelet_of(node, directory, version=version) as kubelet:
         daemon = await start(interval=3600)
@@ -677,10 +821,12 @@ async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
     session.turn("a", "b", checkpoint=3, has_others_ids=True)
     await offers(kubelet, N150, "a", "b")
     session.turn("a", "b", checkpoint=3, has_others_ids=True)
-    session.turn("b", checkpoint=3)
-    await offers(kubelet, N150, "b")
-    assert len(kubelet.find("registered")) == 1
+    for number in range(20):  # the end of the registration would be noticed by then
+        session.turn(f"{number}", checkpoint=3)
+        await offers(kubelet, N150, f"{number}")
+    assert not kubelet.find("ended")
 
-    session.turn("b", checkpoint=4, has_others_ids=True)
+    for _ in range(2):
+        session.turn("19", checkpoint=4, has_others_ids=True)
     await until(lambda: session.state != REGISTERED)
     assert session.state.startswith("another device plugin has registered this resource")
