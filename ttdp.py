@@ -5078,6 +5078,15 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
 #     all          a gRPC server that stops unlinks the path of its socket: another reason for a new
 #                  name. A kubelet that starts deletes all sockets, then creates its own. Its path
 #                  exists from bind() on, and refuses connections until listen(), microseconds later
+#
+# Which ListAndWatch stream is the kubelet's: debugging tools can open streams at any time, and gRPC
+# does not say who calls (on a unix socket context.peer() is "unix:" for everyone). But a kubelet
+# calls in a fixed order (connectClient in plugin/v1beta1/handler.go): it connects and calls
+# GetDevicePluginOptions before it answers Register, and opens its stream when it does. So its
+# stream is the first one after the last GetDevicePluginOptions before the answer. All others get
+# the list, too, but neither their opening nor their end means anything. Only a tool that opens a
+# stream in the millisecond between these two calls is taken for the kubelet. Then the end of the
+# kubelet's own stream goes unnoticed until the tool's has ended.
 
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
@@ -5095,14 +5104,60 @@ PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
 Context = grpc.aio.ServicerContext[Any, Any]
-_endpoint_numbers = count(1)
+Ended = tuple[Phase, str]  # of a registration: the phase that follows, and the reason
+_socket_numbers = count(1)
 
 
 def new_socket_name(resource: str) -> str:
     """Return a name that no socket has had, of at most 42 bytes: see PLUGIN_DIR_MAX."""
     # The largest process ID is 4194304 (proc(5)).
-    number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+    number = f"{os.getpid()}-{next(_socket_numbers) % 100_000}"
     return f"{SOCKET_PREFIX}{without_domain(resource)[:20]}.{number}.sock"
+
+
+def remove_dead_sockets(directory: str) -> None:
+    """Remove the sockets of daemons that were killed."""
+    for name in names_in(directory):
+        if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
+            with suppress(OSError):
+                os.unlink(f"{directory}/{name}")
+
+
+class Seen(NamedTuple):
+    """What a registration depends on, as the loop sees it in one turn."""
+
+    kubelet: FileIdentity | None = None  # kubelet.sock
+    own_socket: FileIdentity | None = None  # the plugin's
+    checkpoint: FileIdentity | None = None  # the kubelet's, as it was read last
+    has_others_ids: bool = False  # the checkpoint has IDs that another plugin has listed
+
+
+def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
+    """Return how a registration ends by what the loop sees now, None if it goes on.
+
+    `at_register` has the sockets as they were at Register, and the checkpoint as it was before the
+    kubelet was sent the present list.
+
+        kubelet.sock   own socket     checkpoint        the registration
+        ----------------------------------------------------------------------------------------
+        missing        any            any               goes on: an open stream keeps working, and
+                                                        there is no kubelet to register with
+        another one    any            any               has ended with the former kubelet
+        the same       not the same   any               ends: no new connection finds the plugin
+        the same       the same       newer, and has    is the other plugin's now
+                                      others' IDs
+        the same       the same       any other         goes on
+    """
+    if seen.kubelet is None:
+        return None
+    if seen.kubelet != at_register.kubelet:
+        return Phase.STARTING, "the kubelet has restarted; registering again"
+    if seen.own_socket is None or seen.own_socket != at_register.own_socket:
+        return Phase.STARTING, "the plugin's socket was deleted; registering again"
+    if seen.has_others_ids and seen.checkpoint != at_register.checkpoint:
+        reason = "another device plugin has registered this resource; stop that plugin"
+        return Phase.FAILED, reason
+    return None
 
 
 class AdvertisedList:
@@ -5127,44 +5182,58 @@ class AdvertisedList:
             yield sent
 
 
+class Stream:
+    """A ListAndWatch stream, from before it opens."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.sent: DeviceList | None = None  # the last list
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.is_set() and not self.ended.is_set()
+
+
 class Endpoint(rpc.DevicePluginServicer):
-    """One socket of a resource, and the kubelet's calls on it."""
+    """The socket of one registration, and the calls on it."""
 
     def __init__(
         self, resource: str, path: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
         self.path = path
-        self.file: FileIdentity | None = None  # of its socket, once that is bound
-        self.kubelet: FileIdentity | None = None  # of kubelet.sock, to which Register was sent
-        self.is_streaming = False  # the kubelet has a ListAndWatch stream
-        self.ended: asyncio.Future[tuple[Phase, str]] = asyncio.get_running_loop().create_future()
+        self.stream = Stream()  # the kubelet's
+        self.is_registered = False  # Register was answered
+        self.at_register = Seen()  # see why_lost()
+        self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._resource = resource
         self._devices = devices
         self._allocator = allocator
 
-    def end(self, phase: Phase, reason: str) -> None:
-        """Note why it is of no use any more."""
-        if not self.ended.done():
-            self.ended.set_result((phase, reason))
+    def judge(self, seen: Seen) -> None:
+        """Set `lost` if the registration is, by what the loop sees now."""
+        # Until the kubelet is sent the present list, no checkpoint shows what becomes of it.
+        if self.stream.sent is not self._devices.message:
+            self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
+
+        ended = why_lost(self.at_register, seen)
+        if ended and not self.lost.done():
+            self.lost.set_result(ended)
 
     async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
+        if not self.is_registered:  # the kubelet's stream is still to come
+            self.stream = Stream()
         return PLUGIN_OPTIONS
 
     async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
-        # The first stream after Register is the kubelet's. The end of another program's stream,
-        # such as a debugging tool's, means nothing.
-        is_kubelets = self.kubelet is not None and not self.is_streaming
-        if is_kubelets:
-            self.is_streaming = True
-
+        stream = Stream() if self.stream.opened.is_set() else self.stream
+        stream.opened.set()
         try:
             async for message in self._devices.messages():
+                stream.sent = message
                 yield message
         finally:
-            if is_kubelets:
-                self.is_streaming = False
-                reason = "kubelet closed the ListAndWatch stream; registering again"
-                self.end(Phase.FAILED, reason)
+            stream.ended.set()
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
         response = pb.PreferredAllocationResponse()
@@ -5202,7 +5271,10 @@ class Endpoint(rpc.DevicePluginServicer):
 
 
 async def completed(work: Awaitable[Result]) -> Result:
-    """Wait for the end of something, however often this task is cancelled meanwhile."""
+    """Wait for the end of something, however often this task is cancelled meanwhile.
+
+    A gRPC server that is cancelled while it starts or stops keeps its socket and its threads.
+    """
     future = asyncio.ensure_future(work)
     cancellation = None
     while not future.done():
@@ -5218,11 +5290,15 @@ async def completed(work: Awaitable[Result]) -> Result:
     return future.result()
 
 
-def grpc_message(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, grpc.aio.AioRpcError):
-        text = error.details() or error.code().name
-    return printable(" ".join(text.split()))
+async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a future or of some work, which ends early if the future is first."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({future, task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    return future.result() if future.done() else task.result()
 
 
 def connection_error(path: str) -> int:
@@ -5233,12 +5309,43 @@ def connection_error(path: str) -> int:
     return 0 if number == errno.EAGAIN else number  # EAGAIN: connections wait to be accepted
 
 
-def remove_dead_sockets(directory: str) -> None:
-    """Remove the sockets of daemons that were killed."""
-    for name in names_in(directory):
-        if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
-            with suppress(OSError):
-                os.unlink(f"{directory}/{name}")
+async def why_not_listening(kubelet: str) -> str | None:
+    """Return why no kubelet listens on its socket; one that is starting has a moment to do so."""
+    for pause in (0.0, *LISTEN_PAUSES):
+        await asyncio.sleep(pause)
+        number = connection_error(kubelet)
+        if not number:
+            return None
+        if number == errno.ENOENT:
+            return f"{kubelet} does not exist"
+    return "its socket refuses connections"
+
+
+def bind(server: grpc.aio.Server, path: str) -> None:
+    """Bind a server to a unix socket; raises OSError, without the reason, which gRPC hides."""
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError:
+        raise OSError(f"cannot create sockets in {dirname(path)}") from None
+
+
+def grpc_message(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, grpc.aio.AioRpcError):
+        text = error.details() or error.code().name
+    return printable(" ".join(text.split()))
+
+
+def register_failure(error: grpc.aio.AioRpcError) -> str:
+    """Return why Register has failed.
+
+    A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
+    """
+    if error.code() == Status.DEADLINE_EXCEEDED:
+        return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
+    if error.code() == Status.UNAVAILABLE:
+        return f"cannot reach the kubelet: {grpc_message(error)}"
+    return f"kubelet rejected Register: {grpc_message(error)}"
 
 
 class KubeletSession:
@@ -5252,13 +5359,10 @@ class KubeletSession:
         self._wake = wake
 
         self._devices = AdvertisedList()
-        self._endpoint: Endpoint | None = None
-        self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
-        self._kubelet_exists = asyncio.Event()
+        self._seen = Seen()  # in the last turn
+        self._endpoint: Endpoint | None = None  # while Register is under way or has succeeded
         self._disturbed = asyncio.Event()  # what the last attempt depended on has changed
-        self._checkpoint: FileIdentity | None = None  # as the loop has read it
-        self._checkpoint_at_register: FileIdentity | None = None
-        self._is_exiting = False
+        self._is_exiting = False  # the daemon ends
         self._task = asyncio.create_task(self._run())
 
     def update(
@@ -5267,54 +5371,33 @@ class KubeletSession:
         kubelet: FileIdentity | None,
         checkpoint: FileIdentity | None,
         *,
+        has_others_ids: bool,
         is_disturbed: bool,
-        has_rival: bool,
     ) -> None:
-        """Take the loop's observations: each turn calls this.
+        """Take what the loop has seen in this turn; raises OSError.
 
-        `is_disturbed`: files have come or gone in the directory; `has_rival`: this checkpoint has
-        IDs of the resource that another plugin has given.
+        `kubelet`: kubelet.sock; `has_others_ids`: the checkpoint has IDs of this resource that
+        another plugin has listed; `is_disturbed`: files of others have come or gone in the
+        directory.
         """
         self._devices.update(devices)
+        endpoint = self._endpoint
+        own_socket = file_identity(endpoint.path) if endpoint else None
+        former, self._seen = self._seen, Seen(kubelet, own_socket, checkpoint, has_others_ids)
+        if endpoint:
+            endpoint.judge(self._seen)
+
         # While it is registered, files of others do not matter. If they did, two plugins that take
         # a resource from each other would never back off.
-        is_registered = self.registration.phase is Phase.REGISTERED
-        if kubelet not in (None, self._kubelet) or (is_disturbed and not is_registered):
+        has_changed = is_disturbed or kubelet not in (None, former.kubelet)
+        if has_changed and not (endpoint and endpoint.is_registered):
             self._disturbed.set()
-        self._kubelet = kubelet
-        if kubelet:
-            self._kubelet_exists.set()
-        else:
-            self._kubelet_exists.clear()
-
-        self._checkpoint = checkpoint
-        if self._endpoint:
-            self._end_if_lost(self._endpoint)
-            # A checkpoint from before the registration shows nothing: kubelets can be late.
-            is_newer = checkpoint != self._checkpoint_at_register
-            if has_rival and is_newer and self.registration.phase is Phase.REGISTERED:
-                reason = "another device plugin has registered this resource; stop that plugin"
-                self._endpoint.end(Phase.FAILED, reason)
-
-    def _end_if_lost(self, endpoint: Endpoint) -> None:
-        """End an endpoint that the kubelet cannot reach, or that an ended kubelet has had."""
-        if endpoint.kubelet and self._kubelet not in (None, endpoint.kubelet):
-            endpoint.end(Phase.STARTING, "another kubelet has started; registering again")
-            self._disturbed.set()
-            return
-
-        if endpoint.file and file_identity(endpoint.path) == endpoint.file:
-            return
-        # Without kubelet.sock there is nothing to register with, and an open stream works on.
-        if endpoint.is_streaming and self._kubelet is None:
-            return
-        endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
-        self._disturbed.set()
 
     async def _run(self) -> None:
-        """Serve until that ends; pause; and again.
+        """Register, serve until that ends, pause, and start over.
 
-        The pauses become longer, until one ends early because something has changed.
+        The pauses double, until one ends early because something has changed. The loss of a
+        registration is no failure: the next attempt follows at once.
         """
         pause = BACKOFF[0]
         while True:
@@ -5323,92 +5406,83 @@ class KubeletSession:
             phase, reason = Phase.FAILED, "internal error; registering again"
             with log_and_continue(f"the session of {self.name}"):
                 try:
-                    phase, reason = await self._serve()
+                    phase, reason = await self._attempt()
                 except OSError as error:  # of the daemon itself, such as too many open files
                     reason = str(error)
             self._set(phase, reason)
 
             if monotonic() - began > LASTING:
                 pause = BACKOFF[0]
-            if await wait_for_event(self._disturbed, pause):
+            if phase is Phase.STARTING or await wait_for_event(self._disturbed, pause):
                 pause = BACKOFF[0]
             else:
                 pause = min(2 * pause, BACKOFF[1])
 
-    async def _serve(self) -> tuple[Phase, str]:
-        """Wait for a kubelet, register with it and serve; return why that has ended.
+    async def _attempt(self) -> Ended:
+        """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
+        kubelet = f"{self._directory}/{KUBELET_SOCKET}"
+        if reason := await why_not_listening(kubelet):
+            return Phase.WAITING, f"waiting for kubelet ({reason})"
 
-        The socket is bound only now, as a kubelet that starts deletes all sockets. Raises OSError.
-        """
-        if refusal := await self._wait_for_kubelet():
-            return refusal
+        # The socket is bound only now, as a kubelet that starts deletes all sockets.
+        async with self._serving() as endpoint:
+            # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
+            self._seen = self._seen._replace(
+                kubelet=file_identity(kubelet), own_socket=file_identity(endpoint.path)
+            )
+            endpoint.at_register = self._seen
+            self._endpoint = endpoint
+            return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[Endpoint]:
+        """Serve on a new socket; raises OSError."""
         path = f"{self._directory}/{new_socket_name(self.name)}"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
         try:
-            try:
-                server.add_insecure_port(f"unix:{path}")
-            except RuntimeError:  # gRPC hides the error of bind()
-                return Phase.FAILED, f"cannot create sockets in {self._directory}"
+            bind(server, path)
             await completed(server.start())
-
-            if failure := await self._register(endpoint):
-                return failure
-            # The kubelet has this time to open its stream.
-            await asyncio.wait({endpoint.ended}, timeout=REGISTER_TIMEOUT)
-            if not endpoint.is_streaming and not endpoint.ended.done():
-                reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
-                return Phase.FAILED, reason
-            return await endpoint.ended
+            yield endpoint
         finally:
             self._endpoint = None
-            # The kubelet must have seen the end of its stream before the next Register: see the
-            # table above. A new kubelet has had none.
-            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
-            grace = LAST_GRACE if self._is_exiting else None
-            await completed(server.stop(grace))
-            if has_stream and not self._is_exiting:
+            is_same_kubelet = endpoint.at_register.kubelet == self._seen.kubelet
+            must_notice = endpoint.stream.is_open and is_same_kubelet
+            # An error would take the place of a cancellation, and the session would never end.
+            with log_and_continue(f"the server of {self.name}"):
+                await completed(server.stop(LAST_GRACE if self._is_exiting else None))
+            # A kubelet must have seen the end of its stream before the next Register.
+            if must_notice and not self._is_exiting:
                 await asyncio.sleep(STREAM_DELAY)
 
-    async def _wait_for_kubelet(self) -> tuple[Phase, str] | None:
-        """Wait until kubelet.sock exists; return why it cannot be used."""
-        path = f"{self._directory}/{KUBELET_SOCKET}"
-        if not self._kubelet_exists.is_set():
-            self._set(Phase.WAITING, f"waiting for kubelet ({path} does not exist)")
-            await self._kubelet_exists.wait()
+    async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
+        """Register an endpoint, and follow the kubelet's stream to its end."""
+        if failure := await self._register(endpoint):
+            return Phase.FAILED, failure
 
-        for pause in (*LISTEN_PAUSES, None):
-            if not connection_error(path):
-                return None
-            if pause:
-                await asyncio.sleep(pause)
-        return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
+        if not await wait_for_event(endpoint.stream.opened, REGISTER_TIMEOUT):
+            reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
+            return Phase.FAILED, reason
+        await endpoint.stream.ended.wait()
+        return Phase.FAILED, "kubelet closed the ListAndWatch stream; registering again"
 
-    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
+    async def _register(self, endpoint: Endpoint) -> str | None:
         """Register an endpoint; return why that fails."""
-        path = f"{self._directory}/{KUBELET_SOCKET}"
-        endpoint.file = file_identity(endpoint.path)
-        # The loop may not have seen this kubelet.sock yet; it would take it for another kubelet's.
-        endpoint.kubelet = self._kubelet = file_identity(path)
-        self._endpoint = endpoint
-        self._checkpoint_at_register = self._checkpoint
         request = pb.RegisterRequest(
             version="v1beta1",
             endpoint=basename(endpoint.path),
             resource_name=self.name,
             options=PLUGIN_OPTIONS,
         )
-        async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
+        kubelet = f"unix:{self._directory}/{KUBELET_SOCKET}"
+        async with grpc.aio.insecure_channel(kubelet, CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
             except grpc.aio.AioRpcError as error:
-                reason = f"kubelet rejected Register: {grpc_message(error)}"
-                if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
-                return Phase.FAILED, reason
+                return register_failure(error)
+            endpoint.is_registered = True
 
         number = pluralize(len(self._devices.message.devices), "device ID")
         log.info("%s: %s, %s", self.name, REGISTERED_TEXT, number)
@@ -5418,11 +5492,13 @@ class KubeletSession:
         return None
 
     def _set(self, phase: Phase, text: str) -> None:
-        if text and text != self.registration.text:
+        """Record how the last attempt has ended; log and report it if it is something new."""
+        former = self.registration
+        self.registration = former._replace(phase=phase, text=text)
+        if self.registration != former:
             level = logging.WARNING if phase is Phase.FAILED else logging.INFO
             log.log(level, "%s: %s", self.name, text)
-        self.registration = self.registration._replace(phase=phase, text=text)
-        self._wake()
+            self._wake()
 
     async def close(self, *, is_exiting: bool = False) -> None:
         """End it; `is_exiting`: no other session of the resource follows, as the daemon ends."""
@@ -5439,7 +5515,7 @@ class KubeletSessions:
         self.allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._closing: dict[str, Task] = {}
+        self._closing: dict[str, Task] = {}  # sessions of resources that have ended
 
     @property
     def have_started(self) -> bool:
@@ -5459,18 +5535,18 @@ class KubeletSessions:
         *,
         is_disturbed: bool,
     ) -> None:
-        """Bring the sessions in line with these resources; raises OSError."""
+        """Bring the sessions in line with these resources; raises OSError.
+
+        `others`: resources of which the checkpoint has IDs that another plugin has listed;
+        `is_disturbed`: files of others have come or gone in the directory.
+        """
         for name in self.by_name.keys() - resources.keys():
             log.info("%s: no devices left; no longer registered", name)
-            task = asyncio.create_task(self.by_name.pop(name).close())
-            task.add_done_callback(lambda _: self._wake())
-            self._closing[name] = task
+            self._closing[name] = asyncio.create_task(self._close(self.by_name.pop(name)))
 
         kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
         for name, resource in resources.items():
-            # A resource that returns waits until its former session has ended completely.
-            closing = self._closing.get(name)
-            if closing and not closing.done():
+            if name in self._closing:  # it returns once its former session has ended completely
                 continue
 
             if name not in self.by_name:
@@ -5480,9 +5556,14 @@ class KubeletSessions:
                 resource.device_list,
                 kubelet,
                 checkpoint,
+                has_others_ids=name in others,
                 is_disturbed=is_disturbed,
-                has_rival=name in others,
             )
+
+    async def _close(self, session: KubeletSession) -> None:
+        await session.close()
+        del self._closing[session.name]
+        self._wake()
 
     async def close(self) -> None:
         closing = (session.close(is_exiting=True) for session in self.by_name.values())
