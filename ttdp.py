@@ -2342,21 +2342,22 @@ class Cgroups:
     def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
         waiting = [directory]
-        try:
-            if self._is_v2:
-                with open(f"{directory}/cgroup.events", "rb", 0) as file:
-                    return b"populated 1" in file.read()
+        while waiting:
+            directory = waiting.pop()
+            try:
+                if self._is_v2:
+                    with open(f"{directory}/cgroup.events", "rb", 0) as file:
+                        return b"populated 1" in file.read()
 
-            while waiting:
-                directory = waiting.pop()
                 # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
                 with open(f"{directory}/tasks", "rb", 0) as file:
                     if file.read(1):
                         return True
                 with os.scandir(directory) as entries:
                     waiting += [each.path for each in entries if each.is_dir(follow_symlinks=False)]
-        except OSError as error:
-            return error.errno not in ABSENT
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    return True
         return False
 
 

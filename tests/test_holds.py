@@ -740,7 +740,7 @@ def test_the_daemons_own_error_ends_no_hold(
     world: World, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The observation fails as a whole, and is made up for at the next one."""
-    world.write(entry())
+    written_and_started(world)
     world.look()
 
     def fail(*_: object) -> None:
@@ -965,7 +965,9 @@ class Tree:
             (path / "cgroup.events").write_text(f"populated {int(populated)}\nfrozen 0\n")
         else:
             (path / "tasks").touch()
-            (path / "container/tasks").write_text("4711\n" if populated else "")
+            (path / "container/tasks").touch()
+            (path / "container/inner").mkdir(exist_ok=True)
+            (path / "container/inner/tasks").write_text("4711\n" if populated else "")
         return path
 
     def seen(self, pod: str = FIRST) -> bool | None:
@@ -1043,19 +1045,6 @@ def test_a_cgroup_that_cannot_be_read_counts_as_populated(tmp_path: Path) -> Non
     assert tree.seen() is True
 
 
-def test_a_process_is_found_however_deep_its_cgroup_is(tmp_path: Path) -> None:
-    """Whoever may create cgroups can nest them deeper than a program can recurse."""
-    tree = Tree(tmp_path, is_v2=False)
-    deepest = tree.make(V1["memory"], populated=False)
-    for _ in range(1500):
-        deepest /= "x"
-        deepest.mkdir()
-        (deepest / "tasks").touch()
-    assert tree.seen() is False
-    (deepest / "tasks").write_text("4711\n")
-    assert tree.seen() is True
-
-
 def test_any_number_of_waiting_containers_cost_one_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1066,3 +1055,18 @@ def test_any_number_of_waiting_containers_cost_one_look(
         assert tree.seen() is populated
         tree.make(V2["burstable"], populated=not populated)
         assert [tree.cgroups.is_populated(FIRST) for _ in range(31)] == [populated] * 31
+
+
+def test_a_container_that_ends_hides_no_other_ones_process(tmp_path: Path) -> None:
+    """Its cgroup vanishes while those of the pod are walked, in version 1, in whatever order."""
+    tree = Tree(tmp_path, is_v2=False)
+    pod = tree.make(V1["memory"], populated=False)
+    running = [pod / f"container-{number}" for number in range(4)]
+    for path in running:
+        path.mkdir()
+
+    for path in running:
+        (path / "tasks").write_text("4711\n")
+        assert tree.seen() is True
+        (path / "tasks").unlink()
+    assert tree.seen() is False
