@@ -2273,13 +2273,12 @@ class Cgroups:
     def __init__(self, sysfs_root: str) -> None:
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._directories: dict[str, list[str]] = {}  # of pods, by UID with "_" for "-"
+        self._directories: Mapping[str, list[str]] = {}  # of pods, by UID with "_" for "-"
         self._populated: dict[str, bool] = {}  # by UID; of the pods that were asked for since then
 
     def refresh(self) -> None:
         """List the pods' directories, and drop all former findings; raises OSError."""
-        self._directories = {}
-        self._populated = {}
+        found = defaultdict(list)
         for root in self._find_roots():
             qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
 
@@ -2287,7 +2286,11 @@ class Cgroups:
                 for name in names_in(directory):
                     if match := POD_DIRECTORY.fullmatch(name):
                         uid = (match[1] or match[2]).replace("-", "_")
-                        self._directories.setdefault(uid, []).append(f"{directory}/{name}")
+                        found[uid].append(f"{directory}/{name}")
+
+        # Not before all are listed: the view is still that of the last refresh after an error.
+        self._directories = found
+        self._populated = {}
 
     def _find_roots(self) -> list[str]:
         """Return the kubepods directories that root owns, in the mount or one directory below."""

@@ -735,9 +735,10 @@ def test_a_new_checkpoint_is_looked_at_in_any_case(world: World) -> None:
     assert [each.pod for each in world.current()] == [SECOND]
 
 
+@pytest.mark.parametrize("call", ["ttdp.read_others_file", "os.listdir"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_the_daemons_own_error_ends_no_hold(
-    world: World, monkeypatch: pytest.MonkeyPatch, number: int
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     """The observation fails as a whole, and is made up for at the next one."""
     written_and_started(world)
@@ -747,7 +748,7 @@ def test_the_daemons_own_error_ends_no_hold(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("ttdp.read_others_file", fail)
+        patch.setattr(call, fail)
         world.write(entry(), entry(2, container="side"))
         with pytest.raises(OSError, match=os.strerror(number)):
             world.look()
