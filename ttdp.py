@@ -2547,6 +2547,9 @@ class HoldBook:
             state.cgroup_seen |= self._cgroups.exists(pod)
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
+            # A static pod comes back under its UID, and would seem to have run on.
+            if not state.is_in_checkpoint:
+                self._note_end(state)
 
         # An entry's state stays while it is not current, or the next refresh would take a pod that
         # has ended for one whose cgroup does not exist yet.
@@ -2574,9 +2577,12 @@ class HoldBook:
     def note_ended_pods(self) -> None:
         """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
         for state in self._states.values():
-            pod = state.hold.pod
-            if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
-                state.start = Start.OVER
+            self._note_end(state)
+
+    def _note_end(self, state: HoldState) -> None:
+        pod = state.hold.pod
+        if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
+            state.start = Start.OVER
 
     def add(self, hold: Hold, now: float) -> None:
         """Add an answer that is given now."""

@@ -310,6 +310,26 @@ def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: World) ->
     assert world.look() == {A} and not world.running()
 
 
+def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: World) -> None:
+    """Under the same UID, perhaps with another chip: the former one's ends with its cgroup."""
+    former, returned = entry(1, pod="static"), entry(2, pod="static")
+    world.answer(former)
+    world.write(former)
+    world.make_cgroup("static", "pause")
+    world.start(former)
+    world.make_cgroup("static", "pause", "main")
+    world.look()
+    world.write()
+    world.remove_cgroup("static")
+    world.answer(returned)
+    world.write(returned)
+    world.make_cgroup("static", "pause")
+    world.look()
+
+    world.now += ttdp.WRITTEN_WITHIN
+    assert world.look() == {B}
+
+
 def test_nothing_is_kept_of_a_pod_that_has_ended(world: World) -> None:
     """Memory and state file would grow with every pod."""
     world.answer(entry(2))
