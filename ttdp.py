@@ -2210,8 +2210,11 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
     directories, locks = [], ""
     for mount in answer.mounts:
         parent, name = os.path.split(mount.host_path)
-        # The host's own hugetlbfs, of hugepages = "host", is nobody's.
-        if basename(parent) == OWN_DIRECTORY and name not in ("", ".", ".."):
+        hugetlbfs, own = os.path.split(parent)
+        # The host's own hugetlbfs, of hugepages = "host", is nobody's. And no mount of the
+        # administrator's may be emptied, such as /var/lib/tt-device-plugin/models.
+        is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
+        if is_private and name not in ("", ".", ".."):
             directories.append(mount.host_path)
         elif mount.container_path == SHM != mount.host_path:
             locks = mount.host_path

@@ -857,6 +857,26 @@ def test_a_hold_has_what_stands_in_the_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "is_ours"),
+    [
+        ("/dev/hugepages-1G/tt-device-plugin/x", True),
+        ("/dev/hugepages/tt-device-plugin/0000:01:00.0", True),  # by a former version
+        ("/dev/hugepages-1G", False),
+        ("/dev/hugepages-1G/tt-device-plugin", False),
+        ("/dev/hugepages-1G/tt-device-plugin/", False),
+        ("/dev/hugepages-1G/tt-device-plugin/..", False),
+        ("/var/lib/tt-device-plugin/models", False),
+    ],
+)
+def test_a_hold_names_directories_only_in_those_of_the_daemon(path: str, is_ours: bool) -> None:
+    """What lies elsewhere is an administrator's or the host's, and nobody's to empty."""
+    given = entry()
+    given.held.answer.mounts.add(host_path=path, container_path="/dev/hugepages-1G")
+    (found,) = parsed(given.json()).holds
+    assert found.directories == ((path,) if is_ours else ())
+
+
+@pytest.mark.parametrize(
     ("path", "resource", "ids", "locks"),
     [
         ("/run/ttdp/shm/n150", N150, [f"{A}::0"], "/run/ttdp/shm/n150"),
