@@ -2188,7 +2188,7 @@ def _name(value: object) -> str:
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same answers
 def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
     """Return what stands in an answer, None if it is another vendor's; raises ValueError."""
-    content = base64.b64decode(encoded)
+    content = base64.b64decode(encoded, validate=True)
     if not is_our_domain and ADDRESSES.encode() not in content:
         return None
 

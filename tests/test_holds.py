@@ -798,6 +798,7 @@ UNREADABLE: dict[str, Any] = {
     "control characters": {"DeviceIDs": {"0": ["\x1b[2J"]}},
     "a lone surrogate": {"ContainerName": "\ud800"},
     "no pod": {"PodUID": ""},
+    "not base64": {"AllocResp": "{}"},
     "no answer": {"AllocResp": base64.b64encode(b"\xff\xff\xff").decode()},
 }
 
