@@ -2403,6 +2403,11 @@ class HoldState:
         """Return what is equal for holds of one pod; one without a name is a pod of its own."""
         return self.hold.pod or self.hold.key
 
+    @property
+    def has_left(self) -> bool:
+        """Return whether a checkpoint has named it, but the present one does not."""
+        return bool(self.hold.pod) and not self.is_in_checkpoint
+
     def to_saved(self) -> Json:
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
         hold["chips"] = sorted(self.hold.chips)
@@ -2640,15 +2645,22 @@ class HoldBook:
             if is_same and self._may_call(state, now):
                 callers.append(state)
 
+        # An entry is missing for a moment, or for good: the kubelet has given its IDs away since.
+        present = [state for state in callers if not state.has_left]
+        given_at = max((state.answered_at or 0.0 for state in present), default=0.0)
+        callers = [
+            state
+            for state in callers
+            if not state.has_left or (state.answered_at or 0.0) >= given_at
+        ]
         return Call(resource, ids, chips.union(*(state.hold.chips for state in callers)), callers)
 
     def _may_call(self, state: HoldState, now: float) -> bool:
         if self._states.get(state.hold.key) is not state:
             return False  # it was dropped
-        if not state.is_in_checkpoint and now - state.left_at < MISSING_FOR:
-            return True
-        is_known = state.is_in_checkpoint or not state.hold.pod
-        return is_known and self.is_current(state, now)
+        if state.has_left:
+            return now - state.left_at < MISSING_FOR
+        return self.is_current(state, now)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""

@@ -501,11 +501,11 @@ def two_pods(world: World, **second: Any) -> tuple[Entry, Entry]:
     world.start(first)
     world.make_cgroup(FIRST, "pause", "main")
     world.look()
+    world.now += 1
     world.answer(heir)
     world.write(heir)
     world.look()
     world.make_cgroup(SECOND, "pause")
-    world.now += 0.11  # kubelets call no sooner
     return first, heir
 
 
@@ -619,6 +619,17 @@ def test_a_call_comes_while_its_entry_is_missing_for_a_moment(world: World) -> N
 
     assert world.outcome(call) == "allowed"
     assert world.running() == {FIRST}
+
+
+def test_a_pod_whose_ids_were_given_away_is_no_possible_caller(world: World) -> None:
+    """Its entry is not missing for a moment, however soon the next pod's container starts."""
+    former, heir = two_pods(world)
+    assert [each.hold.pod for each in world.call(heir).callers] == [SECOND]
+
+    world.write(former)  # an older writing lands last
+    world.look()
+    callers = {each.hold.pod for each in world.call(heir).callers}
+    assert callers == {FIRST, SECOND}
 
 
 def test_a_start_before_its_answer_was_written_is_that_pods(world: World) -> None:
