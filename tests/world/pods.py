@@ -346,6 +346,8 @@ class Runtime:
             cgroup.mkdir()
             if self._layout == "v1":
                 put(cgroup / "tasks", str(pid))
+            else:
+                put(cgroup / "cgroup.events", "populated 1\nfrozen 0")
         return pid
 
     def _end_process(self, pod: Pod, pid: int) -> None:
