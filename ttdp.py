@@ -2883,7 +2883,7 @@ class Directories:
         self._settings = settings  # only dev_root counts, which never changes
         self._lock_paths: set[str] = set()  # that were ever made or named
         self._tried_at: dict[str, float] = {}  # by path
-        self._began_at: float | None = None  # the first tidy(): what was there then …
+        self._began_at: float | None = None  # the first unnamed(): what was there then …
         self._inherited: frozenset[str] = frozenset()  # … can be that of a pod not known yet
 
     def make_for_hugepages(self, name: str, hugetlbfs: Iterable[Mount]) -> list[Mount]:
@@ -2924,11 +2924,10 @@ class Directories:
             if not _is_directory(hold.locks, 0o1777):
                 self.make_for_locks(hold.locks)
 
-    def tidy(self, holds: Iterable[Hold], now: float, steps: Steps) -> None:
-        """Remove the directories that no current hold names; raises OutOfSteps.
+    def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
+        """Return the directories that no current hold names; raises OSError.
 
-        In the first seconds nothing that was there before: the checkpoint can be late. One that
-        resists is tried again later, and keeps nothing else from being removed.
+        In the first seconds none that was there before: the checkpoint can be late.
         """
         named = {path for hold in holds for path in (*hold.directories, hold.locks)}
         present = {*self._hugepage_paths(), *self._lock_paths}
@@ -2936,28 +2935,23 @@ class Directories:
             self._began_at, self._inherited = now, frozenset(present)
         if now - self._began_at < WRITTEN_WITHIN:
             present -= self._inherited
+        return present - named
 
-        unnamed = present - named
-        self.resisting = {path: self.resisting[path] for path in unnamed & self.resisting.keys()}
-        self._tried_at = {path: self._tried_at[path] for path in unnamed & self._tried_at.keys()}
+    def clear(
+        self, unnamed: Collection[str], left_behind: Collection[str], now: float, steps: Steps
+    ) -> None:
+        """Remove these directories, and empty those that are left behind; raises OutOfSteps.
+
+        One that resists is tried again later, and keeps nothing else from being removed.
+        """
+        paths = {*unnamed, *left_behind}
+        self.resisting = {path: self.resisting[path] for path in paths & self.resisting.keys()}
+        self._tried_at = {path: self._tried_at[path] for path in paths & self._tried_at.keys()}
         # The one that took all steps of the last time comes last.
-        for path in sorted(unnamed, key=lambda path: (self._tried_at.get(path, 0.0), path)):
+        for path in sorted(paths, key=lambda path: (self._tried_at.get(path, 0.0), path)):
             if path not in self.resisting or now >= self.resisting[path].next_try:
                 self._tried_at[path] = now
-                self._remove(path, now, steps)
-
-    def empty(self, path: str, steps: Steps) -> None:
-        """Empty the directory of a pod that does not run; raises OutOfSteps."""
-        try:
-            with (
-                _opened_own_directory(dirname(path)) as parent,
-                _opened_directory(basename(path), parent) as directory,
-            ):
-                _empty(directory, steps)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("%s cannot be emptied: %s", path, error.strerror)
+                self._clear(path, now, steps, is_kept=path in left_behind)
 
     def _hugepage_paths(self) -> Iterator[str]:
         for hugetlbfs in hugetlbfs_mounts(self._settings):
@@ -2968,13 +2962,19 @@ class Directories:
                 for name in os.listdir(directory):
                     yield f"{parent}/{name}"
 
-    def _remove(self, path: str, now: float, steps: Steps) -> None:
-        """Remove a directory for hugepages, or empty one for locks; raises OutOfSteps."""
+    def _clear(self, path: str, now: float, steps: Steps, *, is_kept: bool) -> None:
+        """Remove a directory for hugepages, or empty it; raises OutOfSteps."""
         try:
             if path in self._lock_paths:
                 with _opened_directory(path) as directory:
                     _empty(directory, steps)
                 _set_mode(path, 0o1777)
+            elif is_kept:
+                with (
+                    _opened_own_directory(dirname(path)) as parent,
+                    _opened_directory(basename(path), parent) as directory,
+                ):
+                    _empty(directory, steps)
             else:
                 with _opened_own_directory(dirname(path)) as parent:
                     _remove_entry(basename(path), parent, steps)
@@ -4896,11 +4896,6 @@ class Host:
         self.wake = wake
         self._decision: Decision | None = None
 
-    @property
-    def can_remove_directories(self) -> bool:
-        """Return whether the holds are all that there are."""
-        return self.holds.has_read and self.holds.problem is None
-
     @contextmanager
     def looking_often(self) -> Iterator[None]:
         """Have the loop look often at pods, as a container waits for the end of one."""
@@ -4952,6 +4947,13 @@ class Host:
         if self._decision is None or observation != self._decision.observation:
             self._decision = decide(observation, self._decision)
         return self._decision
+
+    def unnamed_directories(self, decision: Decision, now: float) -> set[str]:
+        """Return the directories that can be removed; raises OSError."""
+        # Without a checkpoint, the holds may not be all that there are.
+        if not self.holds.has_read or self.holds.problem:
+            return set()
+        return self.directories.unnamed(decision.holds, now)
 
     def note_problem(self, subject: str, problem: Reason | None) -> None:
         """Record why pods cannot get devices, None if they can; a new problem is logged."""
@@ -5146,12 +5148,11 @@ class Allocator:
 
         deadline = monotonic() + EMPTY_WITHIN
         while True:
+            now = monotonic()
             try:
-                steps = Steps()
-                if host.can_remove_directories:
-                    host.directories.tidy(decision.holds, monotonic(), steps)
-                for path in host.holds.left_behind(call, decision.holds):
-                    host.directories.empty(path, steps)
+                unnamed = host.unnamed_directories(decision, now)
+                left_behind = host.holds.left_behind(call, decision.holds)
+                host.directories.clear(unnamed, left_behind, now, Steps())
                 return
             except OutOfSteps:
                 if monotonic() > deadline:
@@ -6131,12 +6132,11 @@ class Daemon:
                 problem = problem or directory_problem(error)
         host.note_problem("directories", problem)
 
-        self._must_tidy = False
-        if host.can_remove_directories:
-            try:
-                host.directories.tidy(decision.holds, now, Steps())
-            except OutOfSteps:
-                self._must_tidy = True
+        try:
+            host.directories.clear(host.unnamed_directories(decision, now), (), now, Steps())
+            self._must_tidy = False
+        except OutOfSteps:
+            self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
         settings = self.host.settings

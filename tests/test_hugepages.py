@@ -568,7 +568,7 @@ def tidy(
 ) -> bool:
     """Remove what these holds do not name, in one turn; return whether all was tried."""
     try:
-        directories.tidy(holds, now, Steps(steps))
+        directories.clear(directories.unnamed(holds, now), (), now, Steps(steps))
     except OutOfSteps:
         return False
     return True
@@ -664,6 +664,21 @@ def test_a_large_directory_delays_no_other_one(directories: Directories, parent:
     assert all(len([*(parent / name).iterdir()]) < 100 for name in "ac")
 
 
+def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
+    directories: Directories, parent: Path
+) -> None:
+    """The pages of the chip's former pod, whose hold is current still. Its directory stays."""
+    for name, number in {"large": 100, "left": 4}.items():
+        (parent / name).mkdir()
+        for file in range(number):
+            (parent / name / str(file)).touch()
+    for now in (1000.0, 1001.0):
+        with pytest.raises(OutOfSteps):
+            directories.clear([f"{parent}/large"], [f"{parent}/left"], now, Steps(10))
+
+    assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
+
+
 def test_no_link_leads_out_of_a_directory(
     directories: Directories, parent: Path, tmp_path: Path
 ) -> None:
@@ -715,7 +730,7 @@ WITHOUT_CAPABILITIES = """
 import json, sys, ttdp
 directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
 for now in (0.0, 1000.0):
-    directories.tidy((), now, ttdp.Steps())
+    directories.clear(directories.unnamed((), now), (), now, ttdp.Steps())
 print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
 """
 
