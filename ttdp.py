@@ -2881,7 +2881,7 @@ class Directories:
     def __init__(self, settings: Settings) -> None:
         self.resisting: dict[str, Resistance] = {}  # by path
         self._settings = settings  # only dev_root counts, which never changes
-        self._lock_paths: set[str] = set()  # that were ever made or named
+        self._lock_paths: set[str] = set()  # that can have locks in them
         self._tried_at: dict[str, float] = {}  # by path
         self._began_at: float | None = None  # the first unnamed(): what was there then …
         self._inherited: frozenset[str] = frozenset()  # … can be that of a pod not known yet
@@ -2900,14 +2900,15 @@ class Directories:
         self._lock_paths.add(path)
         parent = dirname(path)
         _make_directory(parent, 0o755)
-        # Whoever could replace the directory could redirect root. The container may own its own.
-        status = os.lstat(parent)
-        if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "other users can change it", parent)
-
+        _check_lock_dir(parent)
         with _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
             _set_mode(path, 0o1777, directory)
+
+    def note_locks(self, path: str) -> None:
+        """Have a directory emptied once no current hold names it, as users of a former daemon's."""
+        if path != SHM:  # the host's own
+            self._lock_paths.add(path)
 
     def put_right(self, hold: Hold) -> None:
         """Make what a hold names and is missing, with its mode; raises OSError.
@@ -2966,6 +2967,7 @@ class Directories:
         """Remove a directory for hugepages, or empty it; raises OutOfSteps."""
         try:
             if path in self._lock_paths:
+                _check_lock_dir(dirname(path))
                 with _opened_directory(path) as directory:
                     _empty(directory, steps)
                 _set_mode(path, 0o1777)
@@ -3002,6 +3004,16 @@ def _make_hugepage_directory(path: str) -> None:
         os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
         _make_directory(path, 0o777, directory)
         _set_mode(path, 0o777, directory)
+
+
+def _check_lock_dir(path: str) -> None:
+    """Raise OSError if others than root can change a directory of lock directories.
+
+    Whoever could replace one of these could redirect root. The container may own its own.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "other users can change it", path)
 
 
 def _empty(directory: int, steps: Steps) -> None:
@@ -6131,6 +6143,11 @@ class Daemon:
             except OSError as error:
                 problem = problem or directory_problem(error)
         host.note_problem("directories", problem)
+
+        # Pods of a former daemon can have left theirs.
+        for resource in decision.resources.values():
+            if locks := lock_path(resource, resource.devices, host.settings):
+                host.directories.note_locks(locks)
 
         try:
             host.directories.clear(host.unnamed_directories(decision, now), (), now, Steps())

@@ -511,6 +511,20 @@ async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_th
     assert mode_of(shm) == 0o1777
 
 
+async def test_locks_are_removed_after_users_that_ended_while_the_daemon_was_not_there(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
+) -> None:
+    """The next daemon has no hold that names their directory, but its configuration does."""
+    daemon = await start(**locked(short_tmp))
+    await run(kubelet, "train")
+    lock = mounts(kubelet, "train")["/dev/shm"] / "lock"
+    lock.touch()
+    await daemon.stop()
+    kubelet.remove_pod("train")
+    await start(**locked(short_tmp))
+    await until(lambda: not lock.exists())
+
+
 @pytest.mark.parametrize(
     "changes", [{"resource_domain": "example.org"}, {"sharing": Sharing(lock_dir="")}]
 )
@@ -805,6 +819,13 @@ def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
         directories.put_right(named(parent / "y"))
     tidy(directories)
     assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
+
+
+def test_the_hosts_dev_shm_is_never_emptied(directories: Directories) -> None:
+    """With lock_dir = "/dev/shm" containers have the host's own."""
+    directories.note_locks("/dev/shm")
+    directories.note_locks("/run/ttdp/shm/n150")
+    assert directories.unnamed((), 1000.0) == {"/run/ttdp/shm/n150"}
 
 
 @pytest.mark.parametrize("what", ["another user's", "open to all", "a link"])
