@@ -2797,7 +2797,7 @@ def advertise(
         configured = offer.resources.get(hold.resource)
         if not hold.is_ours and not configured:
             continue
-        for device_id in hold.ids:
+        for device_id in sorted(hold.ids):
             held.add((hold.resource, device_id))
             device = configured.devices.get(device_id) if configured else None
             if device is None or not device.addresses <= hold.chips:

@@ -351,6 +351,14 @@ def test_another_plugins_ids_are_listed_only_under_our_names() -> None:
         assert found == {"n150": listed_ids}
 
 
+def test_the_ids_of_a_hold_are_listed_in_one_order() -> None:
+    """Whatever the order of the answer and of the checkpoint: a list is not sent again for it."""
+    names = [f"{bdf(bus)}::{number}" for bus in (1, 2) for number in range(9)]
+    for ids_of_pod in (names, names[::-1]):
+        found = ids(FOUR, Settings(), [hold("old", *ids_of_pod, buses=[1, 2])])
+        assert found["old"] == names
+
+
 def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives_it() -> None:
     """The kubelet asks again for the ID of an init container that its pod reuses."""
     ttdp.check_request(listed(FOUR, Settings(), [HELD])["n150"], [[bdf(1)]])
