@@ -2800,7 +2800,9 @@ def advertise(
         for device_id in sorted(hold.ids):
             held.add((hold.resource, device_id))
             device = configured.devices.get(device_id) if configured else None
-            if device is None or not device.addresses <= hold.chips:
+            # After a reboot, a board is incomplete until its chips report their serial number.
+            is_same = device and device.addresses <= hold.chips and not device.incomplete
+            if not is_same:
                 changed[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
 
     for hold in holds:

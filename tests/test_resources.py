@@ -326,6 +326,18 @@ def test_a_board_that_was_moved_and_is_then_absent_is_an_unhealthy_device() -> N
     assert ttdp.preferred_allocation(resource, [PAIR], [PAIR], 1) == [PAIR]
 
 
+@pytest.mark.parametrize(
+    ("chips", "reason"), [([p300(1), p300(2, None)], None), ([p300(1)], f"{bdf(2)}: {gone(2)}")]
+)
+@pytest.mark.parametrize("settings", [Settings(), BOARD])
+def test_a_board_that_a_pod_holds_has_all_its_chips_before_their_serials_are_known(
+    chips: list[Chip], reason: str | None, settings: Settings
+) -> None:
+    """After a reboot a kubelet admits the pod again only if its device is healthy."""
+    held = hold("p300-board", PAIR, buses=[1, 2])
+    assert reasons(chips, settings, [held])["p300-board"][PAIR] == reason
+
+
 def test_replicas_of_a_shared_device_do_not_withhold_each_other() -> None:
     """Not even one that is listed only for its pod; other names of the chip do."""
     for resource, identifier, is_withheld in (
