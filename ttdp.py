@@ -2193,9 +2193,10 @@ def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
         return None
 
     try:
-        return read_answer(pb.ContainerAllocateResponse.FromString(content))
+        answer = read_answer(pb.ContainerAllocateResponse.FromString(content))
     except DecodeError as error:
         raise ValueError(str(error)) from None
+    return answer if is_our_domain or answer.is_ours else None
 
 
 def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
