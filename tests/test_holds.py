@@ -665,6 +665,129 @@ def test_a_pod_that_has_ended_is_no_possible_caller(world: World) -> None:
     assert [each.hold.pod for each in world.call(heir).callers] == [SECOND]
 
 
+# -- directories -----------------------------------------------------------------------------------
+
+
+def own(name: str) -> Path:
+    return Path("/dev/hugepages-1G", ttdp.OWN_DIRECTORY, name)
+
+
+def asks(*buses: int, resource: str = N150, ids: Iterable[str] = ()) -> Hold:
+    """A hold that is about to be answered."""
+    return Hold(resource, frozenset(ids or map(bdf, buses or (1,))))
+
+
+def test_a_recent_answer_for_the_same_ids_has_the_directory_that_nobody_can_have_used(
+    world: World,
+) -> None:
+    """That of the pod's init container. So its other containers find the node's pages."""
+    prepare = entry(container="prepare", directory=own("x"))
+    world.answer(prepare)
+    assert world.book.directory_for(asks(), world.now) == "x"
+    assert world.book.directory_for(asks(2), world.now) is None
+    assert world.book.directory_for(asks(1, 2), world.now) is None
+    assert world.book.directory_for(asks(resource=N150A), world.now) is None
+
+    world.write(prepare)
+    world.look()
+    assert world.book.directory_for(asks(), world.now + 29) == "x"
+    assert world.book.directory_for(asks(), world.now + 30) is None
+
+
+@pytest.mark.parametrize("used_by", ["itself", "another that names it"])
+@pytest.mark.parametrize("how", ["its cgroup", "its start", "its start, unwritten"])
+def test_a_directory_that_somebody_can_have_used_is_not_named_again(
+    world: World, used_by: str, how: str
+) -> None:
+    """From the moment that a start was allowed, or the pod's cgroup was seen."""
+    used = entry(directory=own("x"))
+    world.answer(used)
+    if how != "its start, unwritten":
+        world.write(used)
+    if how == "its cgroup":
+        world.make_cgroup()
+    else:
+        world.start(used)
+    if used_by != "itself":
+        world.answer(entry(pod=SECOND, directory=own("x")))
+    world.look()
+
+    assert world.book.directory_for(asks(), world.now) is None
+
+
+def test_without_private_directories_there_is_none_to_share(world: World) -> None:
+    """The former answer was given with another setting."""
+    world.answer(entry())
+    assert world.book.directory_for(asks(), world.now) is None
+
+
+def test_containers_that_share_a_device_have_its_directory_while_a_hold_is_current(
+    world: World,
+) -> None:
+    """However long, and whoever has used it; of several devices, the first one's counts."""
+    one = entry(2, ids=[f"{B}::0"], directory=own("x"))
+    world.answer(one)
+    world.write(one)
+    world.make_cgroup(FIRST, "pause")
+    world.start(one)
+    world.now += 60
+
+    world.look()
+    assert world.book.directory_for(asks(ids=[f"{B}::1"]), world.now) == "x"
+    assert world.book.directory_for(asks(ids=[f"{A}::0", f"{B}::1"]), world.now) == "x"
+    assert world.book.directory_for(asks(ids=[f"{A}::0"]), world.now) is None
+    assert world.book.directory_for(asks(2), world.now) is None
+    world.answer(entry(1, pod=SECOND, ids=[f"{A}::0"], directory=own("y")))
+    assert world.book.directory_for(asks(ids=[f"{A}::1", f"{B}::1"]), world.now) == "y"
+
+    world.remove_cgroup()
+    world.look()
+    assert world.book.directory_for(asks(ids=[f"{B}::1"]), world.now) is None
+
+
+def left_behind(world: World, call: Call) -> set[str]:
+    world.look()
+    return {Path(path).name for path in world.book.left_behind(call, world.current())}
+
+
+def test_what_a_pod_that_does_not_run_left_on_the_chips_is_emptied(world: World) -> None:
+    """Its hold is current still. A possible caller's own directory is not emptied."""
+    first = entry(directory=own("former"))
+    heir = entry(pod=SECOND, directory=own("own"))
+    other = entry(2, pod="third", directory=own("other"))
+    for each in (first, other):
+        world.answer(each)
+    world.write(first, other)
+    world.make_cgroup(FIRST, "pause")
+    world.start(first)
+    world.make_cgroup(FIRST, "pause", "main")
+    world.look()
+    world.now += 1
+    world.answer(heir)
+    world.write(heir, other)
+    call = world.call(heir)
+    assert left_behind(world, call) == set(), "it runs"
+
+    world.make_cgroup(FIRST)
+    assert left_behind(world, call) == {"former"}
+
+
+def test_a_directory_that_a_running_pod_has_is_not_emptied(world: World) -> None:
+    """Its containers have one directory, though not all of them have started."""
+    pod = [
+        entry(1, container="prepare", directory=own("x")),
+        entry(1, 2, container="main", directory=own("x")),
+    ]
+    heir = entry(1, 2, pod=SECOND, resource=N150A, directory=own("y"))
+    for each in (*pod, heir):
+        world.answer(each)
+    world.write(*pod, heir)
+    world.make_cgroup(FIRST, "pause")
+    assert left_behind(world, world.call(heir)) == {"x"}
+    world.start(pod[0])
+    assert left_behind(world, world.call(heir)) == set()
+
+
 # -- the checkpoint --------------------------------------------------------------------------------
 
 
