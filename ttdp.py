@@ -2173,14 +2173,15 @@ def _name(value: object) -> str:
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same answers
 def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
     """Return what stands in an answer, None if it is another vendor's; raises ValueError."""
-    content = base64.b64decode(encoded)
+    content = base64.b64decode(encoded, validate=True)
     if not is_our_domain and ADDRESSES.encode() not in content:
         return None
 
     try:
-        return read_answer(pb.ContainerAllocateResponse.FromString(content))
+        answer = read_answer(pb.ContainerAllocateResponse.FromString(content))
     except DecodeError as error:
         raise ValueError(str(error)) from None
+    return answer if is_our_domain or answer.is_ours else None
 
 
 def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
@@ -2195,8 +2196,11 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
     directories, locks = [], ""
     for mount in answer.mounts:
         parent, name = os.path.split(mount.host_path)
-        # The host's own hugetlbfs, of hugepages = "host", is nobody's.
-        if basename(parent) == OWN_DIRECTORY and name not in ("", ".", ".."):
+        hugetlbfs, own = os.path.split(parent)
+        # The host's own hugetlbfs, of hugepages = "host", is nobody's. And no mount of the
+        # administrator's may be emptied, such as /var/lib/tt-device-plugin/models.
+        is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
+        if is_private and name not in ("", ".", ".."):
             directories.append(mount.host_path)
         elif mount.container_path == SHM != mount.host_path:
             locks = mount.host_path
@@ -2258,13 +2262,12 @@ class Cgroups:
     def __init__(self, sysfs_root: str) -> None:
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._directories: dict[str, list[str]] = {}  # of pods, by UID with "_" for "-"
+        self._directories: Mapping[str, list[str]] = {}  # of pods, by UID with "_" for "-"
         self._populated: dict[str, bool] = {}  # by UID; of the pods that were asked for since then
 
     def refresh(self) -> None:
         """List the pods' directories, and drop all former findings; raises OSError."""
-        self._directories = {}
-        self._populated = {}
+        found = defaultdict(list)
         for root in self._find_roots():
             qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
 
@@ -2272,7 +2275,11 @@ class Cgroups:
                 for name in names_in(directory):
                     if match := POD_DIRECTORY.fullmatch(name):
                         uid = (match[1] or match[2]).replace("-", "_")
-                        self._directories.setdefault(uid, []).append(f"{directory}/{name}")
+                        found[uid].append(f"{directory}/{name}")
+
+        # Not before all are listed: the view is still that of the last refresh after an error.
+        self._directories = found
+        self._populated = {}
 
     def _find_roots(self) -> list[str]:
         """Return the kubepods directories that root owns, in the mount or one directory below."""
@@ -2327,21 +2334,22 @@ class Cgroups:
     def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
         waiting = [directory]
-        try:
-            if self._is_v2:
-                with open(f"{directory}/cgroup.events", "rb", 0) as file:
-                    return b"populated 1" in file.read()
+        while waiting:
+            directory = waiting.pop()
+            try:
+                if self._is_v2:
+                    with open(f"{directory}/cgroup.events", "rb", 0) as file:
+                        return b"populated 1" in file.read()
 
-            while waiting:
-                directory = waiting.pop()
                 # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
                 with open(f"{directory}/tasks", "rb", 0) as file:
                     if file.read(1):
                         return True
                 with os.scandir(directory) as entries:
                     waiting += [each.path for each in entries if each.is_dir(follow_symlinks=False)]
-        except OSError as error:
-            return error.errno not in ABSENT
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    return True
         return False
 
 
@@ -2382,9 +2390,9 @@ class HoldState:
         return self.hold.pod or self.hold.key
 
     @property
-    def is_known(self) -> bool:
-        """Return whether the kubelet has it, as far as can be seen: it may not be written yet."""
-        return self.is_in_checkpoint or not self.hold.pod
+    def has_left(self) -> bool:
+        """Return whether a checkpoint has named it, but the present one does not."""
+        return bool(self.hold.pod) and not self.is_in_checkpoint
 
     def to_saved(self) -> Json:
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
@@ -2533,6 +2541,9 @@ class HoldBook:
             state.cgroup_seen |= self._cgroups.exists(pod)
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
+            # A static pod comes back under its UID, and would seem to have run on.
+            if not state.is_in_checkpoint:
+                self._note_end(state)
 
         # An entry's state stays while it is not current, or the next refresh would take a pod that
         # has ended for one whose cgroup does not exist yet.
@@ -2560,9 +2571,12 @@ class HoldBook:
     def note_ended_pods(self) -> None:
         """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
         for state in self._states.values():
-            pod = state.hold.pod
-            if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
-                state.start = Start.OVER
+            self._note_end(state)
+
+    def _note_end(self, state: HoldState) -> None:
+        pod = state.hold.pod
+        if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
+            state.start = Start.OVER
 
     def add(self, hold: Hold, now: float) -> None:
         """Add an answer that is given now."""
@@ -2617,14 +2631,22 @@ class HoldBook:
             if is_same and self._may_call(state, now):
                 callers.append(state)
 
+        # An entry is missing for a moment, or for good: the kubelet has given its IDs away since.
+        present = [state for state in callers if not state.has_left]
+        given_at = max((state.answered_at or 0.0 for state in present), default=0.0)
+        callers = [
+            state
+            for state in callers
+            if not state.has_left or (state.answered_at or 0.0) >= given_at
+        ]
         return Call(resource, ids, chips.union(*(state.hold.chips for state in callers)), callers)
 
     def _may_call(self, state: HoldState, now: float) -> bool:
         if self._states.get(state.hold.key) is not state:
             return False  # it was dropped
-        if not state.is_in_checkpoint and now - state.left_at < MISSING_FOR:
-            return True
-        return state.is_known and self.is_current(state, now)
+        if state.has_left:
+            return now - state.left_at < MISSING_FOR
+        return self.is_current(state, now)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
@@ -2761,10 +2783,12 @@ def advertise(
         configured = offer.resources.get(hold.resource)
         if not hold.is_ours and not configured:
             continue
-        for device_id in hold.ids:
+        for device_id in sorted(hold.ids):
             held.add((hold.resource, device_id))
             device = configured.devices.get(device_id) if configured else None
-            if device is None or not device.addresses <= hold.chips:
+            # After a reboot, a board is incomplete until its chips report their serial number.
+            is_same = device and device.addresses <= hold.chips and not device.incomplete
+            if not is_same:
                 changed[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
 
     for hold in holds:
@@ -2845,9 +2869,9 @@ class Directories:
     def __init__(self, settings: Settings) -> None:
         self.resisting: dict[str, Resistance] = {}  # by path
         self._settings = settings  # only dev_root counts, which never changes
-        self._lock_paths: set[str] = set()  # that were ever made or named
+        self._lock_paths: set[str] = set()  # that can have locks in them
         self._tried_at: dict[str, float] = {}  # by path
-        self._began_at: float | None = None  # the first tidy(): what was there then …
+        self._began_at: float | None = None  # the first unnamed(): what was there then …
         self._inherited: frozenset[str] = frozenset()  # … can be that of a pod not known yet
 
     def make_for_hugepages(self, name: str, hugetlbfs: Iterable[Mount]) -> list[Mount]:
@@ -2864,14 +2888,15 @@ class Directories:
         self._lock_paths.add(path)
         parent = dirname(path)
         _make_directory(parent, 0o755)
-        # Whoever could replace the directory could redirect root. The container may own its own.
-        status = os.lstat(parent)
-        if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "other users can change it", parent)
-
+        _check_lock_dir(parent)
         with _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
             _set_mode(path, 0o1777, directory)
+
+    def note_locks(self, path: str) -> None:
+        """Have a directory emptied once no current hold names it, as users of a former daemon's."""
+        if path != SHM:  # the host's own
+            self._lock_paths.add(path)
 
     def put_right(self, hold: Hold) -> None:
         """Make what a hold names and is missing, with its mode; raises OSError.
@@ -2888,11 +2913,10 @@ class Directories:
             if not _is_directory(hold.locks, 0o1777):
                 self.make_for_locks(hold.locks)
 
-    def tidy(self, holds: Iterable[Hold], now: float, steps: Steps) -> None:
-        """Remove the directories that no current hold names; raises OutOfSteps.
+    def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
+        """Return the directories that no current hold names; raises OSError.
 
-        In the first seconds nothing that was there before: the checkpoint can be late. One that
-        resists is tried again later, and keeps nothing else from being removed.
+        In the first seconds none that was there before: the checkpoint can be late.
         """
         named = {path for hold in holds for path in (*hold.directories, hold.locks)}
         present = {*self._hugepage_paths(), *self._lock_paths}
@@ -2900,28 +2924,23 @@ class Directories:
             self._began_at, self._inherited = now, frozenset(present)
         if now - self._began_at < WRITTEN_WITHIN:
             present -= self._inherited
+        return present - named
 
-        unnamed = present - named
-        self.resisting = {path: self.resisting[path] for path in unnamed & self.resisting.keys()}
-        self._tried_at = {path: self._tried_at[path] for path in unnamed & self._tried_at.keys()}
+    def clear(
+        self, unnamed: Collection[str], left_behind: Collection[str], now: float, steps: Steps
+    ) -> None:
+        """Remove these directories, and empty those that are left behind; raises OutOfSteps.
+
+        One that resists is tried again later, and keeps nothing else from being removed.
+        """
+        paths = {*unnamed, *left_behind}
+        self.resisting = {path: self.resisting[path] for path in paths & self.resisting.keys()}
+        self._tried_at = {path: self._tried_at[path] for path in paths & self._tried_at.keys()}
         # The one that took all steps of the last time comes last.
-        for path in sorted(unnamed, key=lambda path: (self._tried_at.get(path, 0.0), path)):
+        for path in sorted(paths, key=lambda path: (self._tried_at.get(path, 0.0), path)):
             if path not in self.resisting or now >= self.resisting[path].next_try:
                 self._tried_at[path] = now
-                self._remove(path, now, steps)
-
-    def empty(self, path: str, steps: Steps) -> None:
-        """Empty the directory of a pod that does not run; raises OutOfSteps."""
-        try:
-            with (
-                _opened_own_directory(dirname(path)) as parent,
-                _opened_directory(basename(path), parent) as directory,
-            ):
-                _empty(directory, steps)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("%s cannot be emptied: %s", path, error.strerror)
+                self._clear(path, now, steps, is_kept=path in left_behind)
 
     def _hugepage_paths(self) -> Iterator[str]:
         for hugetlbfs in hugetlbfs_mounts(self._settings):
@@ -2932,13 +2951,20 @@ class Directories:
                 for name in os.listdir(directory):
                     yield f"{parent}/{name}"
 
-    def _remove(self, path: str, now: float, steps: Steps) -> None:
-        """Remove a directory for hugepages, or empty one for locks; raises OutOfSteps."""
+    def _clear(self, path: str, now: float, steps: Steps, *, is_kept: bool) -> None:
+        """Remove a directory for hugepages, or empty it; raises OutOfSteps."""
         try:
             if path in self._lock_paths:
+                _check_lock_dir(dirname(path))
                 with _opened_directory(path) as directory:
                     _empty(directory, steps)
                 _set_mode(path, 0o1777)
+            elif is_kept:
+                with (
+                    _opened_own_directory(dirname(path)) as parent,
+                    _opened_directory(basename(path), parent) as directory,
+                ):
+                    _empty(directory, steps)
             else:
                 with _opened_own_directory(dirname(path)) as parent:
                     _remove_entry(basename(path), parent, steps)
@@ -2966,6 +2992,16 @@ def _make_hugepage_directory(path: str) -> None:
         os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
         _make_directory(path, 0o777, directory)
         _set_mode(path, 0o777, directory)
+
+
+def _check_lock_dir(path: str) -> None:
+    """Raise OSError if others than root can change a directory of lock directories.
+
+    Whoever could replace one of these could redirect root. The container may own its own.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "other users can change it", path)
 
 
 def _empty(directory: int, steps: Steps) -> None:
@@ -4774,11 +4810,6 @@ class Host:
         self.wake = wake
         self._decision: Decision | None = None
 
-    @property
-    def can_remove_directories(self) -> bool:
-        """Return whether the holds are all that there are."""
-        return self.holds.has_read and self.holds.problem is None
-
     @contextmanager
     def looking_often(self) -> Iterator[None]:
         """Have the loop look often at pods, as a container waits for the end of one."""
@@ -4831,6 +4862,13 @@ class Host:
         if self._decision is None or observation != self._decision.observation:
             self._decision = decide(observation, self._decision)
         return self._decision
+
+    def unnamed_directories(self, decision: Decision, now: float) -> set[str]:
+        """Return the directories that can be removed; raises OSError."""
+        # Without a checkpoint, the holds may not be all that there are.
+        if not self.holds.has_read or self.holds.problem:
+            return set()
+        return self.directories.unnamed(decision.holds, now)
 
     def note_problem(self, subject: str, problem: Reason | None) -> None:
         """Record why pods cannot get devices, None if they can; a new problem is logged."""
@@ -5025,12 +5063,11 @@ class Allocator:
 
         deadline = monotonic() + EMPTY_WITHIN
         while True:
+            now = monotonic()
             try:
-                steps = Steps()
-                if host.can_remove_directories:
-                    host.directories.tidy(decision.holds, monotonic(), steps)
-                for path in host.holds.left_behind(call, decision.holds):
-                    host.directories.empty(path, steps)
+                unnamed = host.unnamed_directories(decision, now)
+                left_behind = host.holds.left_behind(call, decision.holds)
+                host.directories.clear(unnamed, left_behind, now, Steps())
                 return
             except OutOfSteps:
                 if monotonic() > deadline:
@@ -5049,7 +5086,7 @@ def _new_name(chips: Sequence[Chip]) -> str:
 
 def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
     """Return why a start waits for these holds' pods."""
-    callers = [state.hold for state in call.callers if state.is_known]
+    callers = [state.hold for state in call.callers if not state.has_left]
     pods = dict.fromkeys(map(decision.label, others))
     if {hold.key for hold in others} & {hold.key for hold in callers}:
         # kubernetes #137534: the first one's start went on.
@@ -6096,12 +6133,16 @@ class Daemon:
                 problem = problem or directory_problem(error)
         host.note_problem("directories", problem)
 
-        self._must_tidy = False
-        if host.can_remove_directories:
-            try:
-                host.directories.tidy(decision.holds, now, Steps())
-            except OutOfSteps:
-                self._must_tidy = True
+        # Pods of a former daemon can have left theirs.
+        for resource in decision.resources.values():
+            if locks := lock_path(resource, resource.devices, host.settings):
+                host.directories.note_locks(locks)
+
+        try:
+            host.directories.clear(host.unnamed_directories(decision, now), (), now, Steps())
+            self._must_tidy = False
+        except OutOfSteps:
+            self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
         settings = self.host.settings
