@@ -3651,7 +3651,8 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     product = common_value(chip.board_type for chip in chips)
     if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
-    memory = {sum(chip.memory for chip in device.chips) for device in devices}
+    complete = [device for device in devices if not device.incomplete]
+    memory = {sum(chip.memory for chip in device.chips) for device in complete}
     chip_places = places(chips)
     counts = Counter(place.board for place in chip_places.values())
     whole_boards = {

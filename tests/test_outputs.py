@@ -234,6 +234,16 @@ def test_a_galaxy_with_seven_of_eight_memory_tiles_has_less_memory() -> None:
     assert values("galaxy-blackhole-board", "memory", *less, unit="board") == [str(8 * 28672)]
 
 
+def test_memory_is_that_of_devices_that_are_complete() -> None:
+    """Half a board would show less than a device that a pod can get."""
+    keys = "count memory"
+
+    assert values("p300-board", keys, HALF, unit="board") == ["1", None]
+    assert values("p300-board", keys, *PAIR, HALF, unit="board") == ["2", "65536"]
+    absent = chip(6, "p300c", present=False, serial="1" * 16)
+    assert values("p300-board", keys, PAIR[0], absent, unit="board") == ["1", "65536"]
+
+
 def test_devices_count_whether_they_are_healthy_or_not_if_they_exist() -> None:
     """An ID that a pod holds adds none: of the same chip, of a missing one, of another domain."""
     found = labels(chip(2, "p150a", fault=Kind.HOT), chip(1, present=False))
