@@ -1656,6 +1656,7 @@ class ChipState:
         if telemetry.identity.contradicts(self.chip.identity):
             self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
             self.vitals = Vitals()
+            self.fault_kind = self.since = None
 
         self.vitals = self.vitals.after(reading, settings)
         fault = judge(reading, self.vitals, settings, self.chip.telemetry_fault)

@@ -560,3 +560,15 @@ def test_another_card_in_the_slot_begins_anew(is_seen_to_vanish: bool) -> None:
     assert followed.state.chip.identity == OTHER
     followed.read(identity=OTHER, heartbeat=8)
     assert followed.kind is Kind.STALLED
+
+
+def test_a_fault_of_another_card_in_the_slot_begins_with_that_card() -> None:
+    """Also if it is of the same kind, and nobody saw the exchange."""
+    followed = Followed(temperature_limit=80)
+    followed.read(identity=Identity(serial="A" * 16), temperature=90.0)
+    assert followed.since(100) == 100
+
+    followed.read(identity=OTHER, temperature=90.0)
+
+    assert followed.kind is Kind.HOT
+    assert followed.since(200) == 200
