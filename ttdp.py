@@ -3725,6 +3725,10 @@ class Decision:
                         found[chip.bdf] = (resource, device)
         return found
 
+    @cached_property
+    def held_chips(self) -> ChipAddresses:
+        return frozenset(chain(*(hold.chips for hold in self.holds)))
+
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
 
@@ -3733,7 +3737,7 @@ class Decision:
 
     def is_out_of_service(self, bdf: str) -> bool:
         """Return whether a chip is excluded, and no pod holds it: its faults concern nobody."""
-        return bdf in self.offer.excluded and bdf not in self.devices
+        return bdf in self.offer.excluded and bdf not in self.held_chips
 
 
 def decide(observation: Observation, former: Decision | None = None) -> Decision:

@@ -175,6 +175,14 @@ def test_the_log_has_the_fault_of_an_excluded_chip_only_while_a_pod_holds_it(
     assert ("unhealthy" in log) is is_held
 
 
+def test_a_chip_that_another_plugins_pod_holds_is_in_service() -> None:
+    """Under whatever name of our domain that plugin gave it."""
+    theirs = hold("theirs", "0", buses=[2])._replace(is_ours=False)
+    found = decide(FOUR, without(2, 3), [theirs])
+    assert not found.is_out_of_service(bdf(2))
+    assert found.is_out_of_service(bdf(3))
+
+
 def row_of(decision: ttdp.Decision, address: str) -> dict[str, Any]:
     """The chip as `list --json` shows it, when its fault has begun long ago."""
     states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
