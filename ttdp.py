@@ -4177,6 +4177,10 @@ def view_of_node(
                 withheld[f"{name} {device.id}"] = device.withheld
         resources.append(row)
 
+    service_row = None
+    if service:
+        service_row = service._asdict()
+        del service_row["registrations"]  # they are in the rows of the resources
     in_service = [
         chip for bdf, chip in decision.chips.items() if bdf not in decision.offer.excluded
     ]
@@ -4184,7 +4188,7 @@ def view_of_node(
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
         "unit": settings.unit,
-        "service": service._asdict() if service else None,
+        "service": service_row,
         "driver": decision.observation.driver,
         "driver_problem": driver_problem(decision),
         "unsupported": decision.observation.unsupported,
