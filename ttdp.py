@@ -4044,8 +4044,8 @@ def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
                 add(sensor.metric, state.sensors.get(sensor.attribute), **sensor.labels)
-        if state and chip.is_present and state.processes is not None:
-            add("open", len(state.processes))
+            if state.processes is not None:
+                add("open", len(state.processes))
 
     for bdf, containers in sorted(users(decision).items()):
         for user in containers:
