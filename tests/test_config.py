@@ -521,7 +521,7 @@ def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
 
 def test_times_are_those_of_the_design() -> None:
     """Other tests hurry them, or wait for what they are."""
-    names = "START_CHECK_TIMEOUT METRICS_INTERVAL EVIDENCE_LASTS START_TIMEOUT LINK_TIMEOUT"
-    assert [getattr(ttdp, name) for name in names.split()] == [25, 15, 30, 60, 1]
+    names = "START_TIMEOUT METRICS_INTERVAL WRITTEN_WITHIN CREATED_WITHIN LINK_TIMEOUT EMPTY_WITHIN"
+    assert [getattr(ttdp, name) for name in names.split()] == [25, 15, 30, 120, 1, 1]
     assert (ttdp.REGISTER_TIMEOUT, ttdp.BACKOFF) == (10, (0.1, 5))
     assert (ttdp.READ_TIMEOUT, ttdp.FIRMWARE_TIMEOUT, ttdp.BIND_TIMEOUT) == (2, 10, 10)

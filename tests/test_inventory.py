@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import decide
+from tests.chips import decide, kind_of
 from tests.world.captures import capture, capture_names
 from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
 from tests.world.processes import in_memory
@@ -59,10 +59,6 @@ def restarted(inventory: Inventory) -> Inventory:
     saved = {bdf: state.to_saved() for bdf, state in inventory.states.items()}
     loaded = json.loads(json.dumps(saved)).items()
     return Inventory({bdf: ChipState.from_saved(bdf, row) for bdf, row in loaded})
-
-
-def kind_of(chip: ttdp.Chip) -> Kind | None:
-    return chip.fault.kind if chip.fault else None
 
 
 def look(inventory: Inventory, node: SimulatedNode, at: float = 0.0) -> dict[str, ttdp.Chip]:

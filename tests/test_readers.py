@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 import ttdp
+from tests.chips import kind_of
 from tests.conftest import WATCHDOG, StartDaemon
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import open_below
-from ttdp import Fault, PciFunction, Reading, Telemetry, TelemetryReaders
+from ttdp import Kind, PciFunction, Reading, Telemetry, TelemetryReaders
 
 
 def function(bus: int, ordinal: int = 0) -> PciFunction:
@@ -192,7 +193,7 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     blocked.block("tt_heartbeat")
     daemon.forget_notes()
     other.vanish()
-    await until(lambda: daemon.chip(blocked.bdf).fault is Fault.BLOCKED)
+    await until(lambda: kind_of(daemon.chip(blocked.bdf)) is Kind.BLOCKED)
     assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
 
 
@@ -245,7 +246,8 @@ class Poll:
         self._settings = settings_of(node, node.root / "plugins")
 
     def begin(self, **options: Any) -> list[PciFunction]:
-        found = [each for each in ttdp.scan(self._settings, {}).values() if each]
+        bus = ttdp.scan(self._settings, {}, driver_is_loaded=True)
+        found = [each for each in bus.values() if each]
         self.readers.submit(found, is_poll=True, **options)
         return found
 
