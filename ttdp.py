@@ -4396,6 +4396,10 @@ class TelemetryReaders:
 # ==== FILES: for others, and to survive a restart =================================================
 
 
+# What it raises to read a JSON document that has another form than expected.
+OTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
 class OutputFile:
     """A file that is replaced when its text changes, and removed if that fails.
 
@@ -4547,7 +4551,7 @@ class StateFile:
             )
         except FileNotFoundError:
             return SavedState()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, *OTHER_FORM) as error:
             log.warning("%s is discarded: %s: %s", path, type(error).__name__, error)
             return SavedState()
 

@@ -506,6 +506,7 @@ ENCODED = b'{"format": 4, "boot": "this boot", "files": [], "chips": {}, "holds"
         (b'"0000', b'"\xff'),
         (None, b""),
         (None, b"garbage"),
+        (None, b"[" * 100_000),
         (None, b"[]"),
         (None, b"null"),
         (None, ENCODED + b"[1]}"),
