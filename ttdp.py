@@ -6528,18 +6528,18 @@ def _faults(view: View) -> Iterator[tuple[str, str, str]]:
 
     for (problem, command), addresses in found.items():
         subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
-        since = [view["faults"][bdf]["since"] for bdf in addresses]
-        yield subject, f"{problem}{_since(min(filter(None, since), default=None))}", command
+        times = [view["faults"][bdf]["since"] for bdf in addresses]
+        first = min(filter(None, times), default=None)
+        yield subject, f"{problem}{_since(first, time.time())}", command
 
 
-def _since(moment: float | None) -> str:
+def _since(moment: float | None, now: float) -> str:
     """Return when a fault began, in local time; with the date from the second day on."""
     if moment is None:
         return ""
-    form = "%H:%M"
-    if time.strftime("%F", time.localtime(moment)) != time.strftime("%F"):
-        form = "%Y-%m-%d %H:%M"
-    return time.strftime(f" (since {form})", time.localtime(moment))
+    began, today = time.localtime(moment), time.localtime(now)
+    form = "%H:%M" if began[:3] == today[:3] else "%Y-%m-%d %H:%M"
+    return time.strftime(f" (since {form})", began)
 
 
 def _table_lines(view: View, width: int | None) -> Iterator[str]:
