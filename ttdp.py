@@ -4139,6 +4139,26 @@ class Service(NamedTuple):
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
 
+VIEW_KEYS = {
+    *NEEDS_RESTART,
+    *PATHS_OF_FILES,
+    "version",
+    "unit",
+    "service",
+    "driver",
+    "driver_problem",
+    "unsupported",
+    "checkpoint_problem",
+    "unreadable",
+    "chips",
+    "faults",
+    "unplaced",
+    "missing",
+    "resources",
+    "withheld",
+}
+
+
 def view_of_node(
     decision: Decision,
     states: Mapping[str, ChipState],
@@ -6429,33 +6449,38 @@ def ask(path: str) -> View | ServiceProblem:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(VIEW_TIMEOUT)
             connection.connect(path)
-            view = json.loads(_received(connection))
-        version, _ = view["version"], [view[key] for key in NEEDS_RESTART]
+            view: View = json.loads(_received(connection))
+
+        version = view["version"]
+        is_complete = version != __version__ or view.keys() >= VIEW_KEYS
+        if not isinstance(version, str) or not is_complete:
+            raise ValueError
     except (FileNotFoundError, ConnectionRefusedError):
         return NOT_RUNNING
     except PermissionError:
         text = f"cannot be reached (permission denied: {path}); run this command as root"
         return ServiceProblem("warn", text)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = str(error) if isinstance(error, OSError) else "not a view of this program"
+    except OSError as error:
+        reason = error.strerror or str(error)
         return ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
+    except OTHER_FORM:
+        return ServiceProblem("FAIL", f"does not answer on {path}: not a view of this program")
 
     if version != __version__:
-        text = f"is still version {version}, not {__version__}"
+        text = f"is still version {version[:63]}, not {__version__}"
         return ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
-    found: View = view
-    return found
+    return view
 
 
 def _received(connection: socket.socket) -> bytes:
     """Return all that the other side sends; raises OSError, ValueError."""
     deadline = monotonic() + VIEW_TIMEOUT
-    content = b""
+    content = bytearray()
     while part := connection.recv(1 << 20):
         content += part
         if monotonic() > deadline or len(content) > VIEW_MAX:
             raise ValueError("too much")
-    return content
+    return bytes(content)
 
 
 async def look_once(settings: Settings) -> View:

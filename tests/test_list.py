@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -622,9 +625,8 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(
 
     (row,) = (await served.ask("list", "--json")).rows
     assert row["since"] == "2017-07-14T02:40:00Z"
-    assert (await served.ask("list")).below.startswith(
-        f"{chip.bdf}: chip does not respond (registers read as ones) (since 2017-07-14 "
-    )
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(LONG_AGO))
+    assert f" (since {began}); run: " in (await served.ask("list")).below
 
 
 async def test_a_card_that_was_never_bound_is_reported_with_its_command(
@@ -717,6 +719,95 @@ async def test_a_daemon_of_another_version_is_not_asked(
     check = await asyncio.to_thread(served.run_as_process, "check")
     assert ("FAIL", "service", f"{problem}; {command}") in check.complaints
     assert check.status == 1
+
+
+@contextlib.contextmanager
+def answering(path: Path, answer: bytes, *, without_end: bool = False) -> Iterator[None]:
+    """Something else listens on the service's socket, and answers each connection with this."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(answer)
+                while without_end:
+                    connection.sendall(answer)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)
+
+
+ROOTS = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
+STRANGE_ANSWERS = {
+    "empty": b"",
+    "no JSON": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "no text": b"\xff\xfe",
+    "an array": b"[]",
+    "null": b"null",
+    "an object": b"{}",
+    "nested deeply": b"[" * 1_000_000,
+    "a version that is none": b'{"version": ["\\u001b[2J"]}',
+    "only a version": json.dumps({"version": ttdp.__version__}).encode(),
+    "without chips": json.dumps(
+        {"version": ttdp.__version__, **dict.fromkeys(ROOTS, "/")}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("answer", STRANGE_ANSWERS)
+def test_whatever_else_answers_on_the_services_socket_is_one_line(mixed: Host, answer: str) -> None:
+    """Then the node itself is looked at."""
+    path = mixed.root / "status.sock"
+    problem = f"does not answer on {path}: not a view of this program"
+
+    with answering(path, STRANGE_ANSWERS[answer]):
+        found = mixed.run("list")
+        check = mixed.run("check")
+
+    assert found.err == f"the service {problem}, {ONE_LOOK}\n"
+    assert (len(found.table), found.status) == (4, 0)
+    assert (check.findings[1], check.err) == (("FAIL", "service", problem), "")
+
+
+def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
+    """Else no daemon would be asked."""
+    assert shown(decide([])).keys() == ttdp.VIEW_KEYS
+
+
+def test_an_answer_without_an_end_is_one_line(mixed: Host) -> None:
+    """No more of it is kept than a view can have."""
+    path = mixed.root / "status.sock"
+
+    with answering(path, b"[" * (1 << 20), without_end=True):
+        found = ttdp.ask(str(path))
+
+    assert isinstance(found, ttdp.ServiceProblem)
+    assert found.text == f"does not answer on {path}: not a view of this program"
+
+
+def test_a_service_that_says_nothing_is_one_line(
+    mixed: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon itself would end the connection sooner."""
+    monkeypatch.setattr("ttdp.VIEW_TIMEOUT", 0.1)
+    path = mixed.root / "status.sock"
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        found = ttdp.ask(str(path))
+
+    assert isinstance(found, ttdp.ServiceProblem)
+    assert found.text == f"does not answer on {path}: timed out"
 
 
 @pytest.mark.usefixtures("three")
