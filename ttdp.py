@@ -6366,13 +6366,30 @@ def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def print_safely(text: str, stream: Any = None) -> None:
+def print_safely(text: str) -> None:
     """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
-    stream = stream or sys.stdout
     shown = printable(text)
-    if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
-    print(shown, file=stream)
+    print(shown)
+
+
+def print_lines(lines: Iterable[str]) -> bool:
+    """Print the output of a command; return whether that is possible. If not, stderr has why."""
+    if sys.stdout is None:
+        log.error("cannot write to stdout: it is closed")
+        return False
+
+    try:
+        for line in lines:
+            print_safely(line)
+        sys.stdout.flush()
+    except OSError as error:
+        log.error("cannot write to stdout: %s", error.strerror)
+        # Else Python tries again at its end, and reports that as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def terminal_width() -> int | None:
@@ -6507,13 +6524,12 @@ def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
     view, problem = get_view(settings, is_valid=is_valid)
     if problem:
         text = f"the service {problem.text}, so this is a single look at the node"
-        print_safely(str(Reason(text, problem.command)), sys.stderr)
+        log.error("%s", printable(str(Reason(text, problem.command))))
+
+    lines = list_lines(view, terminal_width())
     if as_json:
-        print(json.dumps(view["chips"], indent=2))
-        return 0
-    for line in list_lines(view, terminal_width()):
-        print_safely(line)
-    return 0
+        lines = iter(json.dumps(view["chips"], indent=2).splitlines())
+    return 0 if print_lines(lines) else 1
 
 
 def list_lines(view: View, width: int | None) -> Iterator[str]:
@@ -6644,16 +6660,18 @@ PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device 
 
 
 def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
-    """Print the findings; return 1 if any FAILs."""
+    """Print the findings; return 1 if any FAILs, or if they cannot be printed."""
     found = list(findings)
     shown = [each for each in found if each.level != "ok" or not is_quiet]
     width = terminal_width()
     margin = max((len(each.subject) for each in shown), default=0) + 8
+    lines: list[str] = []
     for level, subject, text, command in shown:
         start = f"{level:4}  {subject}".ljust(margin)
-        for line in wrapped(start + text, command, width, " " * margin):
-            print_safely(line)
-    return 1 if any(each.level == "FAIL" for each in found) else 0
+        lines += wrapped(start + text, command, width, " " * margin)
+
+    has_failed = any(each.level == "FAIL" for each in found)
+    return 0 if print_lines(lines) and not has_failed else 1
 
 
 def check_configuration(settings: Settings, problem: str | None) -> Findings:

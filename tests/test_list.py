@@ -25,7 +25,7 @@ from tests.commands import PROGRAM, Answer, Host, forked, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, environment, until
+from tests.world.processes import PATIENCE, environment, finished, until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import ChipState, Kind
 
@@ -270,6 +270,35 @@ def test_a_closed_pipe_is_not_an_error(host: Host) -> None:
         os.close(writer)
         _, err = process.communicate(timeout=4 * PATIENCE)
     assert err.decode() == NOT_RUNNING and process.returncode in (0, -signal.SIGPIPE)
+
+
+def redirected(host: Host, redirection: str, *words: str) -> Answer:
+    """Run the program with this redirection of a shell."""
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *PROGRAM, *words, *host.flags]
+    ended = finished(command, host.environ)
+    return Answer(ended.returncode, ended.stdout, ended.stderr)
+
+
+@pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("check",)])
+@pytest.mark.parametrize(
+    ("redirection", "reason"),
+    [(">&-", "it is closed"), (">/dev/full", "No space left on device")],
+)
+def test_an_output_that_cannot_be_written_is_one_line_and_status_1(
+    mixed: Host, words: tuple[str, ...], redirection: str, reason: str
+) -> None:
+    """A script that keeps the output must not take an empty file for that of an idle node."""
+    answer = redirected(mixed, redirection, *words)
+
+    lines = answer.err.splitlines()
+    assert lines[-1] == f"cannot write to stdout: {reason}"
+    assert len(lines) == (1 if words == ("check",) else 2), answer.err
+    assert answer.status == 1
+
+
+def test_without_stderr_the_json_is_json(mixed: Host) -> None:
+    """The line that no daemon runs has no place to go, least of all among the rows."""
+    assert len(redirected(mixed, "2>&-", "list", "--json").rows) == 4
 
 
 def test_list_works_with_an_invalid_configuration(mixed: Host) -> None:
