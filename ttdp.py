@@ -50,8 +50,9 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext, suppres
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from itertools import chain, count
+from itertools import chain, combinations, count
 from math import inf
+from operator import add
 from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
@@ -89,6 +90,11 @@ def abbreviate(names: Sequence[str]) -> str:
     return quoted if len(names) <= 3 else f"{quoted} and {len(names) - 3} more"
 
 
+def either(words: Sequence[str]) -> str:
+    """Return the words as a choice: "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
 def printable(text: str) -> str:
     """Return a text that others control with its control characters escaped."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
@@ -105,234 +111,43 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the servic
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # of the service, for `check`
 
-# A unix socket's address has room for 107 bytes. The daemon's sockets in the kubelet's directory
-# are called "tt-<resource>.<pid>-<number>.sock". Of the resource's name they have 20 characters;
-# the largest process ID is 4194304 (proc(5)), and numbers begin again after 99999.
-SOCKET_PATH_MAX = 107
-ENDPOINT_NAME_MAX = 20
-PLUGIN_DIR_MAX = SOCKET_PATH_MAX - len("/tt-") - ENDPOINT_NAME_MAX - len(".4194304-99999.sock")
+SOCKET_PATH_MAX = 107  # bytes (unix(7))
+PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
+RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # in a container
 
-TRUE = ("true", "yes", "on", "1")  # in flags and variables; TOML has its own booleans
-FALSE = ("false", "no", "off", "0")
+# A switch as a flag or variable. TOML has its own booleans.
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 
-# Keys with which other plugins divide a device. They are refused with a text of their own.
-PARTITIONING_KEYS = ("memory_gb", "memory", "mps", "cores", "timeslice")
+Flags = Mapping[str, str | None]  # by key
+Environment = Mapping[str, str]
 
 
 class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
 
 
-class FormerKey(NamedTuple):
-    """A key of a former release."""
-
-    same_as_now: str  # with this value the key changes nothing: only a warning
-    explanation: str  # the error for all other values
-
-
-FORMER_KEYS = {
-    "device_id_strategy": FormerKey(
-        same_as_now="bdf",
-        explanation="the key was removed in 0.2.0, as device IDs are PCI addresses now; drain the "
-        "node and remove the key (visible_devices selects the value of TT_VISIBLE_DEVICES)",
-    ),
-}
-
-
-class Rule(NamedTuple):
-    """The values that an option accepts."""
-
-    valid: str  # completes the sentence "must be …"
-    parse: Callable[[Any], Any]  # returns the value to use; raises ValueError
-    choices: tuple[str, ...] = ()
-    may_be_empty: bool = False  # an empty flag or variable is a value, not the absence of one
-
-
-def _require(holds: object) -> None:
-    """Raise ValueError, which _checked() turns into a message with the rule's valid values."""
-    if not holds:
-        raise ValueError
-
-
-def _choice(*choices: str) -> Rule:
-    def parse(value: Any) -> str:
-        _require(value in choices)
-        return str(value)
-
-    return Rule(f"{', '.join(choices[:-1])} or {choices[-1]}", parse, choices)
-
-
-def _number(valid: str, least: float, most: float, kinds: tuple[type, ...] = (int,)) -> Rule:
-    def parse(value: Any) -> Any:
-        # type() and not isinstance(), for which a boolean is an integer.
-        _require(type(value) in kinds and least <= value <= most)
-        return value
-
-    return Rule(valid, parse)
-
-
-def _text(valid: str, pattern: str, max_length: int = 4095) -> Rule:
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and len(value) <= max_length)
-        _require(re.fullmatch(pattern, value))
-        return str(value)
-
-    return Rule(valid, parse)
-
-
-def _host_path(valid: str, *, max_bytes: int = 4095, may_be_empty: bool = False) -> Rule:
-    """Return the rule of a path on the host; a relative path is made absolute."""
-
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and value.isprintable())
-        if not value:
-            _require(may_be_empty)
-            return ""
-
-        path: str = abspath(value)
-        _require(len(os.fsencode(path)) <= max_bytes)
-        return path
-
-    return Rule(valid, parse, may_be_empty=may_be_empty)
-
-
-def _absolute_path(valid: str, forbidden: Collection[str] = ()) -> Rule:
-    """Return the rule of a path for which the daemon's working directory has no meaning."""
-
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and value.isprintable() and value.startswith("/"))
-        # normpath() alone keeps two slashes at the beginning.
-        path: str = os.path.normpath("/" + value.lstrip("/"))
-        _require(path not in forbidden)
-        return path
-
-    return Rule(valid, parse)
-
-
-def _boolean(value: Any) -> bool:
-    _require(isinstance(value, bool))
-    return bool(value)
-
-
-def _domain(value: Any) -> str:
-    """Parse the domain of resource names (Kubernetes' IsExtendedResourceName)."""
-    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    _require(isinstance(value, str) and re.fullmatch(rf"{label}(\.{label})*", value))
-    _require(not value.startswith("requests.") and "kubernetes.io" not in value)
-    # In a quota the name begins with "requests.", and with that is a DNS name of 253 characters.
-    _require(len(value) <= 253 - len("requests."))
-    return str(value)
-
-
-def _selection(value: Any) -> Any:
-    """Parse a selection of devices: "all", a count, or a list of their names."""
-    if isinstance(value, list):
-        _require(value and all(type(item) in (str, int) for item in value))
-        return tuple(map(str, value))
-
-    _require(value == "all" or (type(value) is int and value >= 1))
-    return value
-
-
-def _addresses(value: Any) -> tuple[str, ...]:
-    """Parse a list of PCI addresses."""
-    address = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
-    _require(isinstance(value, list))
-    _require(all(isinstance(each, str) and re.fullmatch(address, each) for each in value))
-    return tuple(value)
-
-
-def _temperature_limit(value: Any) -> Any:
-    _require(value == "card" or (type(value) in (int, float) and 1 <= value <= 200))
-    return value
-
-
-RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")
-CONTAINER_PATH = _absolute_path(
-    f"an absolute path other than {', '.join(RESERVED_PATHS)}", RESERVED_PATHS
-)
-SWITCH = Rule("true or false", _boolean)
-SWITCH_TEXT = _choice(*TRUE, *FALSE)  # of a switch in a flag or variable
-DIRECTORY = _host_path("the path of a directory")
-OPTIONAL_PATH = _host_path("a path, or empty", may_be_empty=True)
-RESOURCE_NAME = _text(
-    "the name of a resource, such as n300 or tenstorrent.com/n300",
-    "([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?",
-)
-
-
-def _key(default: Any, rule: Rule, help: str, *, only_in_file: bool = False) -> Any:
-    """Return the field of a setting; with MISSING as default it is required.
-
-    only_in_file: it has neither a flag nor a variable.
-    """
-    metadata = {"rule": rule, "help": help, "only_in_file": only_in_file}
-    return field(default=default, metadata=metadata)
-
-
-def _table(kind: type) -> Any:
-    """Return the field of a table in the configuration file."""
-    return field(default_factory=kind, metadata={"table": kind})
-
-
-def _array_of_tables(kind: type) -> Any:
-    """Return the field of an array of tables in the configuration file."""
-    return field(default=(), metadata={"array_of": kind})
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A bind mount for every container with a device."""
-
-    host: str = _key(MISSING, _absolute_path("an absolute path"), "path on the host")
-    container: str = _key("", CONTAINER_PATH, "path in the container; default: the same path")
-    read_only: bool = _key(False, SWITCH, "mount it read-only")
-
-
-Mounts = tuple[Mount, ...]
+# The tables of the file. KEYS has the meaning of each key, and the values that are valid.
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Table [health]."""
 
-    interval: float = _key(
-        5.0,  # long against 0.1 s, in which a heartbeat changes
-        _number("a number of seconds from 0.1 to 3600", 0.1, 3600, kinds=(int, float)),
-        "seconds between two polls of each chip",
-    )
-    temperature_limit: Any = _key(
-        None,
-        Rule('a number of °C from 1 to 200, or "card"', _temperature_limit),
-        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
-        "not set: high temperature is not a fault",
-    )
-    heartbeat_misses: int = _key(
-        2,
-        _number("a whole number, at least 1", 1, 1_000_000),
-        "consecutive polls without a heartbeat after which a chip counts as stalled",
-    )
-    trip_holdoff: float = _key(
-        300.0,
-        _number("a number of seconds, at least 0", 0, 1e9, kinds=(int, float)),
-        "seconds for which a chip stays unhealthy after a thermal trip",
-    )
+    interval: float = 5.0  # long against 0.1 s, in which a heartbeat changes
+    temperature_limit: Any = None
+    heartbeat_misses: int = 2
+    trip_holdoff: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
     """An entry [[sharing.resources]]: several containers on one device."""
 
-    name: str = _key(MISSING, RESOURCE_NAME, "name of the resource to share")
-    replicas: int = _key(
-        MISSING, _number("a whole number from 2 to 100", 2, 100), "containers per device"
-    )
-    rename: str | None = _key(None, RESOURCE_NAME, "name of the shared resource")
-    devices: str | int | tuple[str, ...] = _key(
-        "all",
-        Rule('"all", a count, or a list of PCI addresses, board IDs or device numbers', _selection),
-        "devices to share; the others stay exclusive",
-    )
+    name: str
+    replicas: int
+    rename: str | None = None
+    devices: str | int | tuple[str, ...] = "all"
 
     @property
     def named_devices(self) -> frozenset[str]:
@@ -344,105 +159,55 @@ class SharedResource:
 class Sharing:
     """Table [sharing]."""
 
-    rename_by_default: bool = _key(False, SWITCH, "append .shared to names of shared resources")
-    fail_requests_greater_than_one: bool = _key(
-        True, SWITCH, "refuse a container that requests more than one replica"
-    )
-    lock_dir: str = _key(
-        "/run/ttdp/shm",
-        OPTIONAL_PATH,
-        "host directory that containers on shared devices get as /dev/shm, for their locks; "
-        "/dev/shm: the host's own, but logind deletes files there; empty: no common locks",
-    )
-    resources: tuple[SharedResource, ...] = _array_of_tables(SharedResource)
+    rename_by_default: bool = False
+    fail_requests_greater_than_one: bool = True
+    lock_dir: str = "/run/ttdp/shm"
+    resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
 @dataclass(frozen=True, slots=True)
+class Mount:
+    """An entry [[mounts]]: a bind mount for every container with a device."""
+
+    host: str
+    container: str = ""  # in the file: the path on the host
+    read_only: bool = False
+
+
+Mounts = tuple[Mount, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration. Every path is absolute, or empty where a rule allows that."""
+    """The configuration. Every path is absolute, or empty where that is valid."""
 
-    device_plugin_dir: str = _key(
-        "/var/lib/kubelet/device-plugins",
-        _host_path(f"a path of at most {PLUGIN_DIR_MAX} bytes", max_bytes=PLUGIN_DIR_MAX),
-        "the kubelet's device plugin directory",
-    )
-    sysfs_root: str = _key("/sys", DIRECTORY, "mount point of sysfs")
-    dev_root: str = _key("/dev", DIRECTORY, "directory of the device files")
-    proc_root: str = _key("/proc", DIRECTORY, "mount point of procfs")
-    resource_domain: str = _key(
-        "tenstorrent.com",
-        Rule("a lower-case DNS name outside kubernetes.io, such as example.com", _domain),
-        "domain of all resource names",
-    )
-    resource_naming: str = _key(
-        "board",
-        _choice("board", "card", "arch"),
-        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
-    )
-    visible_devices: str = _key(
-        "bdf",
-        _choice("bdf", "index", "none"),
-        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
-    )
-    unit: str = _key(
-        "chip",
-        _choice("chip", "board"),
-        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
-    )
-    device_list_strategy: str = _key(
-        "device-specs",
-        _choice("device-specs", "cdi"),
-        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
-    )
-    cdi_dir: str = _key("/var/run/cdi", OPTIONAL_PATH, "directory of CDI files; empty: no file")
-    labels_dir: str = _key(
-        "/etc/kubernetes/node-feature-discovery/features.d",
-        OPTIONAL_PATH,
-        "directory of feature files for node-feature-discovery; empty: no file",
-    )
-    metrics_file: str = _key(
-        "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
-        OPTIONAL_PATH,
-        "metrics for node_exporter's textfile collector; empty: no file",
-    )
-    pod_resources_socket: str = _key(
-        "/var/lib/kubelet/pod-resources/kubelet.sock",
-        _host_path(
-            f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
-            max_bytes=SOCKET_PATH_MAX,
-        ),
-        "socket of the kubelet's pod resources API, the source of pod names",
-    )
-    fail_on_init_error: bool = _key(
-        False, SWITCH, "exit with status 1 if there is no driver or device at start"
-    )
-    log_level: str = _key(
-        "info", _choice("debug", "info", "warning", "error"), "minimum level to log"
-    )
-    hugepages: str = _key(
-        "private",
-        _choice("private", "host", "none"),
-        "hugepage directories of containers: private (one for each device), host (the host's own) "
-        "or none",
-    )
-    exclude: tuple[str, ...] = _key(
-        (),
-        Rule("a list of PCI addresses, such as 0000:03:00.0", _addresses),
-        "chips that are not offered, for example to return a card or to give it to a virtual "
-        "machine",
-        only_in_file=True,
-    )
-    health: HealthSettings = _table(HealthSettings)
-    sharing: Sharing = _table(Sharing)
-    mounts: Mounts = _array_of_tables(Mount)
+    device_plugin_dir: str = "/var/lib/kubelet/device-plugins"
+    sysfs_root: str = "/sys"
+    dev_root: str = "/dev"
+    proc_root: str = "/proc"
+    resource_domain: str = "tenstorrent.com"
+    resource_naming: str = "board"
+    visible_devices: str = "bdf"
+    unit: str = "chip"
+    device_list_strategy: str = "device-specs"
+    cdi_dir: str = "/var/run/cdi"
+    labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
+    metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
+    pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    fail_on_init_error: bool = False
+    log_level: str = "info"
+    hugepages: str = "private"
+    exclude: tuple[str, ...] = ()
+    health: HealthSettings = HealthSettings()
+    sharing: Sharing = Sharing()
+    mounts: Mounts = ()
 
-    # Not in the file: the directories that systemd sets, and keys to be warned of.
+    # Not in the file: the directories that systemd sets.
     state_dir: str | None = None  # None: the state is not saved
     runtime_dir: str | None = None  # None: there is no status socket
-    warnings: tuple[str, ...] = ()
 
     @property
     def has_private_hugepages(self) -> bool:
@@ -450,38 +215,247 @@ class Settings:
         return self.hugepages == "private" and self.device_list_strategy != "cdi"
 
 
-class Option(NamedTuple):
-    """A setting with a flag and a variable."""
+TABLES = {  # by their headings in the file
+    "": Settings,
+    "[health]": HealthSettings,
+    "[sharing]": Sharing,
+    "[[sharing.resources]]": SharedResource,
+    "[[mounts]]": Mount,
+}
 
-    key: str
-    flag: str
-    variable: str
-    rule: Rule
+
+class Key(NamedTuple):
+    """A key of the file, and perhaps a flag and a variable."""
+
     help: str
+    valid: str  # completes the sentence "must be …"
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value  # to the value in the settings
+    choices: tuple[str, ...] = ()
 
     @property
     def is_switch(self) -> bool:
-        return self.rule is SWITCH
+        return self.accepts(True)  # as no other key does
+
+    def parse(self, value: Any, source: str) -> Any:
+        """Return a value of the file as one of the settings; raises ConfigError."""
+        with suppress(OSError, ValueError):  # no working directory; a path that is not UTF-8
+            if self.accepts(value):
+                return self.convert(value)
+        raise _invalid(source, value, self.valid)
+
+    def parse_text(self, text: str, source: str) -> Any:
+        """Return the value of a flag or variable; raises ConfigError."""
+        if not self.is_switch:
+            return self.parse(text, source)
+        if (word := text.lower()) not in BOOLEANS:
+            raise _invalid(source, word, either([*BOOLEANS]))
+        return BOOLEANS[word]
 
 
-def _flag_of(key: str) -> str:
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    try:
+        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
+        quoted = f"this {type(value).__name__}"
+    if len(quoted) > 80:
+        quoted = f"{quoted[:80]}…"
+    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
+
+
+def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
+    # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
+    return type(value) in kinds and least <= value <= most
+
+
+def _is_text(value: Any, pattern: str) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _is_path(value: Any, most: int = 4095) -> bool:
+    """Return whether a value is a path that has at most so many bytes when it is absolute."""
+    is_printable = isinstance(value, str) and value != "" and value.isprintable()
+    return is_printable and len(os.fsencode(_absolute(value))) <= most
+
+
+def _is_absolute(value: Any) -> bool:
+    return _is_path(value) and value.startswith("/")
+
+
+def _absolute(path: str) -> str:
+    # abspath() alone keeps two slashes at the beginning.
+    return "/" + abspath(path).lstrip("/") if path else ""
+
+
+def _is_domain(value: Any) -> bool:
+    """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    # In a quota "requests." precedes it, and both are a DNS name.
+    is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
+    return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
+
+
+def _is_address(value: Any) -> bool:
+    return _is_text(value, r"[0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
+
+
+def _is_selection(value: Any) -> bool:
+    """Return whether a value selects devices: "all", a count, or a list of their names."""
+    if isinstance(value, list):
+        return value != [] and all(type(each) in (str, int) for each in value)
+    return value == "all" or _is_number(value, 1, inf, int)
+
+
+def _one_of(choices: tuple[str, ...], help: str) -> Key:
+    return Key(help, either(choices), lambda value: value in choices, choices=choices)
+
+
+def _switch(help: str) -> Key:
+    return Key(help, "true or false", lambda value: isinstance(value, bool))
+
+
+def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
+    return Key(help, valid, lambda value: _is_path(value, most), _absolute)
+
+
+def _optional(help: str) -> Key:
+    return Key(help, "a path, or empty", lambda value: value == "" or _is_path(value), _absolute)
+
+
+def _resource_name(help: str) -> Key:
+    valid = "the name of a resource, such as n300 or tenstorrent.com/n300"
+    pattern = "([A-Za-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+    return Key(help, valid, lambda value: _is_text(value, pattern))
+
+
+KEYS = {
+    "device_plugin_dir": _path(
+        "the kubelet's device plugin directory",
+        f"a path of at most {PLUGIN_DIR_MAX} bytes",
+        PLUGIN_DIR_MAX,
+    ),
+    "sysfs_root": _path("mount point of sysfs"),
+    "dev_root": _path("directory of the device files"),
+    "proc_root": _path("mount point of procfs"),
+    "resource_domain": Key(
+        "domain of all resource names",
+        "a lower-case DNS name outside kubernetes.io, such as example.com",
+        _is_domain,
+    ),
+    "resource_naming": _one_of(
+        ("board", "card", "arch"),
+        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
+    ),
+    "visible_devices": _one_of(
+        ("bdf", "index", "none"),
+        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
+    ),
+    "unit": _one_of(
+        ("chip", "board"),
+        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+    ),
+    "device_list_strategy": _one_of(
+        ("device-specs", "cdi"),
+        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
+    ),
+    "cdi_dir": _optional("directory of CDI files; empty for none"),
+    "labels_dir": _optional(
+        "directory of feature files for node-feature-discovery; empty for none"
+    ),
+    "metrics_file": _optional("metrics for node_exporter's textfile collector; empty for none"),
+    "pod_resources_socket": _path(
+        "socket of the kubelet's pod resources API, the source of pod names",
+        f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
+        SOCKET_PATH_MAX,
+    ),
+    "fail_on_init_error": _switch("exit with status 1 if there is no driver or device at start"),
+    "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
+    "hugepages": _one_of(
+        ("private", "host", "none"),
+        "hugepage directories of containers: private (one for each device), host (the host's own) "
+        "or none",
+    ),
+    "exclude": Key(
+        "chips that are not offered, for example to return a card or to give it to a virtual "
+        "machine",
+        "a list of PCI addresses, such as 0000:03:00.0",
+        lambda value: isinstance(value, list) and all(map(_is_address, value)),
+        lambda value: tuple(map(str.lower, value)),
+    ),
+    # [health]
+    "interval": Key(
+        "seconds between two polls of each chip",
+        "a number of seconds from 0.1 to 3600",
+        lambda value: _is_number(value, 0.1, 3600, int, float),
+    ),
+    "temperature_limit": Key(
+        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
+        "not set: high temperature is not a fault",
+        'a number of °C from 1 to 200, or "card"',
+        lambda value: value == "card" or _is_number(value, 1, 200, int, float),
+    ),
+    "heartbeat_misses": Key(
+        "consecutive polls without a heartbeat after which a chip counts as stalled",
+        "a whole number, at least 1",
+        lambda value: _is_number(value, 1, 1_000_000, int),
+    ),
+    "trip_holdoff": Key(
+        "seconds for which a chip stays unhealthy after a thermal trip",
+        "a number of seconds, at least 0",
+        lambda value: _is_number(value, 0, 1e9, int, float),
+    ),
+    # [sharing]
+    "rename_by_default": _switch("append .shared to names of shared resources"),
+    "fail_requests_greater_than_one": _switch(
+        "refuse a container that requests more than one replica"
+    ),
+    "lock_dir": _optional(
+        "host directory that containers on shared devices get as /dev/shm, for their locks; "
+        "/dev/shm: the host's own, but logind deletes files there; empty for none"
+    ),
+    # [[sharing.resources]]
+    "name": _resource_name("name of the resource to share"),
+    "replicas": Key(
+        "containers per device",
+        "a whole number from 2 to 100",
+        lambda value: _is_number(value, 2, 100, int),
+    ),
+    "rename": _resource_name("name of the shared resource"),
+    "devices": Key(
+        "devices to share; the others stay exclusive",
+        '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
+        'trays (with unit = "board")',
+        _is_selection,
+        lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
+    ),
+    # [[mounts]]
+    "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
+    "container": Key(
+        "path in the container; default: the same path",
+        f"an absolute path other than {', '.join(RESERVED_PATHS)}",
+        lambda value: _is_absolute(value) and _absolute(value) not in RESERVED_PATHS,
+        _absolute,
+    ),
+    "read_only": _switch("mount it read-only"),
+}
+
+
+def _keys_of(heading: str) -> list[str]:
+    """Return what can stand in a table of the file: keys, and names of tables in it."""
+    names = [each.name for each in fields(TABLES[heading])]
+    return [name for name in names if name not in ("state_dir", "runtime_dir")]
+
+
+# A flag or variable has no lists.
+OPTIONS = [key for key in _keys_of("") if key in KEYS and key != "exclude"]
+
+
+def flag_of(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def _variable_of(key: str) -> str:
+def variable_of(key: str) -> str:
     return f"TTDP_{key.upper()}"
-
-
-def _options() -> Iterator[Option]:
-    for each in fields(Settings):
-        if "rule" in each.metadata and not each.metadata["only_in_file"]:
-            rule, help = each.metadata["rule"], each.metadata["help"]
-            yield Option(each.name, _flag_of(each.name), _variable_of(each.name), rule, help)
-
-
-OPTIONS = list(_options())
-Flags = Mapping[str, str | None]  # by key
-Environment = Mapping[str, str]
 
 
 def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
@@ -489,200 +463,144 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
 
     ignore_file: for commands that help while the file is not valid.
     """
-    file = _config_file(flags, environ)
-    values = {} if ignore_file else _read_config_file(file)
-    sources = {key: f"{file.shown}: {key}" for key in values}
+    file, document = ("", {}) if ignore_file else _read_file(flags, environ)
+    values = _parse_table("", document, f"{file}: ")
+    sources = {key: f"{file}: {key}" for key in values}
 
-    for key in FORMER_KEYS:
-        if (variable := _variable_of(key)) in environ:
-            warning = f"{variable} has no effect any more; remove it"
-            values["warnings"] = (*values.get("warnings", ()), warning)
-
-    for option in OPTIONS:
+    for key in OPTIONS:
         # A flag outweighs the variable, and both outweigh the file.
-        for source, text in (
-            (option.flag, flags.get(option.key)),
-            (option.variable, environ.get(option.variable)),
-        ):
-            if text or (text == "" and option.rule.may_be_empty):
-                values[option.key] = _parse_text(option, text, source)
-                sources[option.key] = source
+        texts = {flag_of(key): flags.get(key), variable_of(key): environ.get(variable_of(key))}
+        for source, text in texts.items():
+            if text or (text == "" and KEYS[key].accepts("")):
+                values[key] = KEYS[key].parse_text(text, source)
+                sources[key] = source
                 break
 
     # systemd.exec(5): several directories would be separated by colons.
     for key, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
         values[key] = environ.get(variable, "").partition(":")[0] or None
+    return validate(Settings(**values), f"{file}: ", sources)
 
-    settings = Settings(**values)
+
+def unknown_variables(environ: Environment) -> Iterator[str]:
+    """Yield a warning of each variable that is named like those of options, but is none."""
+    known = ["config_file", *OPTIONS]
+    ours = [name for name in environ if name.startswith("TTDP_")]
+    for name in sorted({*ours}.difference(map(variable_of, known))):
+        near = nearest(name.removeprefix("TTDP_").lower(), known)
+        advice = f"did you mean {variable_of(near)}?" if near else "see tt-device-plugin.toml(5)"
+        yield f"unknown variable {name!r}; {advice}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    import difflib  # here, because it would cost 2 ms of each start
+
+    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+
+
+def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
+    """Return the path of the configuration file, and its content; raises ConfigError."""
+    path, named_by = DEFAULT_CONFIG_FILE, ""
+    if text := environ.get(variable_of("config_file")):
+        path, named_by = text, variable_of("config_file")
+    if text := flags.get("config_file"):
+        path, named_by = text, flag_of("config_file")
+    file = path if path.isprintable() else repr(path)
+
+    try:
+        with open(path, "rb") as content:
+            return file, tomllib.loads(content.read().decode("utf-8-sig"))
+    except FileNotFoundError:
+        if not named_by:
+            return file, {}
+        raise ConfigError(f"{named_by}: {file} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML; a thousand brackets
+        reason = " ".join(str(error).split())
+        example = '(example of a valid line: unit = "board")'
+        raise ConfigError(f"{file}: invalid TOML: {reason} {example}") from None
+
+
+def _parse_table(heading: str, table: object, prefix: str) -> Json:
+    """Return a table as arguments for its class; raises ConfigError.
+
+    prefix: the beginning of each message, which is the file's path, a colon and a space.
+    """
+    path = heading.strip("[]")
+    if not isinstance(table, dict):
+        raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
+
+    source = f"{prefix}{heading} " if heading else prefix
+    for each in fields(TABLES[heading]):
+        if each.default is MISSING and each.name not in table:
+            raise ConfigError(f"{source}{each.name} is missing")
+
+    known = _keys_of(heading)
+    values = {}
+    for key, value in table.items():
+        inner = f"{path}.{key}".lstrip(".")
+        if key not in known:
+            raise ConfigError(f"{source}unknown key {key!r}; {_advice(key, known)}")
+        if key in KEYS:
+            values[key] = KEYS[key].parse(value, f"{source}{key}")
+        elif kind := TABLES.get(f"[{inner}]"):
+            values[key] = kind(**_parse_table(f"[{inner}]", value, prefix))
+        elif isinstance(value, list):
+            kind = TABLES[f"[[{inner}]]"]
+            rows = [_parse_table(f"[[{inner}]]", row, prefix) for row in value]
+            values[key] = tuple(kind(**row) for row in rows)
+        else:
+            raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
+    return values
+
+
+def _advice(key: str, known: Sequence[str]) -> str:
+    """Return what to do about a key that is unknown in its table, which has these keys."""
+    for heading in TABLES:
+        if key in _keys_of(heading):
+            return f"it belongs in {heading}" if heading else "it belongs above the first table"
+    if near := nearest(key, known):
+        return f"did you mean {near}?"
+    return f"valid keys: {', '.join(known)}"
+
+
+def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Settings:
+    """Check what concerns several keys; raises ConfigError.
+
+    Returns the settings with the path in the container of every mount, and with names of resources
+    without their domain.
+    """
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         source = sources["device_list_strategy"]
         raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
 
-    return replace(
-        settings,
-        mounts=_checked_mounts(settings, f"{file.shown}: [[mounts]] container"),
-        sharing=_checked_sharing(settings, f"{file.shown}: [[sharing.resources]] "),
-    )
-
-
-class ConfigFile(NamedTuple):
-    """The configuration file that is to be read."""
-
-    path: str
-    named_by: str | None  # the flag or variable; None for the default, which may be absent
-
-    @property
-    def shown(self) -> str:
-        return self.path if self.path.isprintable() else repr(self.path)
-
-
-def _config_file(flags: Flags, environ: Environment) -> ConfigFile:
-    if path := flags.get("config_file"):
-        return ConfigFile(path, _flag_of("config_file"))
-    if path := environ.get(_variable_of("config_file")):
-        return ConfigFile(path, _variable_of("config_file"))
-    return ConfigFile(DEFAULT_CONFIG_FILE, None)
-
-
-def _parse_text(option: Option, text: str, source: str) -> Any:
-    """Return the value of a flag or variable; raises ConfigError."""
-    if option.is_switch:
-        return _checked(SWITCH_TEXT, text.lower(), source) in TRUE
-    return _checked(option.rule, text, source)
-
-
-def _checked(rule: Rule, value: object, source: str) -> Any:
-    """Return the value to use; raises ConfigError."""
-    try:
-        return rule.parse(value)
-    except (OSError, ValueError):  # OSError: the working directory has been deleted
-        raise _invalid(source, value, rule.valid) from None
-
-
-def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
-
-
-def _quoted(value: object) -> str:
-    """Return a value of a configuration file as an error shows it."""
-    try:
-        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
-        quoted = f"this {type(value).__name__}"
-    return quoted if len(quoted) <= 80 else f"{quoted[:80]}…"
-
-
-def _read_config_file(file: ConfigFile) -> Json:
-    """Return the file's values as arguments for Settings; raises ConfigError."""
-    try:
-        with open(file.path, "rb") as content:
-            document = tomllib.loads(content.read().decode("utf-8-sig"))
-    except FileNotFoundError:
-        if file.named_by is None:
-            return {}
-        raise ConfigError(f"{file.named_by}: {file.shown} does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"{file.shown}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML; a thousand brackets
-        reason = " ".join(str(error).split())
-        example = '(example of a valid line: unit = "board")'
-        raise ConfigError(f"{file.shown}: invalid TOML: {reason} {example}") from None
-
-    warnings = _take_former_keys(document, f"{file.shown}: ")
-    return _table_values(Settings, document, f"{file.shown}: ") | {"warnings": warnings}
-
-
-def _take_former_keys(document: Json, source: str) -> tuple[str, ...]:
-    """Remove keys of former releases; return warnings about them; raises ConfigError."""
-    warnings = []
-    for key, former in FORMER_KEYS.items():
-        if key not in document:
-            continue
-
-        value = document.pop(key)
-        if value != former.same_as_now:
-            raise ConfigError(f"{source}{key}: {_quoted(value)} is not valid; {former.explanation}")
-        warnings.append(f"{source}{key} has no effect any more; remove the key")
-    return tuple(warnings)
-
-
-def _table_values(kind: Any, table: object, prefix: str, heading: str = "") -> Json:
-    """Return a table as arguments for its dataclass; raises ConfigError.
-
-    `prefix` begins each message: the file's path, a colon and a space. `heading` is "[health]" or
-    "[[mounts]]", and empty for the top of the file.
-    """
-    if not isinstance(table, dict):
-        raise _invalid(f"{prefix}{heading.strip('[]')}", table, f"a table: {heading}")
-
-    source = f"{prefix}{heading} " if heading else prefix
-    # Fields without metadata, such as state_dir, are not keys of the file.
-    known = {each.name: each for each in fields(kind) if each.metadata}
-    for name, each in known.items():
-        if each.default is MISSING and each.default_factory is MISSING and name not in table:
-            raise ConfigError(f"{source}{name} is missing")
-
-    values = {}
-    for key, value in table.items():
-        if key in PARTITIONING_KEYS:
-            reason = "remove it: a chip can be time-shared, not partitioned"
-            raise ConfigError(f"{source}{key} is not supported; {reason}")
-        if key not in known:
-            raise ConfigError(f"{source}{_unknown_key(key, known)}")
-
-        metadata = known[key].metadata
-        path = f"{heading.strip('[]')}.{key}".lstrip(".")
-        if rule := metadata.get("rule"):
-            values[key] = _checked(rule, value, f"{source}{key}")
-        elif inner := metadata.get("table"):
-            values[key] = inner(**_table_values(inner, value, prefix, f"[{path}]"))
-        else:
-            if not isinstance(value, list):
-                raise _invalid(f"{prefix}{path}", value, f"tables: [[{path}]]")
-            inner = metadata["array_of"]
-            rows = [_table_values(inner, row, prefix, f"[[{path}]]") for row in value]
-            values[key] = tuple(inner(**row) for row in rows)
-    return values
-
-
-def _unknown_key(key: str, known: Iterable[str]) -> str:
-    import difflib  # here, because it would cost 2 ms of each start
-
-    if near := difflib.get_close_matches(key, known, 1):
-        return f"unknown key {key!r}; did you mean {near[0]}?"
-    return f"unknown key {key!r}; valid keys: {', '.join(known)}"
-
-
-def _checked_mounts(settings: Settings, source: str) -> Mounts:
-    """Return the mounts with their paths in the container; raises ConfigError."""
-    has_locks = bool(settings.sharing.resources and settings.sharing.lock_dir)
-    mounts = {}
+    sharing = settings.sharing
+    mounts: dict[str, Mount] = {}
+    source = f"{prefix}[[mounts]] container"
     for mount in settings.mounts:
-        target = _checked(CONTAINER_PATH, mount.container or mount.host, source)
+        target = KEYS["container"].parse(mount.container or mount.host, source)
         if target in mounts:
             raise _invalid(source, target, "a different path in each table")
-        if target == "/dev/shm" and has_locks:
+        if target == "/dev/shm" and sharing.resources and sharing.lock_dir:
             raise _invalid(source, target, "another path: shared devices have their locks there")
-
         mounts[target] = replace(mount, container=target)
-    return tuple(mounts.values())
 
-
-def _checked_sharing(settings: Settings, source: str) -> Sharing:
-    """Return the sharing with names without domains; raises ConfigError."""
-    sharing = settings.sharing
     entries: list[SharedResource] = []
+    source = f"{prefix}[[sharing.resources]]"
     for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
-                raise ConfigError(f"{source}{name}: its domain is not {settings.resource_domain}")
+                raise ConfigError(f"{source} {name}: its domain is not {settings.resource_domain}")
 
         rename = without_domain(entry.rename) if entry.rename else None
         entry = replace(entry, name=without_domain(entry.name), rename=rename)
         if conflict := _sharing_conflict(sharing, entry, entries):
-            raise ConfigError(f"{source}{entry.name}: {conflict}")
+            raise ConfigError(f"{source} {entry.name}: {conflict}")
         entries.append(entry)
-    return replace(sharing, resources=tuple(entries))
+
+    sharing = replace(sharing, resources=tuple(entries))
+    return replace(settings, mounts=tuple(mounts.values()), sharing=sharing)
 
 
 def _sharing_conflict(
@@ -2397,6 +2315,11 @@ class HoldState:
         """Return what is equal for holds of one pod; one without a name is a pod of its own."""
         return self.hold.pod or self.hold.key
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the kubelet has it, as far as can be seen: it may not be written yet."""
+        return self.is_in_checkpoint or not self.hold.pod
+
     def to_saved(self) -> Json:
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
         hold["chips"] = sorted(self.hold.chips)
@@ -2635,8 +2558,7 @@ class HoldBook:
             return False  # it was dropped
         if not state.is_in_checkpoint and now - state.left_at < MISSING_FOR:
             return True
-        is_known = state.is_in_checkpoint or not state.hold.pod
-        return is_known and self.is_current(state, now)
+        return state.is_known and self.is_current(state, now)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
@@ -3095,65 +3017,111 @@ def _opened_own_directory(path: str) -> Iterator[int]:
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
 #
-# The kubelet asks which of the available IDs a container should get. The best choice is the one
-# with the lowest cost, an integer whose digits are CRITERIA: the first one outweighs all others,
-# and between choices of equal cost the lower PCI addresses win.
+# The kubelet asks which of the available IDs a container should get.
 #
-# It is found by dynamic programming, as for a knapsack, in a tree of groups: devices are in boards,
-# boards in trays, trays in parts of the machine that have no NUMA node in common. A group finds its
-# best choice of n IDs by trying each way to divide n among its members, and adds what it costs to
-# use the group at all.
-#
-# The criteria from "optional" to "trays", a cost's leading digits, depend only on how many IDs each
-# member contributes. So the lowest leading cost of each n is known first, and only the ways to
-# divide n that reach it are tried. The other criteria depend on which chips are used together: the
-# links between the chips of a tray are known only when all of its chips are chosen. Until then a
-# choice has a mark (a bit) for the position in the tray of each chosen chip, for each NUMA node and
-# for each tray; and the best choice for each set of marks is kept.
-
-CRITERIA = (
-    "optional",  # IDs that are chosen though they are not must-include
-    "occupied",  # IDs on which a pod runs that the kubelet has forgotten
-    "repeats",  # 0 for the first replica of a device, 1 for the second, …
-    "users",  # other replicas of the same device that are not available
-    "boards",
-    "trays",
-    "numa_nodes",
-    "whole_boards",  # boards all of whose listed devices are available
-    "whole_trays",
-    "whole_numa_nodes",
-    "tray_groups",  # groups of a Galaxy's trays that are linked to each other
-    "scattered_trays",  # trays in which the chosen chips are not connected
-    "other_links",  # links of a tray that are not between two chosen chips
-    "whole_halves",  # halves of trays all of whose listed devices are available
-)
-DIGIT = 32  # bits of a criterion in a cost
-SHIFTS = {name: DIGIT * number for number, name in enumerate(reversed(CRITERIA))}
-LEADING = SHIFTS["trays"]  # a cost, shifted by this, is that of "optional" to "trays"
+# 1. Each ID has a rank, wherever its device is. IDs are chosen in the order of their ranks, until
+#    only some IDs of a rank are needed. Their devices are the candidates. Between these, places
+#    decide: all chosen devices together must have the lowest cost.
+# 2. A board has few choices: the cheapest one for each number of its candidates.
+# 3. Boards are combined one by one, and their costs are added.
+# 4. NUMA nodes and trays do not add up: boards share a node, and trays are neighbours or not. So
+#    the cheapest choice is kept for each number of candidates, NUMA nodes and trays. A node that no
+#    later board is on is counted, and no longer distinguishes choices. So are the trays of a ring.
+# 5. A choice that cannot end on the fewest boards is dropped. In the end one is left.
 
 # The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
-# 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one. Trays are
-# numbered by the bus, and form a ring.
+# 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one.
 TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
-TRAY_HALVES = ({1, 2, 5, 6}, {3, 4, 7, 8})
-RING_LINKS = [{0x00, 0x40}, {0x40, 0x80}, {0x80, 0xC0}, {0xC0, 0x00}]
+TRAY_HALVES = [{1, 2, 5, 6}, {3, 4, 7, 8}]
+
+# The trays of a Galaxy form a ring, in the order of GALAXY_TRAYS: two trays are neighbours unless
+# they are opposite, and of three trays one is the neighbour of both others.
+OPPOSITE_TRAYS = [{0x00, 0x80}, {0x40, 0xC0}]
+
+UNKNOWN_NUMA_NODE = -1  # shared by all devices that report none
 
 
-def cost(**numbers: int) -> int:
-    """Return a cost by its criteria, each less than 2 to the power of DIGIT."""
-    return sum(number << SHIFTS[name] for name, number in numbers.items())
+class Rank(NamedTuple):
+    """What decides about an ID wherever its device is. The lowest rank is chosen first."""
+
+    is_optional: bool  # not a must-include
+    is_occupied: bool  # a pod has it that the kubelet has forgotten
+    repeats: int  # IDs of the same device that are chosen before it
+    users: int  # IDs of the same device that are not available
 
 
-class Candidate(NamedTuple):
-    """A device that has available IDs, and its place."""
+class Cost(NamedTuple):
+    """What decides between devices by their places, the most important number first.
 
-    ids: list[tuple[int, int]]  # cost and number of each, the first to be chosen first
-    board: object
-    tray: object  # outside a Galaxy a board is its own tray
-    numa_nodes: tuple[int, ...]  # (-1,) if unknown
-    place: Tray | None  # of a Galaxy's chip or tray
-    position: int
-    is_chip: bool
+    A Galaxy's tray is a board, and any other board is its own tray, so there are as many trays as
+    boards. A board, NUMA node or half is whole if all its listed devices are available.
+    """
+
+    boards: int = 0  # with a chosen device
+    numa_nodes: int = 0  # of these boards
+    whole_boards: int = 0
+    whole_numa_nodes: int = 0
+    tray_groups: int = 0  # groups of neighbouring trays
+    links: int = 0  # between chosen chips of a tray; negative, as more are better
+    whole_halves: int = 0  # halves of trays with a chosen chip
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(*map(add, self, other))
+
+
+class Choice(NamedTuple):
+    """Some candidates on some boards. The least choice is the best one.
+
+    Devices have numbers, in the order of PCI addresses: see Resource.ids_by_device.
+    """
+
+    cost: Cost = Cost()
+    devices: tuple[int, ...] = ()  # the candidates' numbers, ascending
+    numa_nodes: frozenset[int] = frozenset()  # in use, but not yet in the cost
+    trays: frozenset[Tray] = frozenset()  # in use, but not yet in the cost
+
+    def plus(self, other: Choice) -> Choice:
+        return Choice(
+            self.cost.plus(other.cost),
+            tuple(sorted(self.devices + other.devices)),
+            self.numa_nodes | other.numa_nodes,
+            self.trays | other.trays,
+        )
+
+
+@dataclass
+class Board:
+    """The listed devices of a board, by their positions in a tray (0: not in a tray)."""
+
+    tray: Tray | None
+    chosen: set[int] = field(default_factory=set)  # positions of those chosen by their rank
+    candidates: dict[int, int] = field(default_factory=dict)  # positions, by the devices' numbers
+    taken: set[int] = field(default_factory=set)  # positions of those not available
+    numa_nodes: set[int] = field(default_factory=set)  # of all of them
+    taken_numa_nodes: set[int] = field(default_factory=set)  # of those not available
+
+    @property
+    def ring(self) -> object:
+        """Return what the trays of one Galaxy have in common."""
+        return self.tray and (self.tray.card, self.tray.domain)
+
+    def best_choice(self, size: int) -> Choice:
+        """Return the best choice of this many candidates, with the cost of `chosen` as well."""
+        return min(map(self._choice, combinations(self.candidates, size)))
+
+    def _choice(self, devices: tuple[int, ...]) -> Choice:
+        # A device that is a whole tray has the position of its first chip, which makes no
+        # difference: it has no links inside, and each tray counts as one half.
+        positions = self.chosen | {self.candidates[number] for number in devices}
+        halves = [half for half in TRAY_HALVES if half & positions and not half & self.taken]
+        cost = Cost(
+            boards=1,
+            whole_boards=not self.taken,
+            links=-sum(map(positions.issuperset, TRAY_LINKS)),
+            whole_halves=len(halves),
+        )
+        trays = [self.tray] if self.tray else []
+        return Choice(cost, devices, frozenset(self.numa_nodes), frozenset(trays))
 
 
 def preferred_allocation(
@@ -3167,52 +3135,38 @@ def preferred_allocation(
 
     `occupied`: IDs on which a pod still runs though it was deleted by force: see ALLOCATIONS.
     """
+    check_replicas(resource, size)
     free = frozenset(available)
     required = frozenset(must_include)
     _check_question(resource, free, required, size)
 
-    ids = list(resource.devices)
-    numbers = {identifier: number for number, identifier in enumerate(ids)}
-    retained = {each for each, device in resource.devices.items() if device.is_reserved}
-    occupied_ids = retained | set(occupied)
-    candidates = []
-    # Boards, trays, NUMA nodes and places with a device of which no ID is available. One set is
-    # enough for all of them, as their values have different types.
-    partly_used: set[object] = set()
-    for replicas in resource.ids_by_device:
-        device = resource.devices[replicas[0]]
-        left = [identifier for identifier in replicas if identifier in free]
-        if required or occupied_ids:
-            left.sort(key=lambda each: (each not in required, each in occupied_ids))
+    chosen: set[str] = set()
+    chosen_devices: set[int] = set()
+    by_rank = _ids_by_rank(resource, free, required, size, occupied)
+    for rank in sorted(by_rank):
+        ids = by_rank[rank]
+        needed = size - len(chosen)
+        if needed == 0:
+            break
 
-        choices = []
-        for repeats, identifier in enumerate(left[:size]):
-            own_cost = cost(
-                optional=identifier not in required,
-                occupied=identifier in occupied_ids,
-                repeats=repeats,
-                users=len(replicas) - len(left),
-            )
-            choices.append((own_cost, numbers[identifier]))
+        # Places make no difference between devices of which an ID is already chosen.
+        devices: Sequence[int] = list(ids)[:needed]
+        if needed < len(ids) and rank.repeats == 0:
+            devices = _best_devices(_boards(resource, free, chosen_devices, ids), needed)
 
-        candidate = Candidate(
-            choices,
-            board=("board", device.place.board),
-            tray=device.place.tray or device.place.board,
-            numa_nodes=device.numa_nodes or (-1,),
-            place=device.place.tray,
-            position=device.place.position,
-            is_chip=len(device.chips) == 1,
+        chosen.update(ids[number] for number in devices)
+        chosen_devices.update(devices)
+    return [identifier for identifier in resource.devices if identifier in chosen]
+
+
+def check_replicas(resource: Resource, number: int) -> None:
+    """Raise RequestError if a container must not have this many IDs."""
+    if resource.max_one_replica and number > 1:
+        reason = (
+            f"a container can request only 1 shared {resource.name}, not {number} "
+            "(fail_requests_greater_than_one is true)"
         )
-        if choices:
-            candidates.append(candidate)
-        if not left:
-            partly_used |= {candidate.board, candidate.tray, *candidate.numa_nodes}
-            partly_used.add((candidate.place, candidate.position))
-
-    # At the root of the tree all marks have been judged: one choice is left.
-    ((_, chosen),) = _Machine(candidates, partly_used).tree(size).choices(size).values()
-    return [ids[number] for number in chosen]
+        raise RequestError(Status.INVALID_ARGUMENT, reason)
 
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
@@ -3232,270 +3186,142 @@ def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, si
         raise RequestError(invalid, f"cannot choose {size} of {devices}")
 
 
-Marks = int  # bits 0 to 15: positions in a tray; above: NUMA nodes, then trays
-POSITION_BITS = 0xFFFF
-Choice = tuple[int, tuple[int, ...]]  # cost, and the numbers of the chosen IDs, ascending
-Choices = dict[Marks, Choice]  # the best ones with the same number of IDs
-NOTHING: Choices = {0: (0, ())}
+def _ids_by_rank(
+    resource: Resource,
+    free: DeviceIds,
+    required: DeviceIds,
+    size: int,
+    occupied: Iterable[str],
+) -> dict[Rank, dict[int, str]]:
+    """Return the IDs of each rank, by the numbers of their devices.
 
-
-class _Device:
-    """A device, with the same attributes as a group: the choices of its first 0, 1, 2, … IDs."""
-
-    def __init__(self, ids: Iterable[tuple[int, int]], marks: Marks) -> None:
-        self._choices = [NOTHING]
-        total = 0
-        chosen: tuple[int, ...] = ()
-        for own_cost, number in ids:
-            total += own_cost
-            chosen = tuple(sorted((*chosen, number)))
-            self._choices.append({marks: (total, chosen)})
-        totals = [next(iter(each.values()))[0] for each in self._choices]
-        self.lowest: list[int] = [total >> LEADING for total in totals]
-
-    def choices(self, size: int) -> Choices:
-        return self._choices[size]
-
-
-class _Group:
-    """Devices, or groups of them: the best choices of 0, 1, 2, … of their IDs.
-
-    `use_cost` is the cost of using the group at all. When its choices are complete, `judge` returns
-    the cost of those of their marks that are in `judged_marks`. These are replaced by `own_mark`.
-    So the marks of a tray's choices are positions while its chips are chosen, and one for the tray
-    afterwards.
+    A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
+    retained = {each for each, device in resource.devices.items() if device.is_reserved}
+    last_choices = retained.union(occupied)
 
-    def __init__(
-        self,
-        members: Sequence[_Device | _Group],
-        max_size: int,
-        *,
-        use_cost: int = 0,
-        judge: Callable[[Marks], int] | None = None,
-        judged_marks: Marks = 0,
-        own_mark: Marks = 0,
-    ) -> None:
-        self._members = members
-        self._use_cost = use_cost
-        self._judge = judge
-        self._judged_marks = judged_marks
-        self._own_mark = own_mark
-        self._choices = {0: NOTHING}  # by size; no IDs cost nothing
-        self._choices_among: dict[tuple[int, int], Choices] = {}
+    found: dict[Rank, dict[int, str]] = defaultdict(dict)
+    for number, ids in enumerate(resource.ids_by_device):
+        left = [identifier for identifier in ids if identifier in free]
+        users = len(ids) - len(left)
+        left.sort(key=lambda each: (each not in required, each in last_choices))
 
-        # The lowest leading cost of each number of IDs: among the first 0, 1, 2, … members, and of
-        # the group.
-        self._lowest_among = [[0]]
-        for member in members:
-            self._lowest_among.append(_combined(self._lowest_among[-1], member.lowest, max_size))
-        own = use_cost >> LEADING
-        self.lowest: list[int] = [0, *(each + own for each in self._lowest_among[-1][1:])]
-
-    def choices(self, size: int) -> Choices:
-        """Return the best choices of this many IDs, by their marks."""
-        if size in self._choices:
-            return self._choices[size]
-
-        best: Choices = {}
-        for marks, (members_cost, ids) in self._among(len(self._members), size).items():
-            total = members_cost + self._use_cost
-            if self._judge:
-                total += self._judge(marks & self._judged_marks)
-            rest = marks & ~self._judged_marks | self._own_mark
-            if rest not in best or (total, ids) < best[rest]:
-                best[rest] = (total, ids)
-
-        self._choices[size] = best
-        return best
-
-    def _among(self, number: int, size: int) -> Choices:
-        """Return the best choices of IDs of the first members, by their marks.
-
-        Only divisions between the last of these members and the others are looked at that reach
-        the lowest leading cost.
-        """
-        if number == 0:
-            return NOTHING
-        if (number, size) in self._choices_among:
-            return self._choices_among[number, size]
-
-        member = self._members[number - 1]
-        lowest = self._lowest_among[number][size]
-        lowest_of_others = self._lowest_among[number - 1]
-        best: Choices = {}
-        for own_size in range(min(size + 1, len(member.lowest))):
-            others_size = size - own_size
-            if others_size >= len(lowest_of_others):
-                continue
-            if member.lowest[own_size] + lowest_of_others[others_size] == lowest:
-                others = self._among(number - 1, others_size)
-                _join(others, member.choices(own_size), best)
-
-        self._choices_among[number, size] = best
-        return best
+        for repeats, identifier in enumerate(left[:size]):
+            is_optional = identifier not in required
+            rank = Rank(is_optional, identifier in last_choices, repeats, users)
+            found[rank][number] = identifier
+    return found
 
 
-class _Machine:
-    """Makes the tree of groups for one search."""
+def _boards(
+    resource: Resource, free: DeviceIds, chosen: Collection[int], candidates: Collection[int]
+) -> list[Board]:
+    """Return all boards. Chosen devices and candidates are given by their numbers."""
+    boards: dict[object, Board] = {}
+    for number, ids in enumerate(resource.ids_by_device):
+        device = resource.devices[ids[0]]
+        place = device.place
+        numa_nodes = device.numa_nodes or (UNKNOWN_NUMA_NODE,)
+        board = boards.setdefault(place.board, Board(place.tray))
+        board.numa_nodes.update(numa_nodes)
 
-    def __init__(self, candidates: Sequence[Candidate], partly_used: Collection[object]) -> None:
-        self._candidates = candidates
-        self._partly_used = partly_used
-
-        # See Marks: the bits above the positions.
-        nodes = sorted({node for each in candidates for node in each.numa_nodes})
-        places = [each.place for each in candidates if each.place]
-        trays = sorted(set(places))
-        self._numa_marks = {node: 1 << number for number, node in enumerate(nodes, 16)}
-        first = 16 + len(nodes)
-        self._tray_marks = {tray: 1 << number for number, tray in enumerate(trays, first)}
-        self._known_halves: dict[Tray, list[Marks]] = {}
-
-    def tree(self, size: int) -> _Group:
-        """Return the group of all candidates, for choices of up to `size` IDs."""
-        trays = _grouped(self._candidates, lambda each: each.tray)
-        numa_marks = sum(self._numa_marks.values())
-        parts = []
-        for part in _connected_by_numa_nodes(trays):
-            members = [self._tray(tray, size) for tray in part]
-            parts.append(_Group(members, size, judge=self._numa_cost, judged_marks=numa_marks))
-        tray_marks = sum(self._tray_marks.values())
-        return _Group(parts, size, judge=self._ring_cost, judged_marks=tray_marks)
-
-    def _tray(self, candidates: Sequence[Candidate], size: int) -> _Group:
-        boards = _grouped(candidates, lambda each: each.board)
-        members = [self._board(board, size) for board in boards]
-        is_whole = candidates[0].tray not in self._partly_used
-        use_cost = cost(trays=1, whole_trays=is_whole)
-
-        place = candidates[0].place
-        if place is None:
-            return _Group(members, size, use_cost=use_cost)
-        return _Group(
-            members,
-            size,
-            use_cost=use_cost,
-            judge=partial(self._shape_cost, place),
-            judged_marks=POSITION_BITS,
-            own_mark=self._tray_marks[place],
-        )
-
-    def _board(self, candidates: Sequence[Candidate], size: int) -> _Group:
-        is_whole = candidates[0].board not in self._partly_used
-        members = [_Device(each.ids, self._marks(each)) for each in candidates]
-        return _Group(members, size, use_cost=cost(boards=1, whole_boards=is_whole))
-
-    def _marks(self, candidate: Candidate) -> Marks:
-        marks = sum(self._numa_marks[node] for node in candidate.numa_nodes)
-        if candidate.place and candidate.is_chip:
-            marks |= 1 << candidate.position
-        return marks
-
-    def _shape_cost(self, tray: Tray, positions: Marks) -> int:
-        """Return the cost of the chosen chips' places in a tray."""
-        whole_halves = [half for half in self._whole_halves(tray) if half & positions]
-        return _link_cost(positions) + len(whole_halves) * cost(whole_halves=1)
-
-    def _whole_halves(self, tray: Tray) -> list[Marks]:
-        """Return the halves of a tray of which no chip is taken."""
-        if tray not in self._known_halves:
-            halves = []
-            for half in TRAY_HALVES:
-                places = {(tray, position) for position in half}
-                if places.isdisjoint(self._partly_used):
-                    halves.append(_bits(half))
-            self._known_halves[tray] = halves
-        return self._known_halves[tray]
-
-    def _numa_cost(self, marks: Marks) -> int:
-        nodes = [node for node, mark in self._numa_marks.items() if mark & marks]
-        whole = sum(node not in self._partly_used for node in nodes)
-        return cost(numa_nodes=len(nodes), whole_numa_nodes=whole)
-
-    def _ring_cost(self, marks: Marks) -> int:
-        """Return the cost of trays that are not neighbours."""
-        rings = defaultdict(set)
-        for place, mark in self._tray_marks.items():
-            if mark & marks:
-                rings[place.card, place.domain].add(place.bus)
-        return cost(tray_groups=sum(_count_groups(each, RING_LINKS) for each in rings.values()))
+        if number in chosen:
+            board.chosen.add(place.position)
+        elif number in candidates:
+            board.candidates[number] = place.position
+        elif free.isdisjoint(ids):
+            board.taken.add(place.position)
+            board.taken_numa_nodes.update(numa_nodes)
+    return list(boards.values())
 
 
-def _combined(some: Sequence[int], others: Sequence[int], max_size: int) -> list[int]:
-    """Return the lowest costs of 0, 1, 2, … IDs of two groups (a min-plus convolution)."""
-    lowest = []
-    for size in range(min(len(some) + len(others) - 1, max_size + 1)):
-        parts = range(max(0, size - len(some) + 1), min(size + 1, len(others)))
-        lowest.append(min([some[size - part] + others[part] for part in parts]))
-    return lowest
+def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
+    """Return the numbers of the candidates of the best choice of this size."""
+    taken_nodes = set[int]().union(*(board.taken_numa_nodes for board in boards))
+
+    # Trays of a ring stand together, so that the ring ends with the last of them. Other boards on
+    # the same NUMA nodes stand together to keep the number of choices low.
+    boards = [board for board in boards if board.chosen or board.candidates]
+    boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
+    fewest_boards = _fewest_boards(boards, size)[size]
+
+    choices = [Choice()]
+    for index, board in enumerate(boards, 1):
+        later = boards[index:]
+        ended_nodes = board.numa_nodes.difference(*(each.numa_nodes for each in later))
+        is_end_of_ring = not later or later[0].ring != board.ring
+
+        best: dict[tuple[object, ...], Choice] = {}
+        for choice in _extended(choices, board, later, size, fewest_boards):
+            nodes = choice.numa_nodes & ended_nodes
+            trays = choice.trays if is_end_of_ring else frozenset()
+            if nodes or trays:
+                choice = _counted(choice, nodes, trays, taken_nodes)
+
+            key = len(choice.devices), choice.numa_nodes, choice.trays
+            if key not in best or choice < best[key]:
+                best[key] = choice
+        choices = list(best.values())
+
+    (choice,) = choices
+    return choice.devices
 
 
-def _join(some: Choices, others: Choices, best: Choices) -> None:
-    """Add to the best choices each that has one part of `some` and one of `others`."""
-    for one_marks, (one_cost, one_ids) in some.items():
-        for marks, (other_cost, ids) in others.items():
-            total = one_cost + other_cost
-            known = best.get(one_marks | marks)
-            if known and known[0] < total:
-                continue
+def _fewest_boards(boards: Sequence[Board], size: int) -> list[float]:
+    """Return for 0, 1, 2, … `size` chosen candidates the lowest number of boards in use.
 
-            chosen = one_ids + ids
-            if one_ids and ids and one_ids[-1] > ids[0]:
-                chosen = tuple(sorted(chosen))
-            if not known or (total, chosen) < known:
-                best[one_marks | marks] = (total, chosen)
+    It is infinite if the boards have fewer candidates. Boards with a device that is chosen by its
+    rank are in use anyway.
+    """
+    in_use = [len(board.candidates) for board in boards if board.chosen]
+    others = [len(board.candidates) for board in boards if not board.chosen]
 
-
-@lru_cache(maxsize=1024)
-def _link_cost(positions: Marks) -> int:
-    """Return the cost of chips of a tray that are not linked to each other."""
-    chips = [position for position in range(16) if positions >> position & 1]
-    links = [link for link in TRAY_LINKS if _bits(link) & ~positions == 0]
-    is_scattered = _count_groups(chips, links) > 1
-    return cost(scattered_trays=is_scattered, other_links=len(TRAY_LINKS) - len(links))
+    fewest: list[float] = [len(in_use)] * (1 + sum(in_use))
+    for number, room in enumerate(sorted(others, reverse=True), len(in_use) + 1):
+        fewest += [number] * room
+    return fewest + [inf] * size
 
 
-def _bits(positions: Iterable[int]) -> Marks:
-    return sum(1 << position for position in positions)
+def _extended(
+    choices: Iterable[Choice],
+    board: Board,
+    later: Sequence[Board],
+    size: int,
+    fewest_boards: float,
+) -> Iterator[Choice]:
+    """Yield these choices with each number of candidates of one more board.
+
+    Those that cannot end on the fewest boards are left out.
+    """
+    fewest_later = _fewest_boards(later, size)
+    for own_size in range(min(len(board.candidates), size) + 1):
+        is_used = bool(own_size or board.chosen)
+        fitting = []
+        for choice in choices:
+            left = size - own_size - len(choice.devices)
+            if left >= 0 and choice.cost.boards + is_used + fewest_later[left] <= fewest_boards:
+                fitting.append(choice)
+
+        if not is_used:
+            yield from fitting
+        elif fitting:
+            best = board.best_choice(own_size)
+            yield from map(best.plus, fitting)
 
 
-def _count_groups(items: Iterable[int], links: Iterable[set[int]]) -> int:
-    """Return into how many groups links connect these items."""
-    groups = [{item} for item in items]
-    for link in links:
-        touched = [group for group in groups if not group.isdisjoint(link)]
-        if len(touched) > 1:
-            groups = [group for group in groups if group not in touched]
-            groups.append(set().union(*touched))
-    return len(groups)
+def _counted(
+    choice: Choice, nodes: frozenset[int], trays: frozenset[Tray], taken_nodes: set[int]
+) -> Choice:
+    """Return the choice with these NUMA nodes, and these trays of one ring, in its cost."""
+    groups = 0
+    if trays:
+        groups = 2 if {tray.bus for tray in trays} in OPPOSITE_TRAYS else 1
 
-
-def _grouped(
-    candidates: Iterable[Candidate], key: Callable[[Candidate], object]
-) -> list[list[Candidate]]:
-    groups = defaultdict(list)
-    for candidate in candidates:
-        groups[key(candidate)].append(candidate)
-    return list(groups.values())
-
-
-def _connected_by_numa_nodes(trays: Iterable[list[Candidate]]) -> list[list[list[Candidate]]]:
-    """Return the trays in groups that have no NUMA node in common."""
-    parts: list[tuple[set[int], list[list[Candidate]]]] = []
-    for tray in trays:
-        nodes = {node for candidate in tray for node in candidate.numa_nodes}
-        members = [tray]
-        others = []
-
-        for part_nodes, part in parts:
-            if part_nodes.isdisjoint(nodes):
-                others.append((part_nodes, part))
-            else:
-                nodes |= part_nodes
-                members = part + members
-        parts = [*others, (nodes, members)]
-    return [members for _, members in parts]
+    whole_nodes = nodes - taken_nodes
+    cost = Cost(numa_nodes=len(nodes), whole_numa_nodes=len(whole_nodes), tray_groups=groups)
+    return Choice(
+        choice.cost.plus(cost), choice.devices, choice.numa_nodes - nodes, choice.trays - trays
+    )
 
 
 # ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
@@ -3512,12 +3338,7 @@ def check_request(resource: Resource, containers: Containers) -> None:
     for ids in containers:
         if not ids:
             raise RequestError(invalid, "a container requests no devices")
-        if resource.max_one_replica and len(ids) > 1:
-            reason = (
-                f"a container can request only 1 shared {resource.name}, not {len(ids)} "
-                "(fail_requests_greater_than_one is true)"
-            )
-            raise RequestError(invalid, reason)
+        check_replicas(resource, len(ids))
 
     for identifier, times in Counter(chain(*containers)).items():
         device = resource.devices.get(identifier)
@@ -3901,14 +3722,16 @@ User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
 
 def users(decision: Decision) -> dict[str, list[User]]:
     """Return the containers that hold each chip, by PCI address."""
-    found = defaultdict(list)
+    found: dict[str, list[User]] = defaultdict(list)
     for hold in decision.holds:
         if hold.pod:
             name = decision.observation.names.get(hold.pod, hold.pod)
             namespace, _, pod = name.rpartition("/")
+            user = {"namespace": namespace, "pod": pod, "container": hold.container}
             for bdf in hold.chips:
-                user = {"namespace": namespace, "pod": pod, "container": hold.container}
-                found[bdf].append(user)
+                # A pod that is admitted again has another hold while the former one's runs.
+                if user not in found[bdf]:
+                    found[bdf].append(user)
     return found
 
 
@@ -4197,10 +4020,9 @@ def view_of_node(
                 withheld[f"{name} {device.id}"] = device.withheld
         resources.append(row)
 
-    service_row = None
-    if service:
-        service_row = service._asdict()
-        del service_row["registrations"]  # they are in the rows of the resources
+    of_service = service._asdict() if service else None
+    if of_service:
+        del of_service["registrations"]  # they are in the rows of resources
     in_service = [
         chip for bdf, chip in decision.chips.items() if bdf not in decision.offer.excluded
     ]
@@ -4208,7 +4030,7 @@ def view_of_node(
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
         "unit": settings.unit,
-        "service": service_row,
+        "service": of_service,
         "driver": decision.observation.driver,
         "driver_problem": driver_problem(decision),
         "unsupported": decision.observation.unsupported,
@@ -4734,6 +4556,7 @@ class PluginDirectory:
 
     def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
+        self.problem: str | None = None  # why it cannot exist yet
         self.is_watched = False
         self._wake = wake
         self._has_changed = False  # by an event
@@ -4751,7 +4574,7 @@ class PluginDirectory:
             asyncio.get_running_loop().add_reader(descriptor, self._read)
 
         self.check()
-        if not self.is_watched:
+        if not self.is_watched and self.problem is None:
             reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
             log.warning("cannot watch %s (%s); polling instead", self.path, reason)
 
@@ -4762,14 +4585,31 @@ class PluginDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory, if it is a new one; raises DirectoryError."""
+        """Create, lock and watch the directory, if it is a new one; raises DirectoryError.
+
+        It waits for the directory around it, the kubelet's own, which can be a link (MicroK8s).
+        """
+        parent = dirname(self.path)
+        self.problem = None
+        if not isdir(parent):
+            why = "is a link to nothing" if os.path.islink(parent) else "does not exist"
+            self.problem = f"no kubelet is installed ({parent} {why})"
+            self.is_watched = False
+            return
+
         try:
             try:
                 self._create_and_lock()
             except FileNotFoundError:  # deleted in between, as by `kubeadm reset`
                 self._create_and_lock()
+        except FileNotFoundError:
+            self.is_watched = False
+            return  # with its parent: the next turn looks again
         except OSError as error:
-            reason = f"{self.path} cannot be used: {error.strerror}; exiting"
+            why = error.strerror or str(error)
+            if os.path.islink(self.path) and not exists(self.path):
+                why = "it is a link to nothing"
+            reason = f"{self.path} cannot be used: {why}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
 
         if self._inotify is not None and not self.is_watched:
@@ -4781,7 +4621,7 @@ class PluginDirectory:
     def _create_and_lock(self) -> None:
         """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
         if not isdir(self.path):
-            os.makedirs(self.path, exist_ok=True)
+            os.mkdir(self.path)
             os.chmod(self.path, 0o750)  # despite the umask
 
         status = os.stat(self.path)
@@ -4898,6 +4738,7 @@ class Host:
         self.refreshed = Broadcast()  # wakes container starts that wait for another pod's end
         self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
+        self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
         self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
         self.must_save = False  # what cannot be read again has changed
         self.scanned_at = -inf
@@ -5179,14 +5020,14 @@ def _new_name(chips: Sequence[Chip]) -> str:
 
 def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
     """Return why a start waits for these holds' pods."""
-    pods = ", ".join(dict.fromkeys(map(decision.label, others)))
-    callers = [state.hold for state in call.callers]
-    if any(hold.key in [other.key for other in others] for hold in callers):
+    callers = [state.hold for state in call.callers if state.is_known]
+    pods = dict.fromkeys(map(decision.label, others))
+    if {hold.key for hold in others} & {hold.key for hold in callers}:
         # kubernetes #137534: the first one's start went on.
-        names = " and ".join(dict.fromkeys(map(decision.label, [*others, *callers])))
+        names = " and ".join(pods | dict.fromkeys(map(decision.label, callers)))
         ids = ", ".join(sorted(call.ids))
         return f"the kubelet has given {ids} to {names}; delete one of these pods"
-    return f"{pods} must end first; it still runs on the device"
+    return f"{', '.join(pods)} must end first; it still runs on the device"
 
 
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
@@ -5226,6 +5067,13 @@ PLUGIN_OPTIONS = pb.DevicePluginOptions(
 )
 Context = grpc.aio.ServicerContext[Any, Any]
 _endpoint_numbers = count(1)
+
+
+def new_socket_name(resource: str) -> str:
+    """Return a name that no socket has had, of at most 42 bytes: see PLUGIN_DIR_MAX."""
+    # The largest process ID is 4194304 (proc(5)).
+    number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+    return f"{SOCKET_PREFIX}{without_domain(resource)[:20]}.{number}.sock"
 
 
 class AdvertisedList:
@@ -5466,9 +5314,7 @@ class KubeletSession:
         if refusal := await self._wait_for_kubelet():
             return refusal
 
-        name = f"{SOCKET_PREFIX}{without_domain(self.name)[:ENDPOINT_NAME_MAX]}"
-        number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
-        path = f"{self._directory}/{name}.{number}.sock"
+        path = f"{self._directory}/{new_socket_name(self.name)}"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
@@ -5817,7 +5663,8 @@ class Reporter:
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
-        problems = [*map(str, self._host.problems.values()), self._host.rejected]
+        host = self._host
+        problems = [*map(str, host.problems.values()), host.waits_for_directory, host.rejected]
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
@@ -5986,8 +5833,6 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
-        for warning in self.host.settings.warnings:
-            log.warning("%s", warning)
         try:
             self._directory.open()
         except DirectoryError as error:
@@ -6046,6 +5891,7 @@ class Daemon:
         is_round = self._is_round(now)
         try:
             self._directory.check()
+            self.host.waits_for_directory = self._directory.problem
             self._observe(now, is_round=is_round)
             # After a failure all chips are read again before anything is applied.
             if self._is_failing and not self.host.readers.is_settled(now):
@@ -6225,8 +6071,6 @@ class Daemon:
         kept = {key: getattr(before, key) for key in NEEDS_RESTART}
         self.host.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
-        for warning in loaded.warnings:
-            log.warning("%s", warning)
         log.info("configuration reloaded")
 
 
@@ -6255,115 +6099,193 @@ COLUMNS = {
 }
 OMITTED_FIRST = ("FIRMWARE", "SERIAL", "NUMA", "CARD")  # if the table is too wide
 
-DESCRIPTION = """\
-Makes the Tenstorrent accelerators of this node available to Kubernetes.
 
-commands:
-  run     the daemon: serves the kubelet's device plugin API; SIGHUP reloads
-          the configuration
-  list    one row per chip: health, resource and users; --json for programs
-  check   preflight for this node: service, driver, devices, hugepages,
-          kubelet, configuration
-"""
+class Command(NamedTuple):
+    """What the first word of the command line can be."""
 
+    help: str
+    options: tuple[str, ...]  # without dashes, and with underscores
+    example: str
+
+
+CONFIG_FILE = _path("configuration file")
+SWITCHES = {  # options of commands that have no value
+    "json": "print JSON",
+    "quiet": "print only lines that are not ok",
+    "config_only": "check only the configuration",
+}
+COMMANDS = {
+    "run": Command(
+        "the daemon: serves the kubelet's device plugin API; SIGHUP reloads the configuration",
+        ("config_file", *OPTIONS),
+        "tt-device-plugin run --unit=board",
+    ),
+    "list": Command(
+        "one row per chip: health, resource and users",
+        (
+            *("json", "config_file", *NEEDS_RESTART),
+            *("resource_domain", "resource_naming", "unit", "pod_resources_socket"),
+        ),
+        "tt-device-plugin list --json",
+    ),
+    "check": Command(
+        "preflight for this node: configuration, service, driver, devices, hugepages, kubelet",
+        ("quiet", "config_only", "config_file", *OPTIONS),
+        "tt-device-plugin check --quiet",
+    ),
+}
+ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."
 EPILOG = """\
-Options can also be set by the environment variable in brackets, or in the
-configuration file, with underscores. Precedence: flag, environment variable,
-file, default. [health], [sharing], [[sharing.resources]] and [[mounts]] can be
-set only in the file; see tt-device-plugin(8).
+For the options of a command, run: tt-device-plugin COMMAND --help
+Most options can also be set by an environment variable or in the configuration
+file; see tt-device-plugin(8) and tt-device-plugin.toml(5).
 """
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    usage = "tt-device-plugin run|list|check [OPTIONS]"
-    # With a width argparse does not import shutil, which costs 3 ms of each start.
-    form = partial(argparse.RawTextHelpFormatter, width=HELP_WIDTH, max_help_position=8)
-    parser = argparse.ArgumentParser(
-        "tt-device-plugin",
-        usage,
-        DESCRIPTION,
-        EPILOG,
-        formatter_class=form,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("command", nargs="?", choices=("run", "list", "check"), help=argparse.SUPPRESS)
-    add("--version", action="version", version=f"tt-device-plugin {__version__}")
-    add("--json", action="store_true", help="with list: print JSON")
-    add("--quiet", action="store_true", help="with check: print only lines that are not ok")
-    add("--config-only", action="store_true", help="with check: check only the configuration")
-    text = f"configuration file; default {DEFAULT_CONFIG_FILE} [TTDP_CONFIG_FILE]"
-    add("--config-file", metavar="FILE", help=_help_text(text))
+class HelpFormatter(argparse.RawTextHelpFormatter):
+    """Shows a switch of the configuration as --switch[=BOOL]; argparse would add a space."""
 
-    defaults = Settings()
-    for option in OPTIONS:
-        value = getattr(defaults, option.key)
-        default = str(value).lower() if option.is_switch else value
-        metavar = option.key.rpartition("_")[2].upper()
-        if option.is_switch:
-            metavar = "[=BOOL]"
-        elif option.rule.choices:
-            metavar = "|".join(option.rule.choices)
-        text = f"{option.help}; default {default} [{option.variable}]"
-        add(option.flag, metavar=metavar, help=_help_text(text))
+    def __init__(self, prog: str, **_: Any) -> None:
+        # With a width argparse does not import shutil, which costs 3 ms of each start.
+        super().__init__(prog, width=HELP_WIDTH, max_help_position=8)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.option_strings and action.nargs == "?":
+            return f"{action.option_strings[0]}[=BOOL]"
+        return super()._format_action_invocation(action)
+
+
+def _parser(program: str, command: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    usage = f"tt-device-plugin {command} [OPTIONS]"
+    return argparse.ArgumentParser(
+        program, usage, about, epilog, formatter_class=HelpFormatter, allow_abbrev=False
+    )
+
+
+def overview_parser() -> argparse.ArgumentParser:
+    """Return the parser of a command line that does not begin with a command."""
+    about = f"{ABOUT}\n\ncommands:\n"
+    for name, command in COMMANDS.items():
+        about += _filled(f"  {name:7} {command.help}", indent=10)
+
+    parser = _parser("tt-device-plugin", "|".join(COMMANDS), about, EPILOG)
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS], help=argparse.SUPPRESS)
+    version = f"tt-device-plugin {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     return parser
 
 
-def _help_text(text: str) -> str:
-    return textwrap.fill(text.replace("%", "%%"), HELP_WIDTH - 8, break_on_hyphens=False)
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of what follows a command."""
+    command = COMMANDS[name]
+    about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
+    example = f"example:\n  {command.example}\n"
+    parser = _parser(f"tt-device-plugin {name}", name, about, example)
+
+    # The daemon's other options are accepted as well: it is easiest to give all commands the same.
+    for option in dict.fromkeys([*command.options, *OPTIONS]):
+        if option in SWITCHES:
+            parser.add_argument(flag_of(option), action="store_true", help=SWITCHES[option])
+            continue
+
+        key = KEYS.get(option, CONFIG_FILE)
+        default = getattr(Settings(), option, DEFAULT_CONFIG_FILE)
+        shown = str(default).lower() if key.is_switch else default
+        text = _filled(f"{key.help}; default {shown} [{variable_of(option)}]", HELP_WIDTH - 8)
+        parser.add_argument(
+            flag_of(option),
+            metavar="|".join(key.choices) or option.rpartition("_")[2].upper(),
+            nargs="?" if key.is_switch else None,
+            const="true" if key.is_switch else None,
+            help=text if option in command.options else argparse.SUPPRESS,
+        )
+    return parser
+
+
+def _filled(text: str, width: int = HELP_WIDTH, indent: int = 0) -> str:
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def parse_command_line(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
+    """Return the command and its options; a wrong word or --help ends the program."""
+    if not words or words[0] not in COMMANDS:
+        parser = overview_parser()
+        parser.parse_args(words)
+        parser.print_help(sys.stderr)
+        parser.exit(2, f"\ntt-device-plugin: a command is missing: {either([*COMMANDS])}\n")
+
+    name, *others = words
+    parser = command_parser(name)
+    options, unknown = parser.parse_known_args(others)
+    if unknown:
+        parser.error(_unrecognized(unknown, name))
+    return name, options
+
+
+def _unrecognized(words: Sequence[str], command: str) -> str:
+    """Return the error about words that are no options of a command."""
+    text = f"unrecognized arguments: {' '.join(words)}"
+    flag = words[0].partition("=")[0]
+    if not flag.startswith("--"):
+        return text
+
+    option = flag[2:].replace("-", "_")
+    if others := [name for name, each in COMMANDS.items() if option in each.options]:
+        return f"{flag} is valid only with {either(others)}"
+    near = nearest(option, COMMANDS[command].options)
+    return f"{text}; did you mean {flag_of(near)}?" if near else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    if "run" in words:  # a reload must not kill the daemon before it has a handler for it
+    if "run" in words[:1]:  # a reload must not kill the daemon before it has a handler for it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    options = _parsed_options(words)
-    set_up_logging(os.environ, has_timestamps=options.command == "run")
-    load = partial(load_settings, vars(options), os.environ)
-    if options.command == "run":
-        try:
-            settings = load()
-        except ConfigError as error:
-            log.error("%s", error)
-            return EXIT_CONFIG
-        return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
 
+    command, options = parse_command_line(words)
+    set_up_logging(os.environ, has_timestamps=command == "run")
+    try:
+        return run_daemon(vars(options)) if command == "run" else run_command(command, options)
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG if command == "run" else 1
+
+
+def run_daemon(flags: Flags) -> int:
+    """Run the daemon; return its exit status. Raises ConfigError."""
+
+    def load() -> Settings:
+        settings = load_settings(flags, os.environ)
+        for warning in unknown_variables(os.environ):
+            log.warning("%s", warning)
+        return settings
+
+    return asyncio.run(Daemon(load(), load, ServiceManager(os.environ)).run())
+
+
+def run_command(command: str, options: argparse.Namespace) -> int:
+    """Run a command that shows something; return its exit status. Raises ConfigError."""
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     log.setLevel("ERROR")  # the command itself prints the rest
-    problem = None
-    try:
-        settings = load()
-    except ConfigError as error:  # the commands go on without the file
-        problem = str(error)
-        settings = Settings(runtime_dir=os.environ.get("RUNTIME_DIRECTORY"))
-        with suppress(ConfigError):
-            settings = load(ignore_file=True)
 
-    if options.command == "check":
-        findings = check_configuration(settings, problem)
+    # An invalid flag or variable ends the command; of an invalid file it tells, and goes on.
+    problem = None
+    settings = load_settings(vars(options), os.environ, ignore_file=True)
+    try:
+        settings = load_settings(vars(options), os.environ)
+    except ConfigError as error:
+        problem = str(error)
+
+    if command == "check":
+        findings = check_configuration(problem, unknown_variables(os.environ))
         if not options.config_only:
             findings = chain(findings, Checks(settings, problem).findings())
         return print_findings(findings, is_quiet=options.quiet)
     if problem:
         log.error("%s", problem)
     return list_devices(settings, is_valid=problem is None, as_json=options.json)
-
-
-def _parsed_options(words: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser()
-    # A bare switch has no value: the next word is none of it.
-    switches = {option.flag for option in OPTIONS if option.is_switch}
-    options = parser.parse_args([f"{word}=true" if word in switches else word for word in words])
-
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        sys.exit(2)
-    for key, command in (("json", "list"), ("config_only", "check"), ("quiet", "check")):
-        if getattr(options, key) and options.command != command:
-            parser.error(f"{_flag_of(key)} is valid only with {command}")
-    return options
 
 
 def print_safely(text: str) -> None:
@@ -6674,12 +6596,12 @@ def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
     return 0 if print_lines(lines) and not has_failed else 1
 
 
-def check_configuration(settings: Settings, problem: str | None) -> Findings:
+def check_configuration(problem: str | None, warnings: Iterable[str]) -> Findings:
     if problem:
         yield Finding("FAIL", "configuration", problem)
-        return
-    yield Finding("ok", "configuration", "valid")
-    for warning in settings.warnings:
+    else:
+        yield Finding("ok", "configuration", "valid")
+    for warning in warnings:
         yield Finding("warn", "configuration", warning)
 
 

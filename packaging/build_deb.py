@@ -16,10 +16,8 @@ import sys
 from pathlib import Path
 
 import build_pyz
-import preinst
 import sbom
 from build_pyz import BUILD, TOP
-from version import PROGRAM
 
 # Files of packaging/deb that are installed, with their paths in the source package. The other files
 # of packaging/deb are its debian/.
@@ -30,6 +28,7 @@ BESIDE = {
     "config-at-first.toml": "config-at-first.toml",
     "completion.bash": "completions/tt-device-plugin",
     "tt-device-plugin.8": "tt-device-plugin.8",
+    "tt-device-plugin.toml.5": "tt-device-plugin.toml.5",
 }
 SBOM = "tt-device-plugin.cdx.json"
 FOR_DEBHELPER = {
@@ -82,7 +81,6 @@ def lay_out_source(source: Path, arch: str, version: str) -> None:
         (source / "systemd" / name).rename(source / "debian" / place)
     text = sbom.text(arch, version, build_pyz.source_date_epoch())
     (source / SBOM).write_text(text)
-    (source / "debian/preinst").write_text(preinst.preinst((TOP / PROGRAM).read_text()))
     set_version(source / "debian", version)
     # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.
     epoch = build_pyz.source_date_epoch()
@@ -129,18 +127,10 @@ def run_lintian(package: Path) -> None:
 
 
 def set_version(debian: Path, version: str) -> None:
-    """Replace the version of the changelog's first entry by the version that is built.
-
-    If the first entry of NEWS has the same version, it gets the same heading: apt-listchanges shows
-    the entries that are later than the installed version. NEWS must not contain UNRELEASED.
-    """
-    opened = re.match(r"tt-device-plugin \(([^)]+)\)", (debian / "changelog").read_text())
-    assert opened
-    for name in ("changelog", "NEWS"):
-        path = debian / name
-        of_first = rf"\Att-device-plugin \({re.escape(opened[1])}\) [\w-]+;"
-        heading = f"tt-device-plugin ({version}) unstable;"
-        path.write_text(re.sub(of_first, heading, path.read_text()))
+    """Replace the version of the changelog's first entry by the version that is built."""
+    path = debian / "changelog"
+    heading = f"tt-device-plugin ({version}) unstable;"
+    path.write_text(re.sub(r"\Att-device-plugin \([^)]+\) [\w-]+;", heading, path.read_text()))
 
 
 if __name__ == "__main__":

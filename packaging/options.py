@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the options into the manuals, from ttdp.Settings and the argument parser.
+"""Writes the options into the manuals, from the tables of keys and commands in ttdp.py.
 
     options.py            replaces the text between the marks in each file (`make generate`)
     options.py --check    prints the differences, and fails if there are any (`make lint`)
 
-The files are README.md and, in packaging/deb, the man page, the documented configuration and bash's
-completion. The program must be importable: PYTHONPATH=.
+The files are README.md and, in packaging/deb, both man pages, the documented configuration and
+bash's completion. The program must be importable: PYTHONPATH=.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import ttdp
 
 TOP = Path(__file__).resolve().parent.parent
+PAGE = "tt-device-plugin.toml 5"
 
 # Values in the documented configuration for keys without a default.
 EXAMPLES: dict[str, Any] = {
@@ -36,12 +37,12 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
-# What the values of each key mean, for the man page: when to choose which, and what depends on it.
+# What the values of each key mean, for the manual: when to choose which, and what depends on it.
 EXPLANATIONS = {
     "device_plugin_dir": (
         "The daemon creates its sockets here, and the kubelet its own, kubelet.sock. Set it if "
         "the kubelet has another root directory than /var/lib/kubelet. The service's sandbox "
-        "must allow it, see EXAMPLES. A change needs a restart."
+        "must allow it, see EXAMPLES below. A change needs a restart."
     ),
     "sysfs_root": "Only for tests on a simulated node. A change needs a restart.",
     "dev_root": (
@@ -90,9 +91,10 @@ EXPLANATIONS = {
     ),
     "log_level": "info has one line for each change. debug also has one for each allocation.",
     "hugepages": (
-        "private: each device has its own directories, see HUGEPAGES. host: every container "
-        "has the host's directories, and can open the pages of all others. none: containers get"
-        " no hugepage directory, for example because pods bring their own volumes."
+        "private: each device has its own directories, see HUGEPAGES in tt-device-plugin(8). "
+        "host: every container has the host's directories, and can open the pages of all others. "
+        "none: containers get no hugepage directory, for example because pods bring their own "
+        "volumes."
     ),
     "exclude": (
         'Devices with these chips are not advertised; with unit = "board" that is the whole '
@@ -117,7 +119,10 @@ EXPLANATIONS = {
         "Two replicas can be one device, so a request for two is probably a mistake. If false, "
         "the container gets each distinct device behind its replicas."
     ),
-    "lock_dir": "See SHARING. Change it only while no container uses a shared device.",
+    "lock_dir": (
+        "See SHARING in tt-device-plugin(8). Change it only while no container uses a shared "
+        "device."
+    ),
     "name": "Use the name that kubectl describe node shows while it is not shared.",
     "rename": "Needed if only some devices are shared.",
     "devices": "A count shares the devices with the lowest addresses.",
@@ -134,85 +139,88 @@ README_KEYS = (
 )
 # Rules that need no sentence: the key's help is enough.
 PLAIN = ("the path of a directory", "a path, or empty", "an absolute path")
-# The options of single commands, whose texts in --help are shorter.
-COMMAND_OPTIONS = {
-    "--help": "Print the help text and exit.",
-    "--version": "Print the version and exit.",
-    "--json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
-    "--quiet": "With\n.Cm check :\nprint only the lines that are not ok.",
-    "--config-only": "With\n.Cm check :\ncheck only the configuration.",
+# The options of the program itself and of single commands, whose texts in --help are shorter.
+SWITCHES = {
+    "help": "Print an overview and exit.\nAfter a command: print the options of that command.",
+    "version": "Print the version and exit.",
+    "json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
+    "quiet": "With\n.Cm check :\nprint only the lines that are not ok.",
+    "config_only": "With\n.Cm check :\ncheck only the configuration.",
+}
+# What holds for all keys of a table.
+TABLES = {
+    "[health]": "Settings for chip health checks.",
+    "[sharing]": (
+        "Settings for devices that several containers share. They take turns, without isolation. "
+        "By default, no device is shared."
+    ),
+    "[[sharing.resources]]": (
+        "One table for each shared resource. If it selects only some devices, the others stay "
+        "exclusive, and the shared ones need another name."
+    ),
+    "[[mounts]]": (
+        "Each table mounts one host path into every container that has a device, in addition to "
+        "its hugepages. A mount at /dev/hugepages-1G or /dev/hugepages replaces the hugepage "
+        "directory there. Use each path in the container only once, and not /dev/shm if a device "
+        "is shared."
+    ),
 }
 
 
-class Key(NamedTuple):
-    """A key of the configuration file, with its flag and environment variable if it has them."""
+class Entry(NamedTuple):
+    """A key as a manual shows it."""
 
-    section: str  # "[health]"; "" for the keys above all sections
     name: str
-    default: Any  # MISSING: the key is required, or its default is that of another key
-    rule: ttdp.Rule
-    help: str
-    flag: str = ""
-    variable: str = ""
+    default: Any  # MISSING: the key is required
+    key: ttdp.Key
+
+    @property
+    def has_flag(self) -> bool:
+        return self.name in ttdp.OPTIONS
 
     @property
     def text(self) -> str:
         """Its meaning, with the valid choices."""
-        choices = self.rule.choices
-        named = all(re.search(rf"\b{re.escape(each)}\b", self.help) for each in choices)
-        return self.help if named else f"{self.help}: {self.rule.valid}"
+        help, choices = self.key.help, self.key.choices
+        named = all(re.search(rf"\b{re.escape(each)}\b", help) for each in choices)
+        return help if named else f"{help}: {self.key.valid}"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.text[0].upper()}{self.text[1:]}."
 
     @property
     def sentences(self) -> list[str]:
         """Its meaning and its valid values."""
-        found = [f"{self.text[0].upper()}{self.text[1:]}."]
-        evident = self.rule.choices or isinstance(self.default, bool)
-        if not evident and self.rule.valid not in PLAIN:
-            found.append(f"Must be {self.rule.valid}.")
-        return found
+        evident = self.key.choices or self.key.is_switch or self.key.valid in PLAIN
+        return [self.sentence] if evident else [self.sentence, f"Must be {self.key.valid}."]
 
     @property
     def shown_default(self) -> str:
         """The default as in the file, without quotation marks; "" if there is none to show."""
-        if self.default is MISSING:
-            return ""
-        if self.default is None:
+        if self.default in (MISSING, None):
             return ""
         return self.default if isinstance(self.default, str) else json.dumps(self.default)
 
-
-class Section(NamedTuple):
-    """A table of the configuration file."""
-
-    heading: str
-    kind: type
-    text: str  # for all its keys
+    @property
+    def metavar(self) -> str:
+        """The kind of the value of a flag."""
+        return self.name.rpartition("_")[2]
 
 
-TOP_OF_FILE = Section("", ttdp.Settings, "")
-SECTIONS = (
-    Section("[health]", ttdp.HealthSettings, "Settings for chip health checks."),
-    Section(
-        "[sharing]",
-        ttdp.Sharing,
-        "Settings for devices that several containers share. They take turns, without isolation. "
-        "By default, no device is shared.",
-    ),
-    Section(
-        "[[sharing.resources]]",
-        ttdp.SharedResource,
-        "One table for each shared resource. If it selects only some devices, the others stay "
-        "exclusive, and the shared ones need another name.",
-    ),
-    Section(
-        "[[mounts]]",
-        ttdp.Mount,
-        "Each table mounts one host path into every container that has a device, in addition to "
-        "its hugepages. A mount at /dev/hugepages-1G or /dev/hugepages replaces the hugepage "
-        "directory there. Use each path in the container only once, and not /dev/shm if a device "
-        "is shared.",
-    ),
-)
+def entries_of(heading: str) -> list[Entry]:
+    """Return the keys of a table of the configuration file; "" for those above all tables."""
+    found = fields(ttdp.TABLES[heading])
+    return [
+        Entry(each.name, each.default, ttdp.KEYS[each.name])
+        for each in found
+        if each.name in ttdp.KEYS
+    ]
+
+
+def flag_entries() -> list[Entry]:
+    """Return the keys that are also flags."""
+    return [entry for entry in entries_of("") if entry.has_flag]
 
 
 def main() -> int:
@@ -246,43 +254,16 @@ def with_part(text: str, mark: str, part: str) -> str:
     return result
 
 
-def top_keys() -> Iterator[Key]:
-    """Yield the keys that also have a flag and an environment variable."""
-    defaults = ttdp.Settings()
-    for each in ttdp.OPTIONS:
-        default = getattr(defaults, each.key)
-        yield Key("", each.key, default, each.rule, each.help, each.flag, each.variable)
-
-
-def file_keys() -> Iterator[Key]:
-    """Yield the keys above all sections that only the file has."""
-    flagged = {each.key for each in ttdp.OPTIONS}
-    return (key for key in keys_of(TOP_OF_FILE) if key.name not in flagged)
-
-
-def keys_of(section: Section) -> Iterator[Key]:
-    """Yield the keys of a section."""
-    for each in fields(section.kind):
-        if "rule" in each.metadata:
-            rule, text = each.metadata["rule"], each.metadata["help"]
-            yield Key(section.heading, each.name, each.default, rule, text)
-
-
-def metavar(key: Key) -> str:
-    """Return the placeholder of a flag's value, unless it has choices."""
-    return key.name.rpartition("_")[2]
-
-
 # -- README ----------------------------------------------------------------------------------------
 
 
 def readme() -> str:
     """Return the table of the options that operators change."""
-    keys = {key.name: key for key in (*top_keys(), *file_keys())}
+    entries = {entry.name: entry for entry in entries_of("")}
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for name in README_KEYS:
-        key = keys[name]
-        row = (quoted(name), quoted(key.shown_default), escaped(key.text))
+        entry = entries[name]
+        row = (quoted(name), quoted(entry.shown_default), escaped(entry.text))
         lines.append(f"| {' | '.join(row)} |")
     return "".join(f"{line}\n" for line in lines)
 
@@ -295,60 +276,74 @@ def escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("<", "&lt;")
 
 
-# -- The man page, in mdoc(7) ----------------------------------------------------------------------
+# -- The man pages, in mdoc(7) ---------------------------------------------------------------------
 
 
-def manual() -> str:
-    """Return the list of flags, the options of the commands first."""
+def switches() -> str:
+    """Return the list of the options that set nothing, and of --config-file."""
+    if missing := ttdp.SWITCHES.keys() - SWITCHES:
+        sys.exit(f"add {', '.join(missing)} to SWITCHES in {__file__}")
     lines = [".Bl -tag -width Ds"]
-    for action in ttdp.argument_parser()._actions:
-        flag = action.option_strings[-1] if action.option_strings else ""
-        if flag and action.nargs == 0:
-            lines += [f".It Fl {flag[1:]}", COMMAND_OPTIONS[flag]]
-    lines += [".It Fl -config-file Ar file", "The configuration file."]
+    for name, text in SWITCHES.items():
+        lines += [f".It Fl {ttdp.flag_of(name)[1:]}", text]
+    lines += [".It Fl -config-file Ar file", "The configuration file, see", f".Xr {PAGE} ."]
     lines += ["The default file may be absent; a file named explicitly must exist."]
     lines += [".br", "Default:", f".Pa {ttdp.DEFAULT_CONFIG_FILE} ."]
-    lines += environment("TTDP_CONFIG_FILE")
-    for key in top_keys():
-        value = f"Ar {metavar(key)}"
-        if isinstance(key.default, bool):
-            value = "Ns Op = Ns Ar bool"
-        elif key.rule.choices:
-            value = f"Cm {' | '.join(key.rule.choices)}"
-        lines += [f".It Fl {key.flag[1:]} {value}", *manual_text(key), *environment(key.variable)]
+    lines += [".br", "Environment:", f".Ev {ttdp.variable_of('config_file')} .", ".El"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def flags() -> str:
+    """Return the list of the flags that set keys, and which of them `list` accepts."""
+    accepted = [name for name in ttdp.COMMANDS["list"].options if name in ttdp.OPTIONS]
+    named = [f".Fl {ttdp.flag_of(name)[1:]}" for name in accepted]
+    lines = [".Cm list", "accepts only those that change what it shows without the service:"]
+    lines += [*(f"{each} ," for each in named[:-2]), named[-2], "and", f"{named[-1]} ."]
+    lines += [".Bl -tag -width Ds"]
+    for entry in flag_entries():
+        lines += [f".It Fl {ttdp.flag_of(entry.name)[1:]} {value_of(entry)}"]
+        lines += roff(entry.sentence)
     return "".join(f"{line}\n" for line in [*lines, ".El"])
 
 
-def environment(variable: str) -> list[str]:
-    return [".br", "Environment:", f".Ev {variable} ."]
+def value_of(entry: Entry) -> str:
+    """Return the value of a flag."""
+    if entry.key.is_switch:
+        return "Ns Op = Ns Ar bool"
+    choices = " | ".join(entry.key.choices)
+    return f"Cm {choices}" if choices else f"Ar {entry.metavar}"
 
 
-def manual_keys() -> str:
-    """Return the lists of the keys that only the configuration file has, by section."""
-    lines = [".Bl -tag -width Ds"]
-    for key in file_keys():
-        lines += [f".It Li {key.name}", *manual_text(key)]
-    lines += [".El"]
-    for section in SECTIONS:
-        lines += [f".Ss {section.heading}\\&"]  # or the bracket would be a trailing delimiter
-        lines += [line for each in sentences(section.text) for line in roff(each)]
+def keys() -> str:
+    """Return the lists of the keys of the configuration file, by table."""
+    lines = []
+    for heading in ttdp.TABLES:
+        if heading:
+            lines += [f".Ss {heading}\\&"]  # or the bracket would be a trailing delimiter
+            lines += [line for each in sentences(TABLES[heading]) for line in roff(each)]
         lines += [".Bl -tag -width Ds"]
-        for key in keys_of(section):
-            lines += [f".It Li {key.name}", *manual_text(key)]
+        for entry in entries_of(heading):
+            lines += [f".It Li {entry.name}", *meaning(entry)]
         lines += [".El"]
     return "".join(f"{line}\n" for line in lines)
 
 
-def manual_text(key: Key) -> list[str]:
-    """Return a key's meaning, valid values and default, each sentence on its own line."""
-    explanation = sentences(EXPLANATIONS[key.name]) if key.name in EXPLANATIONS else []
-    lines = [line for each in (*key.sentences, *explanation) for line in roff(each)]
-    if key.default is None:
+def meaning(entry: Entry) -> list[str]:
+    """Return a key's meaning, valid values, default, flag and variable.
+
+    Each sentence is on its own line.
+    """
+    explanation = sentences(EXPLANATIONS[entry.name]) if entry.name in EXPLANATIONS else []
+    lines = [line for each in (*entry.sentences, *explanation) for line in roff(each)]
+    if entry.default is None:
         lines += [".br", "Default: not set."]
-    if key.shown_default:
-        macro = ".Pa" if key.shown_default.startswith("/") else ".Li"
-        own_line = [".br"] if len(key.shown_default) > 45 else []  # troff cannot break a path
-        lines += [".br", "Default:", *own_line, f"{macro} {key.shown_default} ."]
+    if entry.shown_default:
+        macro = ".Pa" if entry.shown_default.startswith("/") else ".Li"
+        own_line = [".br"] if len(entry.shown_default) > 45 else []  # troff cannot break a path
+        lines += [".br", "Default:", *own_line, f"{macro} {entry.shown_default} ."]
+    if entry.has_flag:
+        flag, variable = ttdp.flag_of(entry.name), ttdp.variable_of(entry.name)
+        lines += [".br", "Flag:", f".Fl {flag[1:]} ;", "environment:", f".Ev {variable} ."]
     return lines
 
 
@@ -369,21 +364,23 @@ def roff(text: str) -> list[str]:
 
 def configuration() -> str:
     """Return all keys with their defaults; each line is a comment."""
-    blocks = [documented(key) for key in (*top_keys(), *file_keys())]
-    for section in SECTIONS:
-        heading = f"{comment(section.text)}#{section.heading}\n"
-        blocks.append(heading + "".join(map(documented, keys_of(section))))
+    blocks = []
+    for heading in ttdp.TABLES:
+        lines = [*map(documented, entries_of(heading))]
+        if heading:
+            lines = [f"{comment(TABLES[heading])}#{heading}\n{''.join(lines)}"]
+        blocks += lines
     return "\n".join(blocks)
 
 
-def documented(key: Key) -> str:
+def documented(entry: Entry) -> str:
     """Return a key's lines: its meaning, and its default or an example."""
-    has_default = key.default not in (None, MISSING, "")
-    if not has_default and key.name not in EXAMPLES:
-        sys.exit(f"add a value for {key.name}, which has no default, to EXAMPLES in {__file__}")
-    value = key.default if has_default else EXAMPLES[key.name]
-    note = "  # an example; not set by default" if key.default in (None, "") else ""
-    return f"{comment(' '.join(key.sentences))}#{key.name} = {json.dumps(value)}{note}\n"
+    has_default = entry.default not in (None, MISSING, "")
+    if not has_default and entry.name not in EXAMPLES:
+        sys.exit(f"add a value for {entry.name}, which has no default, to EXAMPLES in {__file__}")
+    value = entry.default if has_default else EXAMPLES[entry.name]
+    note = "  # an example; not set by default" if entry.default in (None, "") else ""
+    return f"{comment(' '.join(entry.sentences))}#{entry.name} = {json.dumps(value)}{note}\n"
 
 
 def comment(text: str) -> str:
@@ -394,27 +391,27 @@ def comment(text: str) -> str:
 
 
 def completion() -> str:
-    """Return the commands, the flags, and the kind of value of each flag."""
-    actions = ttdp.argument_parser()._actions
-    commands = next(each.choices for each in actions if not each.option_strings) or ()
-    flags = [each.option_strings[-1] for each in actions if each.option_strings]
+    """Return the flags of each command, and the kind of value of each flag."""
+    lines = [f"    local commands='{' '.join(ttdp.COMMANDS)}'", "    local -A flags=("]
+    for name, command in ttdp.COMMANDS.items():
+        lines += [f"        [{name}]='--help"]
+        lines += [f"            {ttdp.flag_of(option)}" for option in command.options]
+        lines[-1] += "'"
+    lines += ["    )", "    local -A values=(", "        [--config-file]='FILE'"]
+
     kinds = {"file": "FILE", "socket": "FILE", "dir": "DIRECTORY", "root": "DIRECTORY"}
-    values = {"--config-file": "FILE"}
-    for key in top_keys():
-        value = "SWITCH" if isinstance(key.default, bool) else kinds.get(metavar(key), "TEXT")
-        values[key.flag] = " ".join(key.rule.choices) or value
-    lines = [f"    local commands='{' '.join(commands)}'", f"    local flags='{flags[0]}"]
-    lines += [f"        {each}" for each in flags[1:]]
-    lines[-1] += "'"
-    lines += ["    local -A values=("]
-    lines += [f"        [{flag}]='{value}'" for flag, value in values.items()]
+    for entry in flag_entries():
+        kind = "SWITCH" if entry.key.is_switch else kinds.get(entry.metavar, "TEXT")
+        value = " ".join(entry.key.choices) or kind
+        lines += [f"        [{ttdp.flag_of(entry.name)}]='{value}'"]
     return "".join(f"{line}\n" for line in [*lines, "    )"])
 
 
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "options"): readme,
-    ("packaging/deb/tt-device-plugin.8", "options"): manual,
-    ("packaging/deb/tt-device-plugin.8", "configuration keys"): manual_keys,
+    ("packaging/deb/tt-device-plugin.8", "switches"): switches,
+    ("packaging/deb/tt-device-plugin.8", "flags"): flags,
+    ("packaging/deb/tt-device-plugin.toml.5", "keys"): keys,
     ("packaging/deb/config.toml", "options"): configuration,
     ("packaging/deb/completion.bash", "options"): completion,
 }

@@ -45,8 +45,8 @@ from ttdp import Settings, SharedResource, Sharing
 DEADLINE = 15  # seconds until everything must be in line
 CARDS = ("p300c", "n150", "p300c", "p150a")
 CHIPS = [pure_chip(bus, CARDS[bus // 2], serial=f"{bus // 2}") for bus in range(2 * len(CARDS))]
-HURRIED = patch.multiple(  # seconds: evidence ends sooner, metrics are written at each poll
-    ttdp, EVIDENCE_LASTS=2, START_TIMEOUT=10, START_CHECK_TIMEOUT=1, METRICS_INTERVAL=0
+HURRIED = patch.multiple(  # seconds: answers are old sooner, metrics are written at each poll
+    ttdp, WRITTEN_WITHIN=2, CREATED_WITHIN=10, START_TIMEOUT=1, METRICS_INTERVAL=0
 )
 
 
@@ -77,7 +77,6 @@ class World:
         draw = self.random = random.Random(seed)
         self.home = home
         self.node = SimulatedNode(home / "node")
-        (self.node.root / "proc/sys/kernel/random").mkdir(parents=True)
         self.chips = [chip for card in CARDS for chip in self.node.add(card)]
         for name in ("cdi", "features.d", "metrics", "run"):
             (home / name).mkdir()
@@ -143,8 +142,6 @@ class World:
         self.configuration = draw_configuration(self.random)
         if how == "power cut":
             await self.kubelet.power_cut()
-            boot = self.node.root / "proc/sys/kernel/random/boot_id"
-            boot.write_text(f"{len(self.requests)} {self.counts['restart_daemon']}\n")
         elif how == "with the kubelet":
             await self.kubelet.kill()
         await self.start_daemon()
@@ -171,7 +168,11 @@ class World:
 
     async def admit(self) -> None:
         """Admit a pod, or so many that all is taken, also what is offered wrongly."""
-        names = [*ttdp.configured_resources(CHIPS, Settings(**self.configuration))]
+        names = [
+            *ttdp.make_offer(
+                {chip.bdf: chip for chip in CHIPS}, Settings(**self.configuration)
+            ).resources
+        ]
         request = {self.random.choice(names): self.random.choice([1, 1, 2])}
         kinds: Any = self.random.choice([["main"], ["main"], ["init", "main"]])
         for _ in range(self.random.choice([1, 1, 1, 1, 1, 5])):
@@ -269,7 +270,7 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
     cdi = ttdp.read_text(f"{settings.cdi_dir}/{ttdp.CDI_FILE}") or ""
     metrics = ttdp.read_text(settings.metrics_file) or ""
     yield "CDI", ttdp.cdi_nodes(cdi), {row["bdf"]: row["path"] for row in rows if row["path"]}
-    faults = sorted([bdf, fault.lower()] for bdf, fault in view["faults"].items())
+    faults = sorted([bdf, fault["kind"]] for bdf, fault in view["faults"].items())
     yield "unhealthy chips", [row["bdf"] for row in rows if row["reason"]], [*view["faults"]]
     yield "faults in the metrics", samples(metrics, "tt_device_fault", "device", "kind"), faults
     users = sorted([row["bdf"], pod["pod"]] for row in rows for pod in row["pods"] or ())
@@ -285,7 +286,7 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
         sick = len(kubelet.unhealthy(name))
         known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
         yield f"{name} in the metrics", [each for each in counts if each[0] == name], known
-        yield f"{name} in the status", f" × {name}," in view["status"], True
+        yield f"{name} in the status", f" × {name}," in view["service"]["status"], True
 
 
 async def differences(world: World) -> list[str]:

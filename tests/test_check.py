@@ -93,13 +93,6 @@ def test_an_unknown_key_is_one_line_without_a_remedy_that_cannot_work(host: Host
     assert "systemctl start" not in answer.out and answer.status == 1
 
 
-def test_a_key_that_has_no_effect_any_more_is_a_warning(host: Host) -> None:
-    """What it asks for is so anyway."""
-    file = host.configure("device_id_strategy = 'bdf'")
-    text = complaint(host.run("check", f"--config-file={file}"), "warn", "configuration")
-    assert text == f"{file}: device_id_strategy has no effect any more; remove the key"
-
-
 @pytest.mark.parametrize("quiet", [True, False])
 async def test_quiet_prints_only_what_is_not_ok(
     served: Host, kubelet: Kubelet, start: StartDaemon, quiet: bool

@@ -24,32 +24,60 @@ def test_version_is_one_line() -> None:
     assert (ended.out, ended.status) == (f"tt-device-plugin {ttdp.__version__}\n", 0)
 
 
-def test_help_mentions_every_command_flag_variable_and_default() -> None:
-    """Also the sections that only the file has."""
-    text = " ".join(run("--help").out.split())
-    for option in ttdp.OPTIONS:
-        default = getattr(ttdp.Settings(), option.key)
-        assert option.flag in text and f"[{option.variable}]" in text
-        assert f"default {str(default).lower() if option.is_switch else default}" in text
-        if choices := option.rule.choices:
-            assert f"{option.flag} {'|'.join(choices)} " in text
-    for word in ("run", "list", "check", "--json", "--quiet", "--config-only", "--version",
-                 "--config-file", "TTDP_CONFIG_FILE", ttdp.DEFAULT_CONFIG_FILE, "[health]",
-                 "[sharing]", "[[mounts]]"):  # fmt: skip
-        assert word in text
+def test_the_help_is_an_overview_of_the_commands() -> None:
+    """It has no options of commands, and says where these are."""
+    ended = run("--help")
+    assert ended.status == 0 and "COMMAND --help" in ended.out
+    for name, command in ttdp.COMMANDS.items():
+        assert f"  {name}  " in ended.out
+        assert command.help in " ".join(ended.out.split())
+    assert "--config-file" not in ended.out
+
+
+@pytest.mark.parametrize("name", ttdp.COMMANDS)
+def test_the_help_of_a_command_has_its_options_and_an_example(name: str) -> None:
+    """Each with variable, default and valid values; and no options of other commands."""
+    text = run(name, "--help").out
+    flags = re.findall(r"(?m)^  (--[a-z-]+)", text)
+    assert flags == [*map(ttdp.flag_of, ttdp.COMMANDS[name].options)]
+    assert text.endswith(f"example:\n  {ttdp.COMMANDS[name].example}\n")
+
+    for key in ttdp.COMMANDS[name].options:
+        if key in ttdp.SWITCHES:
+            continue
+        default = getattr(ttdp.Settings(), key, ttdp.DEFAULT_CONFIG_FILE)
+        shown = str(default).lower() if isinstance(default, bool) else default
+        words = " ".join(text.split())
+        assert f"default {shown} [{ttdp.variable_of(key)}]" in words
+        if key in ttdp.KEYS and (choices := ttdp.KEYS[key].choices):
+            assert f"{ttdp.flag_of(key)} {'|'.join(choices)} " in words
+
+
+@pytest.mark.parametrize("name", ttdp.COMMANDS)
+def test_the_example_of_a_command_works(name: str) -> None:
+    """It can be pasted."""
+    program, *words = ttdp.COMMANDS[name].example.split()
+    assert program == "tt-device-plugin" and ttdp.parse_command_line(words)[0] == name
+
+
+def test_the_help_shows_how_a_switch_gets_a_value() -> None:
+    """Without a space, which separates it from the next word."""
+    assert "  --fail-on-init-error[=BOOL]\n" in run("run", "--help").out
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
-def test_help_fits_80_columns(columns: str) -> None:
+@pytest.mark.parametrize("words", [[], ["run"], ["list"], ["check"]])
+def test_help_fits_80_columns(words: list[str], columns: str) -> None:
     """Whatever the terminal has, so that a manual can quote it."""
-    assert max(map(len, run("--help", COLUMNS=columns).out.splitlines())) <= 80
+    assert max(map(len, run(*words, "--help", COLUMNS=columns).out.splitlines())) <= 80
 
 
 def test_no_command_is_the_help_on_stderr() -> None:
-    """With status 2: a daemon starts only by `run`."""
+    """With status 2: a daemon starts only by `run`. The last line says what is missing."""
     ended = run()
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err == run("--help").out
+    missing = "tt-device-plugin: a command is missing: run, list or check"
+    assert ended.err == f"{run('--help').out}\n{missing}\n"
 
 
 @pytest.mark.parametrize(
@@ -59,25 +87,36 @@ def test_no_command_is_the_help_on_stderr() -> None:
         (["list", "--config-only"], "--config-only is valid only with check"),
         (["list", "--quiet"], "--quiet is valid only with check"),
         (["list", "run"], "unrecognized arguments: run"),
+        (["run", "json"], "unrecognized arguments: json"),
         (["lst"], "invalid choice: 'lst'"),
-        (["run", "--uni", "board"], "unrecognized arguments: --uni"),
+        (["run", "--uni", "board"], "unrecognized arguments: --uni board; did you mean --unit?"),
+        (["run", "--units=board"], "unrecognized arguments: --units=board; did you mean --unit?"),
+        (["check", "--config"], "unrecognized arguments: --config; did you mean --config-only?"),
         (["run", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["list", "--log-level"], "argument --log-level: expected one argument"),
+        (["run", "--log-level"], "argument --log-level: expected one argument"),
+        (["--unit", "board", "run"], "invalid choice: 'board'"),
     ],
 )
 def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
     """Status 2 and the usage, before anything else happens."""
     ended = run(*words)
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith("usage: tt-device-plugin run|list|check [OPTIONS]\n")
-    assert reason in ended.err
+    usage, error = ended.err.splitlines()
+    command = words[0] if words[0] in ttdp.COMMANDS else "run|list|check"
+    assert usage == f"usage: tt-device-plugin {command} [OPTIONS]"
+    assert error.partition(": error: ")[2].removeprefix("argument command: ").startswith(reason)
+
+
+INVALID = [
+    (["--unit=boards"], {}, "--unit: 'boards' is not valid; must be chip or board"),
+    ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
+]
 
 
 @pytest.mark.parametrize(
     ("words", "environ", "text"),
     [
-        (["--unit=boards"], {}, "--unit: 'boards' is not valid; must be chip or board"),
-        ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
+        *INVALID,
         (["--config-file=/nowhere"], {}, "--config-file: /nowhere does not exist"),
         ([], {"TTDP_CONFIG_FILE": "/no"}, "TTDP_CONFIG_FILE: /no does not exist"),
         (
@@ -94,6 +133,25 @@ def test_a_bad_value_is_status_78_and_one_line(
     ended = run("run", *words, **environ)
     (line,) = ended.err.splitlines()
     assert (ended.status, ended.out) == (78, "") and text in line
+
+
+@pytest.mark.parametrize("command", ["list", "check"])
+@pytest.mark.parametrize(("words", "environ", "text"), INVALID)
+def test_other_commands_end_with_status_1_and_one_line(
+    command: str, words: list[str], environ: dict[str, str], text: str
+) -> None:
+    """They cannot know which node is meant. (An invalid file is no reason to end.)"""
+    ended = run(command, *words, **environ)
+    (line,) = ended.err.splitlines()
+    assert (ended.status, ended.out) == (1, "") and line.startswith(text)
+
+
+def test_check_warns_of_an_unknown_variable() -> None:
+    """Whether the configuration is valid or not."""
+    ended = run("check", "--config-only", TTDP_UNTI="board")
+    warning = ("warn", "configuration", "unknown variable 'TTDP_UNTI'; did you mean TTDP_UNIT?")
+    assert ended.findings == [("ok", "configuration", "valid"), warning]
+    assert ended.status == 0
 
 
 TALK = """

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from ttdp import OPTIONS, ConfigError, HealthSettings, Mount, Settings, Sharing, load_settings
+from ttdp import KEYS, OPTIONS, ConfigError, HealthSettings, Mount, Settings, Sharing, load_settings
 
 Shared = ttdp.SharedResource
 
@@ -80,6 +79,12 @@ def toml(value: object) -> str:
     return repr(value)
 
 
+def line_of(key: str) -> str:
+    """The line of the file with the key's sample."""
+    _, in_file, *_ = SAMPLES[key]
+    return f"{key} = {in_file if KEYS[key].is_switch else toml(in_file)}"
+
+
 def from_file(
     content: str | bytes,
     flags: Mapping[str, str | None] | None = None,
@@ -106,30 +111,30 @@ def rejection(content: str | bytes = "", **sources: Any) -> str:
 def test_the_options_are_those_of_the_design() -> None:
     """Every option has its flag, variable, key and default."""
     defaults = Settings()
-    shown = {each.key: (each.flag, each.variable, getattr(defaults, each.key)) for each in OPTIONS}
-    assert shown == {
-        key: ("--" + key.replace("_", "-"), "TTDP_" + key.upper(), default)
-        for key, (default, *_) in SAMPLES.items()
+    assert {key: getattr(defaults, key) for key in OPTIONS} == {
+        key: default for key, (default, *_) in SAMPLES.items()
     }
+    assert (ttdp.flag_of("cdi_dir"), ttdp.variable_of("cdi_dir")) == ("--cdi-dir", "TTDP_CDI_DIR")
     assert defaults.health == HealthSettings(5.0, None, 2, 300.0)
     assert defaults.sharing == Sharing(False, True, "/run/ttdp/shm", ())
     assert defaults.mounts == () and defaults.exclude == ()
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_a_flag_precedes_a_variable_the_file_and_the_default(option: ttdp.Option) -> None:
+@pytest.mark.parametrize("key", OPTIONS)
+def test_a_flag_precedes_a_variable_the_file_and_the_default(key: str) -> None:
     """In every combination of the three sources."""
-    default, in_file, in_variable, in_flag = SAMPLES[option.key]
-    line = f"{option.key} = {in_file if option.is_switch else toml(in_file)}"
+    default, in_file, in_variable, in_flag = SAMPLES[key]
     for has_file, has_variable, has_flag in itertools.product((False, True), repeat=3):
         given = [in_file] * has_file + [in_variable] * has_variable + [in_flag] * has_flag
         wanted: Any = [default, *given][-1]
-        if given and option.is_switch:
+        if given and KEYS[key].is_switch:
             wanted = given[-1] == "true"
-        environ = {option.variable: in_variable} if has_variable else {}
-        flags = {option.key: in_flag if has_flag else None}
-        settings = from_file(line if has_file else "", flags, environ)
-        assert getattr(settings, option.key) == wanted, given
+        environ = {ttdp.variable_of(key): in_variable} if has_variable else {}
+        flags = {key: in_flag if has_flag else None}
+
+        settings = from_file(line_of(key) if has_file else "", flags, environ)
+
+        assert getattr(settings, key) == wanted, given
 
 
 def test_the_file_is_the_flags_else_the_variables_else_the_default_one(
@@ -154,29 +159,25 @@ def test_the_file_is_the_flags_else_the_variables_else_the_default_one(
 MAY_BE_EMPTY = {"cdi_dir", "labels_dir", "metrics_file"}
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
+@pytest.mark.parametrize("key", OPTIONS)
 @pytest.mark.parametrize("kind", ["variable", "flag"])
 def test_an_empty_text_is_a_value_where_one_is_accepted_and_otherwise_not_set(
-    option: ttdp.Option, kind: str
+    key: str, kind: str
 ) -> None:
     """`TTDP_CDI_DIR=`: no CDI file; `TTDP_UNIT=`: environment files have this for a default."""
-    default, in_file, in_variable, _ = SAMPLES[option.key]
-    line = f"{option.key} = {in_file if option.is_switch else toml(in_file)}"
-    if kind == "variable":
-        found = from_file(line, environ={option.variable: ""})
-        otherwise = in_file
-    else:
-        found = from_file(line, {option.key: ""}, {option.variable: in_variable})
-        otherwise = in_variable
+    default, in_file, in_variable, _ = SAMPLES[key]
+    variable = ttdp.variable_of(key)
+    flags = {key: ""} if kind == "flag" else {}
+    environ = {variable: ""} if kind == "variable" else {variable: in_variable}
+    otherwise: Any = in_variable if kind == "flag" else in_file
+    if KEYS[key].is_switch:
+        otherwise = otherwise == "true"
 
-    wanted: Any = "" if option.key in MAY_BE_EMPTY else otherwise
-    if option.is_switch:
-        wanted = otherwise == "true"
-    assert getattr(found, option.key) == wanted
-    alone = {option.variable: ""} if kind == "variable" else {}
-    flags = {option.key: ""} if kind == "flag" else {}
-    found = load_settings(flags, alone)
-    assert getattr(found, option.key) == ("" if option.key in MAY_BE_EMPTY else default)
+    found = from_file(line_of(key), flags, environ)
+    alone = load_settings(flags, environ if kind == "variable" else {})
+
+    assert getattr(found, key) == ("" if key in MAY_BE_EMPTY else otherwise)
+    assert getattr(alone, key) == ("" if key in MAY_BE_EMPTY else default)
 
 
 def test_an_empty_name_of_the_file_is_as_if_it_were_not_given(tmp_path: Path) -> None:
@@ -195,30 +196,30 @@ def test_the_switch_has_several_spellings_and_works_without_a_value(texts: str) 
     for text in texts.split():
         assert load_settings({"fail_on_init_error": text}, {}).fail_on_init_error is wanted
         assert load_settings({}, {"TTDP_FAIL_ON_INIT_ERROR": text}).fail_on_init_error is wanted
-    options = ttdp._parsed_options(["--fail-on-init-error", "run"])
-    assert (options.command, options.fail_on_init_error) == ("run", "true")
+    words = ["run", "--fail-on-init-error", "--unit=board"]
+    command, options = ttdp.parse_command_line(words)
+    assert (command, options.fail_on_init_error, options.unit) == ("run", "true", "board")
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_a_wrong_value_is_reported_with_its_source_and_the_valid_values(
-    option: ttdp.Option,
-) -> None:
+@pytest.mark.parametrize("key", OPTIONS)
+def test_a_wrong_value_is_reported_with_its_source_and_the_valid_values(key: str) -> None:
     """From flag, variable and file alike, in one line."""
-    texts, valid = WRONG[option.key]
+    flag, variable, is_switch = ttdp.flag_of(key), ttdp.variable_of(key), KEYS[key].is_switch
+    texts, valid = WRONG[key]
     for text in texts:
         lines = {}
         if text:
-            lines[option.flag] = rejection(flags={option.key: text})
-            lines[option.variable] = rejection(environ={option.variable: text})
-        if not option.is_switch:
-            lines[f"FILE: {option.key}"] = rejection(f"{option.key} = {toml(text)}")
+            lines[flag] = rejection(flags={key: text})
+            lines[variable] = rejection(environ={variable: text})
+        if not is_switch:
+            lines[f"FILE: {key}"] = rejection(f"{key} = {toml(text)}")
         shown = repr(text) if len(repr(text)) <= 80 else f"{text!r:.80}…"
         for source, line in lines.items():
             assert line.startswith(f"{source}: {shown} is not valid; must be {valid}")
-    valid = "true or false" if option.is_switch else valid
-    for value in ("1", "1.5", "[]", "{}", "2024-01-01", '"true"' if option.is_switch else "true"):
-        line = rejection(f"{option.key} = {value}")
-        assert line.startswith(f"FILE: {option.key}: ") and f"; must be {valid}" in line
+    valid = "true or false" if is_switch else valid
+    for value in ("1", "1.5", "[]", "{}", "2024-01-01", '"true"' if is_switch else "true"):
+        line = rejection(f"{key} = {value}")
+        assert line.startswith(f"FILE: {key}: ") and f"; must be {valid}" in line
 
 
 def test_what_python_cannot_convert_is_reported_like_any_wrong_value(
@@ -256,6 +257,10 @@ HEALTH_KEYS = "interval, temperature_limit, heartbeat_misses, trip_holdoff"
 TABLES = {  # the least of each kind, and its keys
     "": ("", ", ".join([*SAMPLES, "exclude", "health", "sharing", "mounts"])),
     "[health] ": ("[health]\n", HEALTH_KEYS),
+    "[sharing] ": (
+        "[sharing]\n",
+        "rename_by_default, fail_requests_greater_than_one, lock_dir, resources",
+    ),
     "[[mounts]] ": ("[[mounts]]\nhost = '/x'\n", "host, container, read_only"),
     "[[sharing.resources]] ": (SHARED, "name, replicas, rename, devices"),
 }
@@ -268,6 +273,7 @@ TABLES = {  # the least of each kind, and its keys
         ("", "option", ""),
         ("[health] ", "intervall", "interval"),
         ("[health] ", "two\nlines", ""),
+        ("[sharing] ", "mps", ""),
         ("[[mounts]] ", "readonly", "read_only"),
         ("[[sharing.resources]] ", "replica", "replicas"),
     ],
@@ -283,52 +289,62 @@ def test_an_unknown_key_is_reported_with_the_nearest_one_or_the_valid_keys(
 
 
 @pytest.mark.parametrize(
+    ("table", "key", "place"),
+    [
+        ("", "temperature_limit", "in [health]"),
+        ("", "resources", "in [sharing]"),
+        ("[sharing] ", "replicas", "in [[sharing.resources]]"),
+        ("[[mounts]] ", "unit", "above the first table"),
+        ("[health] ", "mounts", "above the first table"),
+    ],
+)
+def test_a_key_of_another_table_is_reported_with_that_table(
+    table: str, key: str, place: str
+) -> None:
+    """In TOML, keys below a heading belong to it, which is easily forgotten."""
+    content, _ = TABLES[table]
+    line = rejection(f"{content}{key} = 1")
+    assert line == f"FILE: {table}unknown key {key!r}; it belongs {place}"
+
+
+def test_every_field_of_a_table_is_a_key_or_a_table() -> None:
+    """And there are no other keys."""
+    names = [each.name for kind in ttdp.TABLES.values() for each in fields(kind)]
+    others = ["health", "sharing", "mounts", "state_dir", "runtime_dir", "resources"]
+    assert sorted(names) == sorted([*KEYS, *others])
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("TTDP_UNTI", "did you mean TTDP_UNIT?"),
+        ("TTDP_CONFIGFILE", "did you mean TTDP_CONFIG_FILE?"),
+        ("TTDP_Unit", "did you mean TTDP_UNIT?"),
+        ("TTDP_EXCLUDE", "see tt-device-plugin.toml(5)"),
+        ("TTDP_", "see tt-device-plugin.toml(5)"),
+    ],
+)
+def test_an_unknown_variable_is_a_warning_with_the_nearest_one(variable: str, advice: str) -> None:
+    """It changes nothing; others' variables and our own are not warned of."""
+    environ = {"PATH": "/bin", variable: "board"} | dict.fromkeys(
+        map(ttdp.variable_of, OPTIONS), ""
+    )
+    assert [*ttdp.unknown_variables(environ)] == [f"unknown variable {variable!r}; {advice}"]
+    assert load_settings({}, {variable: "board"}) == Settings()
+
+
+@pytest.mark.parametrize(
     "value", ['"0000:01:00.0"', '["01:00.0"]', '["0000:01:00.0\\n"]', "[1]", "true", '["all"]']
 )
 def test_chips_are_excluded_by_a_list_of_addresses(value: str) -> None:
     """Only in the file: a flag or variable has no lists."""
     chips = ("0000:01:00.0", "10000:c1:00.0")
     assert from_file(f"exclude = {toml(chips)}").exclude == chips
+    assert from_file(f"exclude = {toml([*map(str.upper, chips)])}").exclude == chips
     assert rejection(f"exclude = {value}").endswith(
         "is not valid; must be a list of PCI addresses, such as 0000:03:00.0"
     )
     assert from_file("", environ={"TTDP_EXCLUDE": chips[0]}).exclude == ()
-
-
-def test_a_key_of_a_former_release_is_accepted_if_it_changes_nothing() -> None:
-    """With a warning. Another value is an error with the release and the way out."""
-    settings = from_file('device_id_strategy = "bdf"\nunit = "board"')
-    (warning,) = settings.warnings
-    assert re.fullmatch(
-        r".+\.toml: device_id_strategy has no effect any more; remove the key", warning
-    )
-    assert settings == replace(Settings(unit="board"), warnings=settings.warnings)
-    assert not from_file("").warnings
-
-    for value, shown in (
-        ('"serial"', "'serial'"),
-        ('"BDF"', "'BDF'"),
-        ('""', "''"),
-        ("true", "true"),
-        ('["bdf"]', "['bdf']"),
-        (toml("x" * 5000), f"'{'x' * 79}…"),
-        ("0x" + "f" * 5000, "this int"),
-    ):
-        line = rejection(f"device_id_strategy = {value}")
-        assert line.startswith(f"FILE: device_id_strategy: {shown} is not valid; ")
-        assert "the key was removed in 0.2.0" in line and "remove the key" in line
-
-
-def test_a_variable_of_a_former_key_is_warned_of() -> None:
-    """Whatever its value: a node must not lose its devices over it in an upgrade."""
-    (warning,) = load_settings({}, {"TTDP_DEVICE_ID_STRATEGY": "asic"}).warnings
-    assert warning == "TTDP_DEVICE_ID_STRATEGY has no effect any more; remove it"
-
-
-def test_a_former_key_exists_only_at_the_top_of_the_file() -> None:
-    """In a table it is an unknown key like any other."""
-    line = rejection('[health]\ndevice_id_strategy = "bdf"')
-    assert line.startswith("FILE: [health] unknown key 'device_id_strategy'")
 
 
 HUGE = "1" + "0" * 400  # too large for a float
@@ -425,11 +441,11 @@ def test_an_entry_of_sharing_needs_a_name_and_replicas() -> None:
         name = "p300"
         replicas = 100
         rename = "example.org/p300-half"
-        devices = ["0000:03:00.0", 3]
+        devices = ["0000:c1:00.0", "0000:03", 3]
     """
     assert from_file(text, {"resource_domain": "example.org"}).sharing.resources == (
         Shared("n300", 4),
-        Shared("p300", 100, "p300-half", ("0000:03:00.0", "3")),
+        Shared("p300", 100, "p300-half", ("0000:c1:00.0", "0000:03", "3")),
     )
 
 
@@ -469,7 +485,7 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         (SHARED + "devices = 2", f"{ENTRY}n300: needs rename: the devices that are not shared"),
         (SHARED + "devices = 0", f'{ENTRY}devices: 0 is not valid; must be "all", a count, or a'),
         (SHARED + "devices = [1.5]", f"{ENTRY}devices: [1.5] is not valid"),
-        (SHARED + "memory_gb = 4", f"{ENTRY}memory_gb is not supported; remove it: a chip can"),
+        (SHARED + "memory_gb = 4", f"{ENTRY}unknown key 'memory_gb'; valid keys: name, replicas"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_contradicts_itself_is_reported(content: str, line: str) -> None:
@@ -504,7 +520,7 @@ def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
         return
-    written = [f"{option.key} = {toml(getattr(settings, option.key))}" for option in OPTIONS]
+    written = [f"{key} = {toml(getattr(settings, key))}" for key in (*OPTIONS, "exclude")]
     sections: list[tuple[str, Any]] = [
         ("[health]", settings.health),
         ("[sharing]", settings.sharing),
@@ -512,11 +528,21 @@ def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
         *(("[[mounts]]", each) for each in settings.mounts),
     ]
     for heading, section in sections:
-        names = [key.name for key in fields(section) if "rule" in key.metadata]
+        names = [each.name for each in fields(section) if each.name in KEYS]
         values = [(name, getattr(section, name)) for name in names]
         written.append(heading)
         written += [f"{name} = {toml(value)}" for name, value in values if value is not None]
     assert from_file("\n".join(written)) == settings
+
+
+@given(st.text(st.sampled_from("ab-./"), min_size=1, max_size=80), st.integers(1, 4194304))
+def test_the_longest_directory_has_room_for_every_socket(resource: str, pid: int) -> None:
+    """A Unix socket's address has 107 bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.getpid", lambda: pid)
+        patch.setattr(ttdp, "_endpoint_numbers", itertools.count(99_999))
+        name = ttdp.new_socket_name(resource)
+    assert len(f"{'/' * ttdp.PLUGIN_DIR_MAX}/{name}") <= ttdp.SOCKET_PATH_MAX
 
 
 def test_times_are_those_of_the_design() -> None:

@@ -47,7 +47,7 @@ async def test_a_container_gets_device_file_addresses_and_hugepages(
 ) -> None:
     """The device file by its link on the host, under the host's number in the container.
 
-    The hugepages are in directories of the device's own.
+    The hugepages are in directories of the container's own.
     """
     (chip,) = node.add("n300")
     node.set_hugepages(8)
@@ -57,8 +57,9 @@ async def test_a_container_gets_device_file_addresses_and_hugepages(
     assert got.envs == {"TT_VISIBLE_DEVICES": chip.bdf, "TT_DEVICE_PLUGIN_DEVICES": chip.bdf}
     devices = [(d.host_path, d.container_path, d.permissions) for d in got.devices]
     assert devices == [(str(chip.by_pci), "/dev/tenstorrent/0", "rw")]
+    (name,) = got.annotations.values()
     assert [(m.host_path, m.container_path, m.read_only) for m in got.mounts] == [
-        (f"{node.root}{path}/tt-device-plugin/{chip.bdf}", path, False)
+        (f"{node.root}{path}/tt-device-plugin/{name}", path, False)
         for path in ("/dev/hugepages-1G", "/dev/hugepages")
     ]
 
@@ -335,7 +336,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     await kubelet.registered(N150)
     failed: list[float] = []
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         failed.append(time.monotonic())
         raise OSError(24, "Too many open files")
 

@@ -329,7 +329,7 @@ def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(host:
 
 def test_json_has_these_keys_and_values(mixed: Host) -> None:
     """An array of objects in the order of addresses; null for unknown values."""
-    answer = mixed.run("--json", "list")
+    answer = mixed.run("list", "--json")
     assert all(list(row) == KEYS for row in answer.rows)
     values = [
         "0000:41:00.0", 1, f"{mixed.node.root}/dev/tenstorrent/1", "0000:41:00.0", "p300c", "p300",

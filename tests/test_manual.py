@@ -1,4 +1,4 @@
-"""The man page names exactly what the program has; its options are generated."""
+"""The man pages name exactly what the program has; options and keys are generated."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 
 import ttdp
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import ROOT, Installation, outlet_flags
+from tests.world.processes import ROOT, Installation
 
-PAGE = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
+DEB = ROOT / "packaging/deb"
+PAGE = (DEB / "tt-device-plugin.8").read_text()
+PAGES = sorted(path.name for path in DEB.glob("*.[0-9]"))
 
 
 def section(name: str) -> str:
@@ -45,6 +47,33 @@ def literals() -> str:
     nodes = ast.walk(ast.parse((ROOT / "ttdp.py").read_text()))
     found = [node.value for node in nodes if isinstance(node, ast.Constant)]
     return "\0".join(text for text in found if isinstance(text, str))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_reference_leads_somewhere(name: str) -> None:
+    """To a section of the same page, or to the other page of the package."""
+    text = (DEB / name).read_text()
+    sections = re.findall(r"(?m)^\.S[hs] (.+)$", text)
+    named = re.findall(r"(?m)^\.Sx (.+?)(?: [.,;)])?$", text)
+    assert {*named} <= {section.removesuffix(r"\&") for section in sections}
+
+    ours = re.findall(r"(?m)^\.Xr (tt-device-plugin\S*) (\d)", text)
+    ours += re.findall(r"\b(tt-device-plugin[.a-z]*)\((\d)\)", text)
+    assert ours and {f"{page}.{number}" for page, number in ours} <= {*PAGES}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_is_installed(name: str) -> None:
+    assert name in (DEB / "manpages").read_text().split()
+
+
+def test_every_key() -> None:
+    """The page of the configuration has all of them, in their tables; no flag is missing in (8)."""
+    text = (DEB / "tt-device-plugin.toml.5").read_text()
+    assert {*re.findall(r"(?m)^\.It Li (\w+)$", text)} == {*ttdp.KEYS}
+    flags = {ttdp.flag_of(key) for key in ("config_file", *ttdp.OPTIONS, *ttdp.SWITCHES)}
+    named = re.findall(r"(?m)^\.It Fl (-[a-z-]+)", section("OPTIONS"))
+    assert {f"-{flag}" for flag in named} == flags | {"--help", "--version"}
 
 
 def test_every_fault() -> None:
@@ -87,7 +116,7 @@ def test_every_exit_status() -> None:
 
 def test_every_json_key(node: SimulatedNode, short_tmp: Path) -> None:
     command, environ = Installation(short_tmp).command(
-        "list", "--json", *node.flags, *outlet_flags(short_tmp), f"--device-plugin-dir={short_tmp}"
+        "list", "--json", *node.flags, f"--device-plugin-dir={short_tmp}"
     )
     row = json.loads(subprocess.check_output(command, env=environ, text=True))[0]
     assert re.findall(r"(?m)^\.It Li (\w+)$", subsection(r"JSON\&")) == [*row]

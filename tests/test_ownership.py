@@ -256,7 +256,8 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
         chip.set_pids([])
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
-        waits = f"{P150}: container start waits for default/first to terminate"
+        reason = "default/first must end first; it still runs on the device"
+        waits = f"{P150}: container start waits: {reason}"
         await until(lambda: waits in caplog.messages)
         kubelet.manager.write_checkpoint_now()
         await turns(daemon)
@@ -299,7 +300,7 @@ async def test_a_container_waits_for_one_that_is_being_created(
         await kubelet.wait_for(lambda: kubelet.find("creating"))
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
-        await until(lambda: "container start waits for " in caplog.text)
+        await until(lambda: "container start waits: " in caplog.text)
         deleted = kubelet.find("deleted")[0].at
         await until(lambda: time.monotonic() > deleted + 2 * ttdp.WRITTEN_WITHIN)
         kubelet.hold_creation(False)
@@ -326,7 +327,7 @@ async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
         await kubelet.wait_for(lambda: kubelet.find("creating"))
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
-        await until(lambda: "container start waits for " in caplog.text)
+        await until(lambda: "container start waits: " in caplog.text)
         await kubelet.wait_for(lambda: len(kubelet.find("creating")) == 2)
         assert not kubelet.find("not-started")
 
@@ -341,7 +342,7 @@ async def test_an_ordinary_hand_over_waits_for_nothing(
 
     Polls are an hour apart: the daemon looks more often while a pod is starting.
     """
-    assert ttdp.START_CHECK_INTERVAL <= 0.25 and ttdp.ROUND == 5
+    assert ttdp.START_INTERVAL <= 0.25 and ttdp.ROUND == 5
     monkeypatch.setattr("ttdp.ROUND", 3600)
     node.add("p150a")
     daemon = await start(interval=3600)
@@ -349,7 +350,7 @@ async def test_an_ordinary_hand_over_waits_for_nothing(
         kubelet.keep_cgroups(keeps_cgroup)
         for number in range(8):
             await run_pod(kubelet, f"pod-{number}")
-            await until(lambda: not daemon.daemon.host.must_look_often)
+            await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
             kubelet.delete(f"pod-{number}")
         assert "container start waits" not in caplog.text and not kubelet.find("not-started")
         assert kubelet.violations == []
@@ -476,7 +477,7 @@ async def test_an_id_that_refers_to_other_chips_by_now_is_not_allocated(
     await kubelet.admit("train", "prepare", {P300: 1}, init=True)
     daemon.reload(unit="board")
     await kubelet.registered(f"{P300}-board")
-    with pytest.raises(AdmissionError, match="is kept only for the pod that holds it"):
+    with pytest.raises(AdmissionError, match="is reserved for the pod that holds it"):
         await kubelet.admit("train", "main", {P300: 1})
 
 

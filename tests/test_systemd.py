@@ -198,6 +198,21 @@ async def test_a_reload_is_between_reloading_and_ready(
     assert "1 × tenstorrent.com/p150a" in latest_status(service)
 
 
+async def test_an_unknown_variable_is_one_line_at_the_start_and_at_each_reload(
+    launch: Launch,
+) -> None:
+    """Somebody believes in it; it may stand in a drop-in."""
+    warning = "unknown variable 'TTDP_UNTI'; did you mean TTDP_UNIT?"
+    service = await launch(TTDP_UNTI="board")
+    await service.note("READY=1")
+    assert [line for line in service.said if "TTDP_" in line] == [service.said[0]]
+    assert warning in service.said[0] and "WARNING" in service.said[0]
+
+    await reload(service)
+
+    await service.wait_for(lambda: sum(warning in line for line in service.said) == 2, "the line")
+
+
 async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     node: SimulatedNode, launch: Launch, config: Path
 ) -> None:
@@ -339,6 +354,43 @@ async def test_a_directory_that_is_deleted_is_created_and_served_again(
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(N150)
     await end_without_traceback(service)
+
+
+@pytest.mark.parametrize("parent", ["missing", "a link to nothing"])
+async def test_it_is_ready_and_waits_for_the_kubelets_own_directory(
+    node: SimulatedNode, launch: Launch, directory: Path, parent: str
+) -> None:
+    """It does not make /var/lib/kubelet, which MicroK8s makes a link, and looks at each poll."""
+    node.add("n150")
+    own = directory.parent / "kubelet"
+    plugins = own / "device-plugins"
+    if parent == "a link to nothing":
+        own.symlink_to("snap")
+    service = await launch(TTDP_DEVICE_PLUGIN_DIR=str(plugins))
+
+    await service.note("READY=1")
+    why = "is a link to nothing" if own.is_symlink() else "does not exist"
+    assert f"no kubelet is installed ({own} {why})" in latest_status(service)
+    assert not own.exists()
+
+    if own.is_symlink():
+        own.unlink()
+    (directory.parent / "snap").mkdir()
+    own.symlink_to("snap")
+    await until(plugins.exists)
+    async with kubelet_of(node, plugins) as kubelet:
+        await kubelet.registered(N150)
+    await end_without_traceback(service)
+
+
+async def test_a_link_to_nothing_is_named_so(
+    node: SimulatedNode, launch: Launch, directory: Path
+) -> None:
+    """Not "File exists"."""
+    directory.symlink_to("nowhere")
+    service = await launch()
+    assert await service.ended() == 74
+    assert "it is a link to nothing" in "".join(service.said)
 
 
 @pytest.mark.parametrize("when", ["at start", "later"])

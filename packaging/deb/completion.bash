@@ -6,28 +6,57 @@ _tt_device_plugin() {
 
     # ---- options, made by: make generate
     local commands='run list check'
-    local flags='--help
-        --version
-        --json
-        --quiet
-        --config-only
-        --config-file
-        --device-plugin-dir
-        --sysfs-root
-        --dev-root
-        --proc-root
-        --resource-domain
-        --resource-naming
-        --visible-devices
-        --unit
-        --device-list-strategy
-        --cdi-dir
-        --labels-dir
-        --metrics-file
-        --pod-resources-socket
-        --fail-on-init-error
-        --log-level
-        --hugepages'
+    local -A flags=(
+        [run]='--help
+            --config-file
+            --device-plugin-dir
+            --sysfs-root
+            --dev-root
+            --proc-root
+            --resource-domain
+            --resource-naming
+            --visible-devices
+            --unit
+            --device-list-strategy
+            --cdi-dir
+            --labels-dir
+            --metrics-file
+            --pod-resources-socket
+            --fail-on-init-error
+            --log-level
+            --hugepages'
+        [list]='--help
+            --json
+            --config-file
+            --device-plugin-dir
+            --sysfs-root
+            --dev-root
+            --proc-root
+            --resource-domain
+            --resource-naming
+            --unit
+            --pod-resources-socket'
+        [check]='--help
+            --quiet
+            --config-only
+            --config-file
+            --device-plugin-dir
+            --sysfs-root
+            --dev-root
+            --proc-root
+            --resource-domain
+            --resource-naming
+            --visible-devices
+            --unit
+            --device-list-strategy
+            --cdi-dir
+            --labels-dir
+            --metrics-file
+            --pod-resources-socket
+            --fail-on-init-error
+            --log-level
+            --hugepages'
+    )
     local -A values=(
         [--config-file]='FILE'
         [--device-plugin-dir]='DIRECTORY'
@@ -49,10 +78,14 @@ _tt_device_plugin() {
     )
     # ---- end of the options
 
-    local wanted=$commands
-    if [[ $prev == --* ]]; then
+    local wanted=''
+    if [[ $cword == 1 ]]; then
+        wanted=$commands
+        [[ $cur != -* ]] || wanted='--help --version'
+    elif [[ $cur == -* ]]; then
+        wanted=${flags[${words[1]:-run}]}
+    elif [[ $prev == --* ]]; then
         case ${values[$prev]} in
-        '') ;;
         FILE)
             _filedir
             return
@@ -61,13 +94,10 @@ _tt_device_plugin() {
             _filedir -d
             return
             ;;
-        TEXT) return ;;
+        '' | TEXT) ;;
         SWITCH) [[ $split != true ]] || wanted='true false' ;; # after "=" only
         *) wanted=${values[$prev]} ;;
         esac
-    fi
-    if [[ $cur == -* ]]; then
-        wanted=$flags
     fi
     COMPREPLY=($(compgen -W "$wanted" -- "$cur"))
 } &&

@@ -80,7 +80,7 @@ def deb() -> Path:
 
 @pytest.fixture(scope="session")
 def packages(deb: Path) -> Iterator[Packages]:
-    """Return this package, one of a later version, and 0.1.0."""
+    """Return this package and one of a later version."""
     require_root(dpkg_buildpackage="dpkg-dev debhelper")
     with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
         yield Packages.of(deb, Path(work))

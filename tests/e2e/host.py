@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.container import Container
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import PATIENCE, ROOT, wait_until
@@ -26,9 +24,6 @@ DIRECTORY = "/var/lib/kubelet/device-plugins"
 CONFIG = "/etc/tt-device-plugin/config.toml"
 DROP_IN = f"/etc/systemd/system/{UNIT}.service.d/test.conf"
 NEXT = "9.9.9"  # the version of the upgrade
-# The last commit of 0.1.0 in which its configuration is a conffile, and that commit's time.
-FIRST = "ddddcc428a43bb03aeb0dff0affa8fa88c4b7771"
-FIRST_TIME = "1795340411"
 KUBELET = """
 [Unit]
 Description=Reference kubelet
@@ -53,29 +48,27 @@ interval = 0.5
 
 @dataclass(frozen=True)
 class Packages:
-    """The package under test, one of the next version, and 0.1.0, as paths in the container."""
+    """The package under test and one of the next version, as paths in the container."""
 
     directory: Path
     current: str
     following: str
-    first: str
     modules: Path
     """The Python packages in the zipapp, with which the reference kubelet runs in the container."""
 
     @classmethod
     def of(cls, deb: Path, work: Path) -> Packages:
-        """Copy the package, and build the others in `work`."""
+        """Copy the package, and build the other one in `work`."""
         directory = work / "packages"
         directory.mkdir()
         shutil.copy2(deb, directory)
         _build_next(deb, directory, work / "next")
         following = next(path.name for path in directory.iterdir() if f"_{NEXT}_" in path.name)
-        first = _build_first(directory, work / "first")
         with zipfile.ZipFile(_zipapp_of(deb, work / "unpacked")) as packed:
             names = [name for name in packed.namelist() if name.startswith("site-packages/")]
             packed.extractall(work, names)
-        current, following, first = (f"/srv/packages/{x}" for x in (deb.name, following, first))
-        return cls(directory, current, following, first, work / "site-packages")
+        current, following = (f"/srv/packages/{name}" for name in (deb.name, following))
+        return cls(directory, current, following, work / "site-packages")
 
 
 def _build_next(deb: Path, output: Path, source: Path) -> None:
@@ -90,22 +83,6 @@ def _build_next(deb: Path, output: Path, source: Path) -> None:
     command += ["--no-lintian", "--version", NEXT]
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
     subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
-
-
-def _build_first(output: Path, source: Path) -> str:
-    """Build 0.1.0, with the scripts of its own commit; return the file's name."""
-    source.mkdir()
-    archive = source / "archive.tar"
-    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "archive", f"--output={archive}"]
-    if subprocess.run([*command, FIRST], stderr=subprocess.DEVNULL).returncode:
-        pytest.exit(f"0.1.0 cannot be built: no commit {FIRST}; run: git fetch --unshallow", 1)
-    subprocess.run(["tar", "-C", str(source), "-xf", str(archive)], check=True)
-    if (ROOT / "build/wheels").exists():
-        shutil.copytree(ROOT / "build/wheels", source / "build/wheels")
-    command = [sys.executable, "packaging/build_deb.py", "--no-lintian", "--output", str(output)]
-    environ = {**os.environ, "SOURCE_DATE_EPOCH": FIRST_TIME}
-    subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
-    return next(path.name for path in output.iterdir() if "_0.1.0_" in path.name)
 
 
 def _zipapp_of(deb: Path, tree: Path) -> Path:

@@ -48,6 +48,7 @@ class Allocation:
     mounts: list[pb.Mount] = field(default_factory=list)
     devices: list[pb.DeviceSpec] = field(default_factory=list)
     cdi_devices: list[str] = field(default_factory=list)
+    annotations: dict[str, str] = field(default_factory=dict)
 
     @property
     def ids(self) -> dict[str, frozenset[str]]:
@@ -55,6 +56,7 @@ class Allocation:
 
     def add(self, answer: pb.ContainerAllocateResponse) -> None:
         """Merge an answer, except variables: what is there already wins."""
+        self.annotations = {**answer.annotations, **self.annotations}
         known = {spec.container_path for spec in self.devices}
         self.devices.extend(d for d in answer.devices if d.container_path not in known)
         known = {mount.container_path for mount in self.mounts}

@@ -210,6 +210,9 @@ class Judge:
         del self._uses[pid]
 
 
+SANDBOX_SECONDS = 0.11  # at least, from a pod's admission to its first PreStartContainer (measured)
+
+
 class Runtime:
     """Runs containers and pods' sandboxes, and shows their processes in pods' cgroups.
 
@@ -346,6 +349,8 @@ class Runtime:
             cgroup.mkdir()
             if self._layout == "v1":
                 put(cgroup / "tasks", str(pid))
+            else:
+                put(cgroup / "cgroup.events", "populated 1\nfrozen 0")
         return pid
 
     def _end_process(self, pod: Pod, pid: int) -> None:
@@ -430,6 +435,7 @@ class Worker:
             self._awake.clear()
             if self._pod.sandbox is None:
                 self._runtime.start_sandbox(self._pod)
+                await asyncio.sleep(SANDBOX_SECONDS)
             self._starting = True
             complete = await self._start_all()
             self._starting = False

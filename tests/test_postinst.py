@@ -1,0 +1,146 @@
+"""The package's postinst, which ends if the new version rejects the present configuration."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.world.processes import ROOT
+
+POSTINST = (ROOT / "packaging/deb/postinst").read_text()
+CONFIG = "/etc/tt-device-plugin/config.toml"
+FIRST = "/usr/share/tt-device-plugin/config-at-first.toml"
+COMMANDS = ("env", "grep", "install", "sh", "xargs")  # of packages that are always installed
+BAD = 'log_level = "loud"\n'
+REASON = "log_level: 'loud' is not valid; must be debug, info, warning or error"
+
+
+@dataclass(frozen=True)
+class Node:
+    """Directories in place of /etc, /usr/share and PATH."""
+
+    top: Path
+
+    @property
+    def config(self) -> Path:
+        return self.top / "etc/config.toml"
+
+    def command(self, name: str, script: str) -> None:
+        """Make a command that postinst finds."""
+        path = self.top / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Run postinst up to debhelper's part, which restarts the service.
+
+        Returns its status and what it prints, on one line, as `check` wraps lines.
+        """
+        text, debhelper, _ = POSTINST.partition("#DEBHELPER#")
+        assert debhelper
+        text = text.replace(CONFIG, str(self.config)).replace(FIRST, str(self.top / "first"))
+        script = self.top / "postinst"
+        script.write_text(text)
+        done = subprocess.run(
+            [self.top / "bin/sh", script, *arguments],
+            env={"PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, " ".join(done.stdout.split())
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    """A node with the program of this checkout, and without the service."""
+    node = Node(tmp_path)
+    for directory in ("bin", "etc"):
+        (tmp_path / directory).mkdir()
+    for name in COMMANDS:
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    (tmp_path / "first").write_text("# nothing is set\n")
+
+    code = (
+        f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(node.config)!r}; sys.exit(ttdp.main())"
+    )
+    program = shlex.join([sys.executable, "-c", code])
+    node.command("tt-device-plugin", f'PYTHONPATH={ROOT} exec {program} "$@"')
+    node.command("systemctl", "echo 0")
+    return node
+
+
+@contextmanager
+def service(node: Node, **variables: str) -> Iterator[None]:
+    """The service runs with these variables."""
+    with subprocess.Popen(["sleep", "infinity"], env={**os.environ, **variables}) as process:
+        node.command("systemctl", f"echo {process.pid}")
+        yield
+        process.kill()
+
+
+@pytest.mark.parametrize("former", ["", "0.2.0"], ids=["install", "upgrade"])
+def test_a_configuration_that_would_not_start_ends_it(node: Node, former: str) -> None:
+    """With the reason and the way out, and before the service is restarted."""
+    node.config.write_text(BAD)
+    status, said = node.run("configure", former)
+    assert status == 1
+    assert f"{node.config}: {REASON}" in said
+    assert said.endswith("Correct the configuration; then run: dpkg --configure -a")
+
+
+def test_a_valid_configuration_is_kept_and_nothing_is_said(node: Node) -> None:
+    """At an upgrade, and if it existed before the first installation."""
+    text = "# mine\nunit = 'board'\n"
+    node.config.write_text(text)
+    for former in ("", "0.2.0"):
+        assert node.run("configure", former) == (0, "")
+        assert node.config.read_text() == text
+
+
+def test_only_a_first_installation_creates_the_configuration(node: Node) -> None:
+    """An administrator who has removed it wants the defaults."""
+    assert node.run("configure", "0.2.0") == (0, "")
+    assert not node.config.exists()
+    assert node.run("configure", "") == (0, "")
+    assert node.config.read_text() == (node.top / "first").read_text()
+
+
+def test_the_variables_of_the_service_count(node: Node) -> None:
+    """A drop-in can name another file, also with spaces in its name, or set an option."""
+    other = node.top / "the other.toml"
+    other.write_text(BAD)
+    with service(node, TTDP_CONFIG_FILE=str(other)):
+        status, said = node.run("configure", "0.2.0")
+    assert status == 1 and f"{other}: {REASON}" in said
+
+    with service(node, TTDP_UNIT="rack"):
+        status, said = node.run("configure", "0.2.0")
+    assert status == 1 and "TTDP_UNIT: 'rack' is not valid" in said
+
+    with service(node, TTDP_UNIT="board", TTDP_UNTI="board"):
+        assert node.run("configure", "0.2.0") == (0, "")
+
+
+def test_after_a_failed_upgrade_nothing_is_checked(node: Node) -> None:
+    """dpkg calls the postinst of the version that stays; its service still runs."""
+    node.config.write_text(BAD)
+    node.command("tt-device-plugin", "echo called")
+    assert node.run("abort-upgrade", "0.3.0") == (0, "")
+
+
+@pytest.mark.skipif(not shutil.which("dash"), reason="NOT RUN: dash is not installed")
+@pytest.mark.parametrize("script", ["postinst", "postrm"])
+def test_the_scripts_are_posix(script: str) -> None:
+    """Debian's /bin/sh is dash."""
+    assert not subprocess.run(["dash", "-n", ROOT / "packaging/deb" / script]).returncode
