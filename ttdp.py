@@ -6461,7 +6461,7 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         firmware = common_value(row["firmware"] for row in rows) or "unknown"
         yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
         yield from _table_lines(view, width)
-    else:
+    elif not view["unsupported"]:
         yield "no Tenstorrent device on this node"
 
     for subject, problem, command in _faults(view):

@@ -324,6 +324,18 @@ def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(host:
     assert [row["bdf"] for row in host.run("list", "--json").rows] == ["0000:01:00.0"]
 
 
+def test_a_node_with_only_such_a_card_is_not_one_without_a_card(host: Host) -> None:
+    """The line about it is all that there is to show."""
+    (strange,) = host.node.add("p150a", bdf="0000:05:00.0")
+    strange.write("device", b"0xfaca\n")
+
+    answer = host.run("list")
+
+    (line,) = answer.out.splitlines()
+    assert line.startswith("0000:05:00.0: not supported: ")
+    assert host.run("list", "--json").rows == []
+
+
 # -- for programs ----------------------------------------------------------------------------------
 
 
