@@ -1465,6 +1465,7 @@ def _absence(function: PciFunction) -> Fault:
 # (tt-metal's get_ubb_id()). In a virtual machine they are on the machine's buses.
 GALAXY_TRAYS = (0x00, 0x40, 0x80, 0xC0)
 GALAXY_POSITIONS = range(1, 9)
+GALAXY_SIZE = len(GALAXY_TRAYS) * len(GALAXY_POSITIONS)
 
 
 class Tray(NamedTuple):
@@ -3680,22 +3681,30 @@ def _introduction(chip: Chip) -> str:
     return ", ".join([chip.function.path, *known])
 
 
-def missing_chips(chips: Chips) -> Iterator[str]:
-    """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy."""
-    whole: Counter[object] = Counter()  # how many chips there should be …
-    found: Counter[object] = Counter()  # … and are, by board or Galaxy
-    for place in places(chips).values():
+def missing_chips(decision: Decision) -> Iterator[str]:
+    """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
+
+    An excluded chip is not missing, nor need one be whose board is not known: it can be that one.
+    """
+    whole: dict[str, int] = {}  # how many chips there should be …
+    found = defaultdict(list)  # … and which there are, by board or Galaxy
+    unknown = 0
+    for bdf, place in places(decision.chips.values()).items():
         if place.tray:
-            galaxy = f"the Galaxy in PCI domain {place.tray.domain:04x}"
-            whole[galaxy] = len(GALAXY_TRAYS) * len(GALAXY_POSITIONS)
-            found[galaxy] += 1
+            name, size = f"the Galaxy in PCI domain {place.tray.domain:04x}", GALAXY_SIZE
         elif place.board_id:
-            board = f"the board with serial {place.board_id}"
-            whole[board] = place.board_size
-            found[board] += 1
-    for name, number in whole.items():
-        if found[name] < number:
-            yield f"only {found[name]} of {number} chips of {name} found"
+            name, size = f"the board with serial {place.board_id}", place.board_size
+        else:
+            unknown += 1
+            continue
+        whole[name] = size
+        found[name].append(bdf)
+
+    for name, size in whole.items():
+        number = len(found[name])
+        is_in_service = not all(map(decision.is_out_of_service, found[name]))
+        if number + unknown < size and is_in_service:
+            yield f"only {number} of {size} chips of {name} found"
 
 
 def driver_problem(decision: Decision) -> Reason | None:
@@ -4023,9 +4032,6 @@ def view_of_node(
     of_service = service._asdict() if service else None
     if of_service:
         del of_service["registrations"]  # they are in the rows of resources
-    in_service = [
-        chip for bdf, chip in decision.chips.items() if bdf not in decision.offer.excluded
-    ]
     return {
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
@@ -4039,7 +4045,7 @@ def view_of_node(
         "chips": chips,
         "faults": faults,  # of chips that are in service
         "unplaced": is_waiting,
-        "missing": list(missing_chips(in_service)),
+        "missing": list(missing_chips(decision)),
         "resources": resources,
         "withheld": withheld,
     }

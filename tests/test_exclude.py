@@ -205,6 +205,31 @@ def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(is_held: bo
     assert row["since"] == ("2017-07-14T02:40:00Z" if is_held else None)
 
 
+GALAXY = [chip(tray + n, "galaxy-wormhole") for tray in (0, 0x40, 0x80, 0xC0) for n in range(1, 9)]
+
+
+def test_an_excluded_chip_is_not_missing_on_its_board() -> None:
+    """Another one that is not there is."""
+    assert [*ttdp.missing_chips(decide(GALAXY, without(1)))] == []
+    assert [*ttdp.missing_chips(decide(PAIR, without(2)))] == []
+    text = "only 31 of 32 chips of the Galaxy in PCI domain 0000 found"
+    assert [*ttdp.missing_chips(decide(GALAXY[:-1], without(1)))] == [text]
+
+
+def test_a_board_of_which_chips_are_missing_is_nobodys_concern_if_the_others_are_excluded() -> None:
+    """It is on its way to the vendor."""
+    text = f"only 1 of 2 chips of the board with serial {'A' * 16} found"
+    assert [*ttdp.missing_chips(decide(PAIR[:1]))] == [text]
+    assert [*ttdp.missing_chips(decide(PAIR[:1], without(1)))] == []
+
+
+def test_a_chip_without_a_serial_can_be_the_one_that_is_missing() -> None:
+    """A virtual machine has had it since boot, or its firmware is late."""
+    unknown = chip(2, "p300c", ordinal=1)
+    assert [*ttdp.missing_chips(decide([PAIR[0], unknown]))] == []
+    assert [*ttdp.missing_chips(decide([PAIR[0], unknown], without(2)))] == []
+
+
 @pytest.fixture
 def host(short_tmp: Path) -> Any:
     with host_with(short_tmp, "n300", "p150a") as found:
