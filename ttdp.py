@@ -4014,7 +4014,11 @@ def view_of_node(
             faults[bdf] = {"kind": chip.fault.kind.value, "since": state.since}
             faults[bdf] |= chip.reason._asdict()
 
-    is_waiting = {bdf: text for bdf, text in decision.offer.unplaced.items() if bdf not in faults}
+    waiting = {}
+    for bdf, text in decision.offer.unplaced.items():
+        if bdf not in faults and not decision.is_out_of_service(bdf):
+            waiting[bdf] = text
+
     withheld = {}
     resources = []
     for name, resource in decision.resources.items():
@@ -4044,7 +4048,7 @@ def view_of_node(
         "unreadable": unreadable,
         "chips": chips,
         "faults": faults,  # of chips that are in service
-        "unplaced": is_waiting,
+        "unplaced": waiting,
         "missing": list(missing_chips(decision)),
         "resources": resources,
         "withheld": withheld,

@@ -183,11 +183,15 @@ def test_a_chip_that_another_plugins_pod_holds_is_in_service() -> None:
     assert found.is_out_of_service(bdf(3))
 
 
-def row_of(decision: ttdp.Decision, address: str) -> dict[str, Any]:
-    """The chip as `list --json` shows it, when its fault has begun long ago."""
+def view_of(decision: ttdp.Decision) -> dict[str, Any]:
+    """What `list` and `check` show, when each fault has begun long ago."""
     states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
-    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
-    (row,) = (row for row in view["chips"] if row["bdf"] == address)
+    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+
+
+def row_of(decision: ttdp.Decision, address: str) -> dict[str, Any]:
+    """The chip as `list --json` shows it."""
+    (row,) = (row for row in view_of(decision)["chips"] if row["bdf"] == address)
     return dict(row)
 
 
@@ -203,6 +207,13 @@ def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(is_held: bo
     assert row["healthy"] is (False if is_held else None)
     assert (row["reason"] is not None) is is_held
     assert row["since"] == ("2017-07-14T02:40:00Z" if is_held else None)
+
+
+def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
+    """Its serial number is of no use to anybody."""
+    chips = [chip(bus, "p300c", ordinal=bus) for bus in (1, 2)]
+    view = view_of(decide(chips, without(2, unit="board")))
+    assert view["unplaced"].keys() == {bdf(1)}
 
 
 GALAXY = [chip(tray + n, "galaxy-wormhole") for tray in (0, 0x40, 0x80, 0xC0) for n in range(1, 9)]
