@@ -12,7 +12,7 @@ Layout, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config
     INVENTORY                         test_inventory
-    HEALTH, CHIPS                     test_health, test_exclude
+    HEALTH, CHIPS                     test_health, test_places, test_exclude
     ALLOCATIONS                       test_evidence, test_ownership
     RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
@@ -30,7 +30,7 @@ Layout, by chapter of ttdp.py:
 
 Helpers:
 
-    chips.py           chips, allocations and decisions, for pure functions
+    chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
