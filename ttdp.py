@@ -1529,15 +1529,15 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
         reason = "waiting for the board's serial number"
         return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
 
-    present = [chip for chip in chips if chip.is_present]
-    if len(present) > 2:
-        reason = f"{len(present)} chips report the serial number {serial}, but a p300 has 2"
+    on_bus = [chip for chip in chips if chip.function.on_bus]
+    if len(on_bus) > 2:
+        reason = f"{len(on_bus)} chips report the serial number {serial}, but a p300 has 2"
         return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
 
-    # If the board was moved to another slot, its former addresses are absent. If it is absent there
-    # as well, any of its addresses will do.
+    # If the board was moved to another slot, its former addresses are not on the bus. If it is
+    # absent there as well, any of its addresses will do.
     found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
-    members = present if len(chips) > 2 and present else chips[-2:]
+    members = on_bus if len(chips) > 2 and on_bus else chips[-2:]
     return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
 
 

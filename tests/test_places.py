@@ -65,6 +65,15 @@ def test_chips_wait_if_more_than_two_report_one_serial(number: int) -> None:
     assert reasons(chips) == [reason] * number
 
 
+def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
+    """They are on the bus, so none of them has left its slot for another one."""
+    chips = []
+    for bus in (1, 2, 3, 4):
+        found = p300(bus)
+        chips.append(found._replace(function=found.function.without_device_file()))
+    assert board_ids(chips) == [None] * 4
+
+
 def test_a_board_that_was_moved_is_where_it_is_now() -> None:
     """Its former addresses are absent."""
     chips = [p300(1, present=False), p300(2, present=False), p300(5), p300(6)]
