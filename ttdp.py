@@ -6474,8 +6474,8 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
     elif not view["unsupported"]:
         yield "no Tenstorrent device on this node"
 
-    for subject, problem, command in _faults(view):
-        yield from wrapped(f"{subject}: {problem}", command, width)
+    for addresses, problem, command in _faults(view):
+        yield from wrapped(f"{_subject(addresses)}: {problem}", command, width)
     if view["unit"] == "board":
         for bdf, text in view["unplaced"].items():
             yield from wrapped(f"{bdf}: not advertised: {text}", "", width)
@@ -6493,17 +6493,21 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
-def _faults(view: View) -> Iterator[tuple[str, str, str]]:
-    """Yield subject, problem with its time, and command of each fault: one cause is one line."""
+def _faults(view: View) -> Iterator[tuple[Sequence[str], str, str]]:
+    """Yield chips, problem with its time, and command of each fault: one cause is one line."""
     found = defaultdict(list)
     for bdf, fault in view["faults"].items():
         found[fault["problem"], fault["command"]].append(bdf)
 
     for (problem, command), addresses in found.items():
-        subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
         times = [view["faults"][bdf]["since"] for bdf in addresses]
         first = min(filter(None, times), default=None)
-        yield subject, f"{problem}{_since(first, time.time())}", command
+        yield addresses, f"{problem}{_since(first, time.time())}", command
+
+
+def _subject(addresses: Sequence[str]) -> str:
+    """Return how a line about these chips begins."""
+    return addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
 
 
 def _since(moment: float | None, now: float) -> str:
@@ -6680,10 +6684,9 @@ class Checks:
         if not rows and not self._view["unsupported"]:
             yield Finding("warn", "chips", "none found")
 
-        for subject, problem, command in _faults(self._view):
-            # The driver's line has it, if no chip had a driver before.
-            if command != LOAD_DRIVER or self._view["driver"]:
-                yield self._unhealthy(subject, problem, command)
+        for addresses, problem, command in _faults(self._view):
+            if command != LOAD_DRIVER or self._view["driver"]:  # else the driver's line has it
+                yield self._unhealthy(addresses, problem, command)
         for row in rows:
             if row["healthy"] is None:
                 text = f"{row['card'] or row['arch']}, excluded by the configuration"
@@ -6693,13 +6696,13 @@ class Checks:
 
         yield from self._places()
 
-    def _unhealthy(self, subject: str, problem: str, command: str) -> Finding:
-        row: View = next((row for row in self._view["chips"] if row["bdf"] == subject), {})
+    def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
+        rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
         # One that was not offered since boot costs no pod anything.
-        is_offered = not row or row["resource"] or row["index"] is not None
-        card = row.get("card") or row.get("arch")
-        text = f"{card}: {problem}" if card else problem
-        return Finding("FAIL" if is_offered else "warn", subject, text, command)
+        is_offered = any(row["resource"] or row["index"] is not None for row in rows)
+        card = rows[0]["card"] or rows[0]["arch"]
+        text = f"{card}: {problem}" if card and len(rows) == 1 else problem
+        return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
 
     def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
@@ -6730,9 +6733,8 @@ class Checks:
             if self._view["unit"] == "board" or str(card).startswith("galaxy"):
                 by_reason[text].append(bdf)
         for text, addresses in by_reason.items():
-            subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
             waits = "not advertised: " if self._view["unit"] == "board" else ""
-            yield Finding("warn", subject, f"{waits}{text}")
+            yield Finding("warn", _subject(addresses), f"{waits}{text}")
 
         if not any(resource["incomplete"] for resource in self._view["resources"]):
             for text in self._view["missing"]:

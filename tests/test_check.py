@@ -241,6 +241,15 @@ def test_a_card_that_another_driver_has_since_boot_is_a_warning(host: Host) -> N
     assert without_times(text) == f"p150a: {reason}"
 
 
+def test_so_are_several_such_cards_in_one_line(host: Host) -> None:
+    """Nothing was offered to pods that they could miss."""
+    for _ in range(2):
+        (card,) = host.node.add("p150a")
+        card.bind_to("vfio-pci")
+    text = complaint(host.run("check"), "warn", "2 chips")
+    assert text.startswith("driver vfio-pci is bound")
+
+
 def without_times(text: str) -> str:
     return re.sub(r" \(since [0-9: -]+\)", "", text)
 
