@@ -6701,7 +6701,9 @@ class Checks:
         # One that was not offered since boot costs no pod anything.
         is_offered = any(row["resource"] or row["index"] is not None for row in rows)
         card = rows[0]["card"] or rows[0]["arch"]
-        text = f"{card}: {problem}" if card and len(rows) == 1 else problem
+        text = f"{card}: {problem}" if card else problem
+        if len(addresses) > 1:
+            text = f"{problem}: {', '.join(addresses)}"
         return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
 
     def _healthy(self, row: View) -> Findings:
@@ -6733,8 +6735,11 @@ class Checks:
             if self._view["unit"] == "board" or str(card).startswith("galaxy"):
                 by_reason[text].append(bdf)
         for text, addresses in by_reason.items():
-            waits = "not advertised: " if self._view["unit"] == "board" else ""
-            yield Finding("warn", _subject(addresses), f"{waits}{text}")
+            if self._view["unit"] == "board":
+                text = f"not advertised: {text}"
+            if len(addresses) > 1:
+                text = f"{text}: {', '.join(addresses)}"
+            yield Finding("warn", _subject(addresses), text)
 
         if not any(resource["incomplete"] for resource in self._view["resources"]):
             for text in self._view["missing"]:
