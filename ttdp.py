@@ -25,6 +25,7 @@ import logging
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -2798,13 +2799,14 @@ class Directories:
         """Make a directory in which containers can remove only their own locks; raises OSError."""
         self._lock_paths.add(path)
         parent = dirname(path)
-        _make_directory(parent, 0o755)
+        with _naming(parent):
+            _make_directory(parent, 0o755)
         # Whoever could replace the directory could redirect root. The container may own its own.
         status = os.lstat(parent)
         if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "other users can change it", parent)
 
-        with _opened_directory(parent) as directory:
+        with _naming(path), _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
             _set_mode(path, 0o1777, directory)
 
@@ -2896,11 +2898,13 @@ def _make_hugepage_directory(path: str) -> None:
     (fs.protected_regular). Only root can enter the directory around it.
     """
     parent = dirname(path)
-    _make_directory(parent, 0o700)
-    with _opened_own_directory(parent) as directory:
-        os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
-        _make_directory(path, 0o777, directory)
-        _set_mode(path, 0o777, directory)
+    with _naming(parent):
+        _make_directory(parent, 0o700)
+        with _opened_own_directory(parent) as directory:
+            os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
+            with _naming(path):
+                _make_directory(path, 0o777, directory)
+                _set_mode(path, 0o777, directory)
 
 
 def _empty(directory: int, steps: Steps) -> None:
@@ -2965,14 +2969,21 @@ def _remove_entry(name: str, parent: int, steps: Steps) -> None:
     os.rmdir(name, dir_fd=parent)
 
 
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Have an OSError name this path, unless it has a whole path: many have none, or a name."""
+    try:
+        yield
+    except OSError as error:
+        is_whole = isinstance(error.filename, str) and error.filename.startswith("/")
+        raise OSError(error.errno, error.strerror, error.filename if is_whole else path) from None
+
+
 def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
     """Make a directory that is missing, in an open parent; raises OSError."""
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
-            _set_mode(path, mode, parent)  # despite the umask
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
+    with suppress(FileExistsError):
+        os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
+        _set_mode(path, mode, parent)  # despite the umask
 
 
 def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
@@ -5756,10 +5767,19 @@ def directory_problem(error: OSError) -> Reason:
     """Return why a directory of a hold cannot be used, and the command that helps."""
     path = str(error.filename)
     problem = f"directory for containers cannot be used: {path}: {error.strerror}"
+    # A directory that is missing cannot be made in the one around it.
+    status = if_exists(os.lstat, path)
+    if status is None:
+        path = dirname(path)
+        status = os.lstat(path)
+
     if error.errno == errno.EROFS:
-        return Reason(problem, f"mount -o remount,rw {dirname(dirname(path))}")
+        while not os.path.ismount(path):
+            path = dirname(path)
+        return Reason(problem, f"mount -o remount,rw {shlex.quote(path)}")
     if error.errno in (errno.EPERM, errno.EACCES):
-        return Reason(problem, f"chown root {path}")
+        command = "chmod u+rwx,go-w" if _is_roots(status) else "chown root"
+        return Reason(problem, f"{command} {shlex.quote(path)}")
     return Reason(problem)
 
 
