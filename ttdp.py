@@ -5765,20 +5765,17 @@ def _has_same_devices(decision: Decision, other: Decision) -> bool:
 
 def directory_problem(error: OSError) -> Reason:
     """Return why a directory of a hold cannot be used, and the command that helps."""
-    path = str(error.filename)
-    problem = f"directory for containers cannot be used: {path}: {error.strerror}"
-    # A directory that is missing cannot be made in the one around it.
-    status = if_exists(os.lstat, path)
-    if status is None:
+    problem = f"directory for containers cannot be used: {error.filename}: {error.strerror}"
+    path = abspath(error.filename)
+    while not os.path.lexists(path):  # it cannot be made in the one around it
         path = dirname(path)
-        status = os.lstat(path)
 
     if error.errno == errno.EROFS:
         while not os.path.ismount(path):
             path = dirname(path)
         return Reason(problem, f"mount -o remount,rw {shlex.quote(path)}")
     if error.errno in (errno.EPERM, errno.EACCES):
-        command = "chmod u+rwx,go-w" if _is_roots(status) else "chown root"
+        command = "chmod u+rwx,go-w" if _is_roots(os.lstat(path)) else "chown root"
         return Reason(problem, f"{command} {shlex.quote(path)}")
     return Reason(problem)
 
