@@ -6793,7 +6793,7 @@ class Checks:
         for path, reason in service.get("resisting", {}).items():
             # A directory for hugepages is never used again, so that the command cannot hurt.
             is_unique = basename(dirname(path)) == OWN_DIRECTORY
-            command = f"rm -rf {path}" if is_unique else ""
+            command = f"rm -rf {shlex.quote(path)}" if is_unique else ""
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _mounts_and_locks(self) -> Findings:
@@ -6807,18 +6807,16 @@ class Checks:
             return
         if lock_dir != Sharing().lock_dir:
             if not isdir(lock_dir):
-                make_it = f"mkdir -m 755 -p {lock_dir}"
+                make_it = f"mkdir -m 755 -p {shlex.quote(lock_dir)}"
                 yield Finding("warn", "locks", f"{lock_dir} is not a directory", make_it)
         elif not os.path.ismount(lock_dir):
             mount_it = "systemctl start run-ttdp-shm.mount"
             yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
         with suppress(OSError):
-            # Others' names can be anything, and become part of a command.
-            names = filter(re.compile("[A-Za-z0-9._-]+").fullmatch, os.listdir(lock_dir))
-            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in names)):
+            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in os.listdir(lock_dir))):
                 if user := os.lstat(path).st_uid:
                     text = f"{path} belongs to user {user}, so containers may not take turns"
-                    yield Finding("warn", "locks", text, f"chown root {path}")
+                    yield Finding("warn", "locks", text, f"chown root {shlex.quote(path)}")
 
     def _cdi_file(self) -> Findings:
         settings = self._settings
@@ -6888,7 +6886,8 @@ class Checks:
             yield Finding("FAIL", "kubelet", text)
         if mode & 0o004:
             text = f"every user can read {directory}, and so lock it, which would keep the daemon "
-            yield Finding("warn", "kubelet", f"{text}from starting", f"chmod 0750 {directory}")
+            command = f"chmod 0750 {shlex.quote(directory)}"
+            yield Finding("warn", "kubelet", f"{text}from starting", command)
 
         path = f"{directory}/{KUBELET_SOCKET}"
         number = connection_error(path)

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -714,6 +715,31 @@ async def test_of_another_users_hugetlbfs_the_command_is_shown(
     reason = "Permission denied" if whose == "." else "another user's directory"
     command = f"chown root {hugetlbfs if whose == '.' else hugetlbfs / OWN_DIRECTORY}"
     assert text == f"{hugetlbfs / OWN_DIRECTORY}: {reason}; run: {command}"
+
+
+@pytest.mark.parametrize("name", ["0000:01:00.0-5ca1ab1e", "x; reboot"])
+async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
+    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A name can be anything, if a container has the host's hugetlbfs; it is not for the shell."""
+    served.node.set_hugepages(4)
+    path = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY / name
+    path.mkdir(parents=True)
+    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.0)
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(ttdp, "_remove_entry", busy)
+    daemon = await start(runtime_dir=str(served.root), interval=0.1)
+    await kubelet.registered("tenstorrent.com/n150")
+    await until(lambda: daemon.daemon.host.directories.resisting)
+
+    complaints = (await served.ask("check")).complaints
+
+    command = f"rm -rf {shlex.quote(str(path))}"
+    text = f"{path} cannot be emptied: Device or resource busy; run: {command}"
+    assert ("warn", "directories", text) in complaints
 
 
 async def test_files_are_looked_for_where_the_service_writes_them(
