@@ -2858,7 +2858,7 @@ class Directories:
         except FileNotFoundError:
             return
         except OSError as error:
-            log.warning("%s cannot be emptied: %s", path, error.strerror)
+            log.warning("%s cannot be emptied: %s", printable(path), error.strerror)
 
     def _hugepage_paths(self) -> Iterator[str]:
         for hugetlbfs in hugetlbfs_mounts(self._settings):
@@ -2888,7 +2888,7 @@ class Directories:
             pause = min(2 * former.pause, RETRY_PAUSES[1]) if former else RETRY_PAUSES[0]
             self.resisting[path] = Resistance(reason, pause, now + pause)
             if former is None:
-                log.warning("%s cannot be emptied: %s", path, reason)
+                log.warning("%s cannot be emptied: %s", printable(path), reason)
 
 
 def _make_hugepage_directory(path: str) -> None:
