@@ -25,6 +25,7 @@ import logging
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -1532,6 +1533,7 @@ def _absence(function: PciFunction) -> Fault:
 # (tt-metal's get_ubb_id()). In a virtual machine they are on the machine's buses.
 GALAXY_TRAYS = (0x00, 0x40, 0x80, 0xC0)
 GALAXY_POSITIONS = range(1, 9)
+GALAXY_SIZE = len(GALAXY_TRAYS) * len(GALAXY_POSITIONS)
 
 
 class Tray(NamedTuple):
@@ -1595,15 +1597,15 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
         reason = "waiting for the board's serial number"
         return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
 
-    present = [chip for chip in chips if chip.is_present]
-    if len(present) > 2:
-        reason = f"{len(present)} chips report the serial number {serial}, but a p300 has 2"
+    on_bus = [chip for chip in chips if chip.function.on_bus]
+    if len(on_bus) > 2:
+        reason = f"{len(on_bus)} chips report the serial number {serial}, but a p300 has 2"
         return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
 
-    # If the board was moved to another slot, its former addresses are absent. If it is absent there
-    # as well, any of its addresses will do.
+    # If the board was moved to another slot, its former addresses are not on the bus. If it is
+    # absent there as well, any of its addresses will do.
     found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
-    members = present if len(chips) > 2 and present else chips[-2:]
+    members = on_bus if len(chips) > 2 and on_bus else chips[-2:]
     return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
 
 
@@ -1641,6 +1643,7 @@ class ChipState:
         if telemetry.identity.contradicts(self.chip.identity):
             self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
             self.vitals = Vitals()
+            self.fault_kind = self.since = None
 
         self.vitals = self.vitals.after(reading, settings)
         fault = judge(reading, self.vitals, settings, self.chip.telemetry_fault)
@@ -2887,9 +2890,10 @@ class Directories:
         """Make a directory in which containers can remove only their own locks; raises OSError."""
         self._lock_paths.add(path)
         parent = dirname(path)
-        _make_directory(parent, 0o755)
-        _check_lock_dir(parent)
-        with _opened_directory(parent) as directory:
+        with _naming(parent):
+            _make_directory(parent, 0o755)
+            _check_lock_dir(parent)
+        with _naming(path), _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
             _set_mode(path, 0o1777, directory)
 
@@ -2977,7 +2981,7 @@ class Directories:
             pause = min(2 * former.pause, RETRY_PAUSES[1]) if former else RETRY_PAUSES[0]
             self.resisting[path] = Resistance(reason, pause, now + pause)
             if former is None:
-                log.warning("%s cannot be emptied: %s", path, reason)
+                log.warning("%s cannot be emptied: %s", printable(path), reason)
 
 
 def _make_hugepage_directory(path: str) -> None:
@@ -2987,11 +2991,13 @@ def _make_hugepage_directory(path: str) -> None:
     (fs.protected_regular). Only root can enter the directory around it.
     """
     parent = dirname(path)
-    _make_directory(parent, 0o700)
-    with _opened_own_directory(parent) as directory:
-        os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
-        _make_directory(path, 0o777, directory)
-        _set_mode(path, 0o777, directory)
+    with _naming(parent):
+        _make_directory(parent, 0o700)
+        with _opened_own_directory(parent) as directory:
+            os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
+            with _naming(path):
+                _make_directory(path, 0o777, directory)
+                _set_mode(path, 0o777, directory)
 
 
 def _check_lock_dir(path: str) -> None:
@@ -3066,14 +3072,21 @@ def _remove_entry(name: str, parent: int, steps: Steps) -> None:
     os.rmdir(name, dir_fd=parent)
 
 
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Have an OSError name this path, unless it has a whole path: many have none, or a name."""
+    try:
+        yield
+    except OSError as error:
+        is_whole = isinstance(error.filename, str) and error.filename.startswith("/")
+        raise OSError(error.errno, error.strerror, error.filename if is_whole else path) from None
+
+
 def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
     """Make a directory that is missing, in an open parent; raises OSError."""
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
-            _set_mode(path, mode, parent)  # despite the umask
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
+    with suppress(FileExistsError):
+        os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
+        _set_mode(path, mode, parent)  # despite the umask
 
 
 def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
@@ -3575,7 +3588,8 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     product = common_value(chip.board_type for chip in chips)
     if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
-    memory = {sum(chip.memory for chip in device.chips) for device in devices}
+    complete = [device for device in devices if not device.incomplete]
+    memory = {sum(chip.memory for chip in device.chips) for device in complete}
     chip_places = places(chips)
     counts = Counter(place.board for place in chip_places.values())
     whole_boards = {
@@ -3647,6 +3661,10 @@ class Decision:
                         found[chip.bdf] = (resource, device)
         return found
 
+    @cached_property
+    def held_chips(self) -> ChipAddresses:
+        return frozenset(chain(*(hold.chips for hold in self.holds)))
+
     def resource(self, name: str) -> Resource:
         return self.resources.get(name) or Resource(name, {})
 
@@ -3655,7 +3673,7 @@ class Decision:
 
     def is_out_of_service(self, bdf: str) -> bool:
         """Return whether a chip is excluded, and no pod holds it: its faults concern nobody."""
-        return bdf in self.offer.excluded and bdf not in self.devices
+        return bdf in self.offer.excluded and bdf not in self.held_chips
 
 
 def decide(observation: Observation, former: Decision | None = None) -> Decision:
@@ -3777,22 +3795,30 @@ def _introduction(chip: Chip) -> str:
     return ", ".join([chip.function.path, *known])
 
 
-def missing_chips(chips: Chips) -> Iterator[str]:
-    """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy."""
-    whole: Counter[object] = Counter()  # how many chips there should be …
-    found: Counter[object] = Counter()  # … and are, by board or Galaxy
-    for place in places(chips).values():
+def missing_chips(decision: Decision) -> Iterator[str]:
+    """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
+
+    An excluded chip is not missing, nor need one be whose board is not known: it can be that one.
+    """
+    whole: dict[str, int] = {}  # how many chips there should be …
+    found = defaultdict(list)  # … and which there are, by board or Galaxy
+    unknown = 0
+    for bdf, place in places(decision.chips.values()).items():
         if place.tray:
-            galaxy = f"the Galaxy in PCI domain {place.tray.domain:04x}"
-            whole[galaxy] = len(GALAXY_TRAYS) * len(GALAXY_POSITIONS)
-            found[galaxy] += 1
+            name, size = f"the Galaxy in PCI domain {place.tray.domain:04x}", GALAXY_SIZE
         elif place.board_id:
-            board = f"the board with serial {place.board_id}"
-            whole[board] = place.board_size
-            found[board] += 1
-    for name, number in whole.items():
-        if found[name] < number:
-            yield f"only {found[name]} of {number} chips of {name} found"
+            name, size = f"the board with serial {place.board_id}", place.board_size
+        else:
+            unknown += 1
+            continue
+        whole[name] = size
+        found[name].append(bdf)
+
+    for name, size in whole.items():
+        number = len(found[name])
+        is_in_service = not all(map(decision.is_out_of_service, found[name]))
+        if number + unknown < size and is_in_service:
+            yield f"only {number} of {size} chips of {name} found"
 
 
 def driver_problem(decision: Decision) -> Reason | None:
@@ -3964,8 +3990,8 @@ def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
             add("thermal_trips_total", telemetry.trips)
             for sensor in SENSORS:
                 add(sensor.metric, state.sensors.get(sensor.attribute), **sensor.labels)
-        if state and chip.is_present and state.processes is not None:
-            add("open", len(state.processes))
+            if state.processes is not None:
+                add("open", len(state.processes))
 
     for bdf, containers in sorted(users(decision).items()):
         for user in containers:
@@ -4059,6 +4085,26 @@ class Service(NamedTuple):
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
 
+VIEW_KEYS = {
+    *NEEDS_RESTART,
+    *PATHS_OF_FILES,
+    "version",
+    "unit",
+    "service",
+    "driver",
+    "driver_problem",
+    "unsupported",
+    "checkpoint_problem",
+    "unreadable",
+    "chips",
+    "faults",
+    "unplaced",
+    "missing",
+    "resources",
+    "withheld",
+}
+
+
 def view_of_node(
     decision: Decision,
     states: Mapping[str, ChipState],
@@ -4082,7 +4128,11 @@ def view_of_node(
             faults[bdf] = {"kind": chip.fault.kind.value, "since": state.since}
             faults[bdf] |= chip.reason._asdict()
 
-    is_waiting = {bdf: text for bdf, text in decision.offer.unplaced.items() if bdf not in faults}
+    waiting = {}
+    for bdf, text in decision.offer.unplaced.items():
+        if bdf not in faults and not decision.is_out_of_service(bdf):
+            waiting[bdf] = text
+
     withheld = {}
     resources = []
     for name, resource in decision.resources.items():
@@ -4100,9 +4150,6 @@ def view_of_node(
     of_service = service._asdict() if service else None
     if of_service:
         del of_service["registrations"]  # they are in the rows of resources
-    in_service = [
-        chip for bdf, chip in decision.chips.items() if bdf not in decision.offer.excluded
-    ]
     return {
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
@@ -4115,8 +4162,8 @@ def view_of_node(
         "unreadable": unreadable,
         "chips": chips,
         "faults": faults,  # of chips that are in service
-        "unplaced": is_waiting,
-        "missing": list(missing_chips(in_service)),
+        "unplaced": waiting,
+        "missing": list(missing_chips(decision)),
         "resources": resources,
         "withheld": withheld,
     }
@@ -4306,6 +4353,10 @@ class TelemetryReaders:
 # ==== FILES: for others, and to survive a restart =================================================
 
 
+# What it raises to read a JSON document that has another form than expected.
+OTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
 class OutputFile:
     """A file that is replaced when its text changes, and removed if that fails.
 
@@ -4457,7 +4508,7 @@ class StateFile:
             )
         except FileNotFoundError:
             return SavedState()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, *OTHER_FORM) as error:
             log.warning("%s is discarded: %s: %s", path, type(error).__name__, error)
             return SavedState()
 
@@ -5891,12 +5942,18 @@ def _has_same_devices(decision: Decision, other: Decision) -> bool:
 
 def directory_problem(error: OSError) -> Reason:
     """Return why a directory of a hold cannot be used, and the command that helps."""
-    path = str(error.filename)
-    problem = f"directory for containers cannot be used: {path}: {error.strerror}"
+    problem = f"directory for containers cannot be used: {error.filename}: {error.strerror}"
+    path = abspath(error.filename)
+    while not os.path.lexists(path):  # it cannot be made in the one around it
+        path = dirname(path)
+
     if error.errno == errno.EROFS:
-        return Reason(problem, f"mount -o remount,rw {dirname(dirname(path))}")
+        while not os.path.ismount(path):
+            path = dirname(path)
+        return Reason(problem, f"mount -o remount,rw {shlex.quote(path)}")
     if error.errno in (errno.EPERM, errno.EACCES):
-        return Reason(problem, f"chown root {path}")
+        command = "chmod u+rwx,go-w" if _is_roots(os.lstat(path)) else "chown root"
+        return Reason(problem, f"{command} {shlex.quote(path)}")
     return Reason(problem)
 
 
@@ -6439,13 +6496,30 @@ def run_command(command: str, options: argparse.Namespace) -> int:
     return list_devices(settings, is_valid=problem is None, as_json=options.json)
 
 
-def print_safely(text: str, stream: Any = None) -> None:
+def print_safely(text: str) -> None:
     """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
-    stream = stream or sys.stdout
     shown = printable(text)
-    if (stream.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
         shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
-    print(shown, file=stream)
+    print(shown)
+
+
+def print_lines(lines: Iterable[str]) -> bool:
+    """Print the output of a command; return whether that is possible. If not, stderr has why."""
+    if sys.stdout is None:
+        log.error("cannot write to stdout: it is closed")
+        return False
+
+    try:
+        for line in lines:
+            print_safely(line)
+        sys.stdout.flush()
+    except OSError as error:
+        log.error("cannot write to stdout: %s", error.strerror)
+        # Else Python tries again at its end, and reports that as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def terminal_width() -> int | None:
@@ -6522,33 +6596,38 @@ def ask(path: str) -> View | ServiceProblem:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(VIEW_TIMEOUT)
             connection.connect(path)
-            view = json.loads(_received(connection))
-        version, _ = view["version"], [view[key] for key in NEEDS_RESTART]
+            view: View = json.loads(_received(connection))
+
+        version = view["version"]
+        is_complete = version != __version__ or view.keys() >= VIEW_KEYS
+        if not isinstance(version, str) or not is_complete:
+            raise ValueError
     except (FileNotFoundError, ConnectionRefusedError):
         return NOT_RUNNING
     except PermissionError:
         text = f"cannot be reached (permission denied: {path}); run this command as root"
         return ServiceProblem("warn", text)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = str(error) if isinstance(error, OSError) else "not a view of this program"
+    except OSError as error:
+        reason = error.strerror or str(error)
         return ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
+    except OTHER_FORM:
+        return ServiceProblem("FAIL", f"does not answer on {path}: not a view of this program")
 
     if version != __version__:
-        text = f"is still version {version}, not {__version__}"
+        text = f"is still version {version[:63]}, not {__version__}"
         return ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
-    found: View = view
-    return found
+    return view
 
 
 def _received(connection: socket.socket) -> bytes:
     """Return all that the other side sends; raises OSError, ValueError."""
     deadline = monotonic() + VIEW_TIMEOUT
-    content = b""
+    content = bytearray()
     while part := connection.recv(1 << 20):
         content += part
         if monotonic() > deadline or len(content) > VIEW_MAX:
             raise ValueError("too much")
-    return content
+    return bytes(content)
 
 
 async def look_once(settings: Settings) -> View:
@@ -6575,13 +6654,12 @@ def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
     view, problem = get_view(settings, is_valid=is_valid)
     if problem:
         text = f"the service {problem.text}, so this is a single look at the node"
-        print_safely(str(Reason(text, problem.command)), sys.stderr)
+        log.error("%s", printable(str(Reason(text, problem.command))))
+
+    lines = list_lines(view, terminal_width())
     if as_json:
-        print(json.dumps(view["chips"], indent=2))
-        return 0
-    for line in list_lines(view, terminal_width()):
-        print_safely(line)
-    return 0
+        lines = iter(json.dumps(view["chips"], indent=2).splitlines())
+    return 0 if print_lines(lines) else 1
 
 
 def list_lines(view: View, width: int | None) -> Iterator[str]:
@@ -6591,11 +6669,11 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         firmware = common_value(row["firmware"] for row in rows) or "unknown"
         yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
         yield from _table_lines(view, width)
-    else:
+    elif not view["unsupported"]:
         yield "no Tenstorrent device on this node"
 
-    for subject, problem, command in _faults(view):
-        yield from wrapped(f"{subject}: {problem}", command, width)
+    for addresses, problem, command in _faults(view):
+        yield from wrapped(f"{_subject(addresses)}: {problem}", command, width)
     if view["unit"] == "board":
         for bdf, text in view["unplaced"].items():
             yield from wrapped(f"{bdf}: not advertised: {text}", "", width)
@@ -6613,26 +6691,30 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
-def _faults(view: View) -> Iterator[tuple[str, str, str]]:
-    """Yield subject, problem with its time, and command of each fault: one cause is one line."""
+def _faults(view: View) -> Iterator[tuple[Sequence[str], str, str]]:
+    """Yield chips, problem with its time, and command of each fault: one cause is one line."""
     found = defaultdict(list)
     for bdf, fault in view["faults"].items():
         found[fault["problem"], fault["command"]].append(bdf)
 
     for (problem, command), addresses in found.items():
-        subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
-        since = [view["faults"][bdf]["since"] for bdf in addresses]
-        yield subject, f"{problem}{_since(min(filter(None, since), default=None))}", command
+        times = [view["faults"][bdf]["since"] for bdf in addresses]
+        first = min(filter(None, times), default=None)
+        yield addresses, f"{problem}{_since(first, time.time())}", command
 
 
-def _since(moment: float | None) -> str:
+def _subject(addresses: Sequence[str]) -> str:
+    """Return how a line about these chips begins."""
+    return addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
+
+
+def _since(moment: float | None, now: float) -> str:
     """Return when a fault began, in local time; with the date from the second day on."""
     if moment is None:
         return ""
-    form = "%H:%M"
-    if time.strftime("%F", time.localtime(moment)) != time.strftime("%F"):
-        form = "%Y-%m-%d %H:%M"
-    return time.strftime(f" (since {form})", time.localtime(moment))
+    began, today = time.localtime(moment), time.localtime(now)
+    form = "%H:%M" if began[:3] == today[:3] else "%Y-%m-%d %H:%M"
+    return time.strftime(f" (since {form})", began)
 
 
 def _table_lines(view: View, width: int | None) -> Iterator[str]:
@@ -6712,16 +6794,18 @@ PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device 
 
 
 def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
-    """Print the findings; return 1 if any FAILs."""
+    """Print the findings; return 1 if any FAILs, or if they cannot be printed."""
     found = list(findings)
     shown = [each for each in found if each.level != "ok" or not is_quiet]
     width = terminal_width()
     margin = max((len(each.subject) for each in shown), default=0) + 8
+    lines: list[str] = []
     for level, subject, text, command in shown:
         start = f"{level:4}  {subject}".ljust(margin)
-        for line in wrapped(start + text, command, width, " " * margin):
-            print_safely(line)
-    return 1 if any(each.level == "FAIL" for each in found) else 0
+        lines += wrapped(start + text, command, width, " " * margin)
+
+    has_failed = any(each.level == "FAIL" for each in found)
+    return 0 if print_lines(lines) and not has_failed else 1
 
 
 def check_configuration(problem: str | None, warnings: Iterable[str]) -> Findings:
@@ -6798,10 +6882,9 @@ class Checks:
         if not rows and not self._view["unsupported"]:
             yield Finding("warn", "chips", "none found")
 
-        for subject, problem, command in _faults(self._view):
-            # The driver's line has it, if no chip had a driver before.
-            if command != LOAD_DRIVER or self._view["driver"]:
-                yield self._unhealthy(subject, problem, command)
+        for addresses, problem, command in _faults(self._view):
+            if command != LOAD_DRIVER or self._view["driver"]:  # else the driver's line has it
+                yield self._unhealthy(addresses, problem, command)
         for row in rows:
             if row["healthy"] is None:
                 text = f"{row['card'] or row['arch']}, excluded by the configuration"
@@ -6811,13 +6894,15 @@ class Checks:
 
         yield from self._places()
 
-    def _unhealthy(self, subject: str, problem: str, command: str) -> Finding:
-        row: View = next((row for row in self._view["chips"] if row["bdf"] == subject), {})
+    def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
+        rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
         # One that was not offered since boot costs no pod anything.
-        is_offered = not row or row["resource"] or row["index"] is not None
-        card = row.get("card") or row.get("arch")
+        is_offered = any(row["resource"] or row["index"] is not None for row in rows)
+        card = rows[0]["card"] or rows[0]["arch"]
         text = f"{card}: {problem}" if card else problem
-        return Finding("FAIL" if is_offered else "warn", subject, text, command)
+        if len(addresses) > 1:
+            text = f"{problem}: {', '.join(addresses)}"
+        return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
 
     def _healthy(self, row: View) -> Findings:
         bdf = row["bdf"]
@@ -6848,9 +6933,11 @@ class Checks:
             if self._view["unit"] == "board" or str(card).startswith("galaxy"):
                 by_reason[text].append(bdf)
         for text, addresses in by_reason.items():
-            subject = addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
-            waits = "not advertised: " if self._view["unit"] == "board" else ""
-            yield Finding("warn", subject, f"{waits}{text}")
+            if self._view["unit"] == "board":
+                text = f"not advertised: {text}"
+            if len(addresses) > 1:
+                text = f"{text}: {', '.join(addresses)}"
+            yield Finding("warn", _subject(addresses), text)
 
         if not any(resource["incomplete"] for resource in self._view["resources"]):
             for text in self._view["missing"]:
@@ -6887,7 +6974,7 @@ class Checks:
         for path, reason in service.get("resisting", {}).items():
             # A directory for hugepages is never used again, so that the command cannot hurt.
             is_unique = basename(dirname(path)) == OWN_DIRECTORY
-            command = f"rm -rf {path}" if is_unique else ""
+            command = f"rm -rf {shlex.quote(path)}" if is_unique else ""
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _mounts_and_locks(self) -> Findings:
@@ -6901,18 +6988,16 @@ class Checks:
             return
         if lock_dir != Sharing().lock_dir:
             if not isdir(lock_dir):
-                make_it = f"mkdir -m 755 -p {lock_dir}"
+                make_it = f"mkdir -m 755 -p {shlex.quote(lock_dir)}"
                 yield Finding("warn", "locks", f"{lock_dir} is not a directory", make_it)
         elif not os.path.ismount(lock_dir):
             mount_it = "systemctl start run-ttdp-shm.mount"
             yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
         with suppress(OSError):
-            # Others' names can be anything, and become part of a command.
-            names = filter(re.compile("[A-Za-z0-9._-]+").fullmatch, os.listdir(lock_dir))
-            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in names)):
+            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in os.listdir(lock_dir))):
                 if user := os.lstat(path).st_uid:
                     text = f"{path} belongs to user {user}, so containers may not take turns"
-                    yield Finding("warn", "locks", text, f"chown root {path}")
+                    yield Finding("warn", "locks", text, f"chown root {shlex.quote(path)}")
 
     def _cdi_file(self) -> Findings:
         settings = self._settings
@@ -6982,7 +7067,8 @@ class Checks:
             yield Finding("FAIL", "kubelet", text)
         if mode & 0o004:
             text = f"every user can read {directory}, and so lock it, which would keep the daemon "
-            yield Finding("warn", "kubelet", f"{text}from starting", f"chmod 0750 {directory}")
+            command = f"chmod 0750 {shlex.quote(directory)}"
+            yield Finding("warn", "kubelet", f"{text}from starting", command)
 
         path = f"{directory}/{KUBELET_SOCKET}"
         number = connection_error(path)

@@ -12,7 +12,7 @@ Layout, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config
     INVENTORY                         test_inventory
-    HEALTH, CHIPS                     test_health, test_exclude
+    HEALTH, CHIPS                     test_health, test_places, test_exclude
     HOLDS                             test_holds, test_ownership, test_hugepages
     RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs

@@ -46,6 +46,11 @@ def chip(
     return Chip(function, Identity(**identity), ill, had_device_file=True, is_listed=True)
 
 
+def kind_of(chip: Chip) -> Kind | None:
+    """The kind of a chip's fault."""
+    return chip.fault.kind if chip.fault else None
+
+
 def hold(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Hold:
     """What a container was given: IDs of a resource, and the chips on these buses."""
     name = resource if "/" in resource else f"tenstorrent.com/{resource}"

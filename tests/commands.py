@@ -68,7 +68,8 @@ class Answer:
     def findings(self) -> list[tuple[str, str, str]]:
         """The lines of `check`, unwrapped: level, subject and text."""
         lines = re.sub(r"\n +", " ", self.out).splitlines()
-        found = [re.fullmatch(r"(ok|warn|FAIL) +(\S+) +(\S.*)", line) for line in lines]
+        form = r"(ok|warn|FAIL) +(\S+(?: \S+)*)  +(\S.*)"  # a subject can be of two words
+        found = [re.fullmatch(form, line) for line in lines]
         assert all(found), self.out + self.err
         return [(line[1], line[2], line[3]) for line in found if line]
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import base64
+import errno
+import json
 import os
 import pty
+import re
+import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ttdp
+from generated import deviceplugin_pb2 as pb
 from tests.commands import Answer, Host, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
+from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
-from ttdp import HugepageDirectories, SharedResource, Sharing
+from tests.world.simulation import settings_of
+from ttdp import OWN_DIRECTORY
 
 FIRST = "0000:01:00.0"
 NOT_RUNNING = ("FAIL", "service", "is not running; run: systemctl start tt-device-plugin")
@@ -39,8 +48,9 @@ def complaint(answer: Answer, level: str, subject: str) -> str:
 
 
 def test_a_sound_node_without_a_daemon_fails_for_that_only(host: Host) -> None:
-    """Its service is started by the remedy; everything else is checked by one look."""
+    """Its service is started by the command; everything else is checked by one look."""
     answer = host.run_as_process("check")
+
     assert answer.findings == [
         ("ok", "configuration", "valid"),
         NOT_RUNNING,
@@ -59,10 +69,13 @@ def test_an_invalid_configuration_fails(host: Host) -> None:
     """Everything else is checked, except with --config-only, for `systemctl reload`."""
     file = host.configure("log_level = 'loud'")
     problem = f"{file}: log_level: 'loud' is not valid; must be debug, info, warning or error"
+
     answer = host.run("check", f"--config-file={file}")
     assert complaint(answer, "FAIL", "configuration") == problem and len(answer.findings) > 3
+
     only = host.run("check", "--config-only", f"--config-file={file}")
     assert (only.findings, only.status) == ([("FAIL", "configuration", problem)], 1)
+
     good = host.run("check", "--config-only")
     assert (good.findings, good.status) == ([("ok", "configuration", "valid")], 0)
 
@@ -70,7 +83,9 @@ def test_an_invalid_configuration_fails(host: Host) -> None:
 def test_an_unknown_key_is_one_line_without_a_remedy_that_cannot_work(host: Host) -> None:
     """The service does not start with it, so nobody is told to start the service."""
     file = host.configure("units = 'board'")
+
     answer = host.run("check", f"--config-file={file}")
+
     assert sum("units" in text for *_, text in answer.findings) == 1
     assert answer.findings[1] == (
         "FAIL",
@@ -89,8 +104,10 @@ async def test_quiet_prints_only_what_is_not_ok(
     await start(runtime_dir=str(served.root), interval=3600)
     await kubelet.registered("tenstorrent.com/n150")
     words = ["check", "--quiet"] if quiet else ["check"]
+
     answer = await served.ask(*words)
     assert (answer.out == "", answer.status) == (quiet, 0)
+
     served.node.chips[0].vanish()
     await kubelet.wait_for(lambda: kubelet.unhealthy("tenstorrent.com/n150"))
     answer = await served.ask(*words)
@@ -99,17 +116,32 @@ async def test_quiet_prints_only_what_is_not_ok(
     assert answer.status == 1
 
 
-def test_check_fits_80_columns(host: Host) -> None:
-    """Without a terminal, and in one of 80 columns; a command is not broken, and can be longer."""
+def test_on_a_terminal_the_lines_fit_and_each_command_has_its_own(host: Host) -> None:
+    """It is not broken, and can be longer than a line."""
     host.node.chips[0].die()
     host.node.add("p300c")
-    for out in (host.run("check").out, host.run_in_terminal(80, "check")):
-        lines = [line for line in out.splitlines() if "tt-smi" not in line]
-        assert max(map(len, lines)) <= 80
-        assert [line.strip() for line in out.splitlines() if "tt-smi" in line] == [
-            f"tt-smi -r {FIRST}"
-        ]
-        assert all(line.endswith("run:") for line in lines if "run:" in line)
+
+    lines = host.run_in_terminal(80, "check").splitlines()
+
+    commands = [line.strip() for line in lines if "tt-device-plugin fix" in line]
+    assert commands == [f"tt-device-plugin fix {FIRST}"]
+    others = [line for line in lines if line.strip() not in commands]
+    assert max(map(len, others)) <= 80
+    assert all(line.endswith("run:") for line in others if "run:" in line)
+
+
+def test_in_a_pipe_each_finding_is_one_line_that_ends_in_its_command(host: Host) -> None:
+    """So that `grep FAIL` gets all of it."""
+    host.node.chips[0].die()
+    host.node.add("p300c")
+
+    out = host.run("check").out
+
+    level = "(ok  |warn|FAIL)"
+    assert all(re.match(rf"{level}  \S+ +\S", line) for line in out.splitlines()), out
+    problem = r"n150: chip does not respond \(registers read as ones\) \(since \d\d:\d\d\)"
+    command = f"run: tt-device-plugin fix {FIRST}"
+    assert re.search(rf"^FAIL  {FIRST} +{problem}; {command}$", out, re.MULTILINE)
 
 
 # -- the service -----------------------------------------------------------------------------------
@@ -129,7 +161,9 @@ async def test_with_a_running_daemon_all_is_ok(
     served.plugins.chmod(0o750)
     await start(runtime_dir=str(served.root))
     await kubelet.registered("tenstorrent.com/n150")
+
     answer = await served.ask("check")
+
     text = f"{ttdp.__version__} is running, registered with kubelet"
     assert answer.findings[1] == ("ok", "service", text)
     assert (answer.complaints, answer.status) == ([], 0)
@@ -142,6 +176,7 @@ async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(
     kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
     daemon = await start(runtime_dir=str(served.root))
     await until(lambda: "not welcome" in str(daemon.notes))
+
     answer = await served.ask("check")
     text = "not registered: kubelet rejected Register: not welcome"
     assert ("FAIL", "tenstorrent.com/n150", text) in answer.complaints
@@ -158,6 +193,7 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
     daemon.loaded = load
     daemon.daemon.reload()
     await until(lambda: daemon.daemon.host.rejected)
+
     level, subject, text = (await served.ask("check")).findings[1]
     assert (level, subject) == ("FAIL", "service")
     rejected = "the configuration was rejected at the last reload: /etc/x: unit: 'boards' is"
@@ -169,9 +205,9 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
 
 def test_a_driver_that_is_not_loaded_is_one_line(host: Host) -> None:
     """As in status and list: modprobe, once for all cards."""
-    for chip in host.node.add("p300c"):
-        host.node.set_iommu(chip.bdf)
+    add(host, "p300c")
     host.node.unload_driver()
+
     problem = "driver not loaded, 3 Tenstorrent PCI functions; run: modprobe tenstorrent"
     assert host.run("check").complaints == [("FAIL", "driver", problem)]
 
@@ -179,13 +215,46 @@ def test_a_driver_that_is_not_loaded_is_one_line(host: Host) -> None:
 def test_a_node_without_cards_is_not_a_failure(host: Host) -> None:
     """With or without a driver: some nodes of a cluster have none."""
     host.node.chips[0].vanish()
-    for has_driver in (True, False):
-        if not has_driver:
-            host.node.unload_driver()
-        complaints = host.run("check").complaints
-        assert complaints and {level for level, *_ in complaints} == {"warn"}
-    text = "not loaded; no Tenstorrent PCI function waits for it"
-    assert complaints[0] == ("warn", "driver", text)
+    none = ("warn", "chips", "none found")
+    assert host.run("check").complaints == [none]
+
+    host.node.unload_driver()
+    text = "not loaded, and no card on the PCI bus needs it"
+    assert host.run("check").complaints == [("warn", "driver", text), none]
+
+
+def test_a_card_of_a_generation_that_is_not_known_is_a_warning(host: Host) -> None:
+    """Whatever is bound to it; there is no other complaint about it."""
+    (strange,) = host.node.add("p150a", bdf="0000:05:00.0")
+    strange.write("device", b"0xfaca\n")
+    assert complaint(host.run("check"), "warn", strange.bdf).startswith("not supported: ")
+
+    strange.bind_to("vfio-pci")
+    host.node.chips[0].vanish()
+    assert complaint(host.run("check"), "warn", strange.bdf).startswith("not supported: ")
+
+
+def test_a_card_that_another_driver_has_since_boot_is_a_warning(host: Host) -> None:
+    """There is no command: a virtual machine may have it, and unbinding would block."""
+    (card,) = host.node.add("p150a")
+    card.bind_to("vfio-pci")
+    text = complaint(host.run("check"), "warn", card.bdf)
+    reason = "driver vfio-pci is bound; release the card there, or add it to exclude"
+    assert without_times(text) == f"p150a: {reason}"
+
+
+def test_so_are_several_such_cards_in_one_line(host: Host) -> None:
+    """Nothing was offered to pods that they could miss. The line names each card."""
+    for _ in range(2):
+        (card,) = host.node.add("p150a")
+        card.bind_to("vfio-pci")
+    text = complaint(host.run("check"), "warn", "2 chips")
+    assert text.startswith("driver vfio-pci is bound")
+    assert text.endswith(": 0000:02:00.0, 0000:03:00.0")
+
+
+def without_times(text: str) -> str:
+    return re.sub(r" \(since [0-9: -]+\)", "", text)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +270,6 @@ def test_a_driver_that_is_too_old_is_named(short_tmp: Path, version: str, proble
         assert complaint(host.run("check"), "warn", "driver") == problem
 
 
-def test_without_a_device_the_command_that_finds_them_is_shown(host: Host) -> None:
-    """It is not an error."""
-    host.node.chips[0].vanish()
-    for arguments in ((), ("--device-list-strategy=cdi",)):
-        assert "lspci -d 1e52:" in complaint(host.run("check", *arguments), "warn", "devices")
-
-
 def test_a_device_file_that_not_every_user_can_open_is_named(host: Host) -> None:
     """A terminal stands in for it, which any user can have."""
     (chip,) = host.node.chips
@@ -218,7 +280,9 @@ def test_a_device_file_that_not_every_user_can_open_is_named(host: Host) -> None
     chip.device_node.unlink()
     chip.device_node.symlink_to(terminal)
     chip.write("dev", f"{os.major(number)}:{os.minor(number)}\n".encode())
+
     text = complaint(host.run("check"), "warn", FIRST)
+
     for descriptor in ends:
         os.close(descriptor)
     assert "has mode 0620" in text and text.endswith("install the driver's udev rules")
@@ -235,9 +299,71 @@ def test_a_narrow_link_is_named(host: Host) -> None:
     (chip,) = host.node.chips
     chip.write("current_link_speed", b"2.5 GT/s PCIe\n")
     assert host.run("check").complaints == []
+
     chip.write("current_link_width", b"4\n")
     text = complaint(host.run("check"), "warn", FIRST)
     assert text.startswith("PCIe link is x4, card supports x16; reseat the card")
+
+
+# -- boards ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty(short_tmp: Path) -> Iterator[Host]:
+    """A host without cards."""
+    with host_with(short_tmp) as host:
+        yield host
+
+
+def add(host: Host, card: str, **more: Any) -> list[Card]:
+    """Add a card behind an IOMMU, so that it needs no hugepages."""
+    added = host.node.add(card, **more)
+    for chip in added:
+        host.node.set_iommu(chip.bdf)
+    return added
+
+
+@pytest.mark.parametrize("unit", ["chip", "board"])
+def test_galaxy_chips_on_a_virtual_machines_buses_are_a_warning(empty: Host, unit: str) -> None:
+    """Nothing says which of them are on one tray, so none is a neighbour of another."""
+    for _ in range(9):  # on the buses 01 to 09
+        (chip,) = add(empty, "p150a")
+        chip.write("subsystem_device", b"0x0047\n")
+        chip.write("tt_card_type", b"galaxy-blackhole\n")
+
+    answer = empty.run("check", f"--unit={unit}")
+
+    reason = "bus 09 is not one of a Galaxy's, so its trays are not known"
+    text = f"not advertised: {reason}" if unit == "board" else reason
+    addresses = ", ".join(f"0000:{bus:02x}:00.0" for bus in range(1, 10))
+    assert ("warn", "9 chips", f"{text}: {addresses}") in answer.complaints
+
+
+def test_chips_of_boards_with_one_serial_are_a_warning_if_boards_are_devices(empty: Host) -> None:
+    """As devices of their own they do not need it."""
+    for _ in range(2):
+        add(empty, "p300c", serial="0000046131842007")
+    assert empty.run("check").complaints == []
+
+    text = complaint(empty.run("check", "--unit=board"), "warn", "4 chips")
+
+    reason = "4 chips report the serial number 0000046131842007, but a p300 has 2"
+    assert text.startswith(f"not advertised: {reason}: 0000:01:00.0, ")
+
+
+@pytest.mark.parametrize(
+    ("card", "text"),
+    [
+        ("galaxy-wormhole", "only 31 of 32 chips of the Galaxy in PCI domain 0000 found"),
+        ("p300c", "only 1 of 2 chips of the board with serial 0000046131842007 found"),
+    ],
+)
+def test_a_board_of_which_chips_are_missing_is_a_warning(empty: Host, card: str, text: str) -> None:
+    """Also if chips are devices: those that are there work, and nobody misses the others."""
+    *_, last = add(empty, card, serial="0000046131842007")
+    last.vanish()
+
+    assert complaint(empty.run("check"), "warn", "chips") == text
 
 
 # -- hugepages, locks, mounts ----------------------------------------------------------------------
@@ -249,46 +375,48 @@ def test_a_chip_without_a_translating_iommu_needs_four_hugepages(host: Host, car
     chips = host.node.add(card) + host.node.add(card)
     for chip, kind in zip(chips, ("identity", "DMA-FQ"), strict=True):
         host.node.set_iommu(chip.bdf, kind)
+
     for pages in (None, 3):  # None: the kernel has none of 1 GiB
         if pages is not None:
             host.node.set_hugepages(pages)
         text = complaint(host.run("check"), "warn", "hugepages")
-        numbers = f"{pages or 0} pages of 1 GiB, but 1 chip without an IOMMU: 4 needed"
-        assert text.startswith(f"{numbers}; add hugepagesz=1G hugepages=4 to ")
+        number = f"{pages or 0} pages of 1 GiB"
+        assert text.startswith(
+            f"{number}, but 1 chip without an IOMMU (or iommu=pt): 4 needed; "
+            "add hugepagesz=1G hugepages=4 to the kernel command line"
+        )
+
     host.node.set_hugepages(4)
     answer = host.run("check")
     assert answer.complaints == []
     assert ("ok", "hugepages", "4 pages of 1 GiB, 4 needed") in answer.findings
 
 
-async def test_hugepages_are_for_all_chips_that_were_seen(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """Also for one that is gone, or not bound to the driver: it will need them again."""
-    gone, unbound = served.node.add("n150") + served.node.add("p150a")
-    await start(runtime_dir=str(served.root), interval=3600)
-    await kubelet.registered("tenstorrent.com/n150")
-    gone.vanish()
-    unbound.unbind()
-    await kubelet.wait_for(lambda: kubelet.unhealthy("tenstorrent.com/n150"))
-    (text,) = (
-        text for _, subject, text in (await served.ask("check")).findings if subject == "hugepages"
-    )
-    assert text.startswith("0 pages of 1 GiB, but 2 chips without an IOMMU: 8 needed; ")
+def test_hugepages_are_for_chips_in_service_that_have_a_device_file(host: Host) -> None:
+    """Not for one that a virtual machine has, nor for one that is excluded."""
+    other, excluded = host.node.add("n300") + host.node.add("n150")
+    for chip in host.node.chips:
+        host.node.set_iommu(chip.bdf, "identity")
+    other.bind_to("vfio-pci")
+    host.node.set_hugepages(4)
+    config = host.configure(f'exclude = ["{excluded.bdf}"]')
+
+    findings = host.run("check", f"--config-file={config}").findings
+
+    assert ("ok", "hugepages", "4 pages of 1 GiB, 4 needed") in findings
 
 
-async def test_a_chip_that_is_gone_needs_no_hugepages_if_no_other_does(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """All chips of a node are behind its IOMMU, or none."""
-    (gone,) = served.node.add("n150")
-    served.node.set_iommu(gone.bdf)
-    await start(runtime_dir=str(served.root), interval=3600)
-    await kubelet.registered("tenstorrent.com/n150")
-    gone.vanish()
-    await kubelet.wait_for(lambda: kubelet.unhealthy("tenstorrent.com/n150"))
-    findings = (await served.ask("check")).findings
-    assert ("ok", "hugepages", "0 pages of 1 GiB, none needed") in findings
+def test_hugepages_that_count_towards_memory_limits_are_mentioned(host: Host) -> None:
+    """As systemd 259 and later mounts the cgroup file system: it is how that host is, not wrong."""
+    mounts = host.node.root / "proc/mounts"
+    options = "rw,nosuid,nodev,noexec,relatime,nsdelegate,memory_recursiveprot"
+    mounts.write_text(f"cgroup2 /sys/fs/cgroup cgroup2 {options} 0 0\n")
+    assert "memory_hugetlb_accounting" not in host.run("check").out
+
+    options += ",memory_hugetlb_accounting"
+    mounts.write_text(f"cgroup2 /sys/fs/cgroup cgroup2 {options} 0 0\n")
+    text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
+    assert ("ok", "hugepages", text) in host.run("check").findings
 
 
 def check_locks(host: Host, *entries: str) -> Answer:
@@ -303,6 +431,7 @@ SHARED = ("[[sharing.resources]]", 'name = "n150"', "replicas = 2")
 def test_a_missing_lock_directory_is_named_if_a_resource_is_shared(host: Host) -> None:
     """With the command that creates it."""
     assert check_locks(host).complaints == []
+
     text = complaint(check_locks(host, *SHARED), "warn", "locks")
     assert text == f"{host.root}/locks is not a directory; run: mkdir -m 755 -p {host.root}/locks"
 
@@ -313,6 +442,7 @@ def test_a_lock_directory_that_is_not_roots_is_named(host: Host, owned: str) -> 
     """Root in a container can take its /dev/shm, and remove the locks of others in it."""
     (host.root / "locks/n150").mkdir(parents=True)
     assert check_locks(host, *SHARED).complaints == []
+
     path = host.root / owned
     os.chown(path, 1234, 1234)
     text = complaint(check_locks(host, *SHARED), "warn", "locks")
@@ -323,7 +453,9 @@ def test_a_lock_directory_that_is_not_roots_is_named(host: Host, owned: str) -> 
 def test_a_mount_that_does_not_exist_is_named(host: Host) -> None:
     """It is mounted all the same: containers cannot start."""
     config = host.configure("[[mounts]]", 'host = "/nowhere"')
+
     answer = host.run("check", f"--config-file={config}")
+
     text = "/nowhere does not exist; pods with devices cannot start"
     assert complaint(answer, "warn", "mounts") == text
 
@@ -338,6 +470,7 @@ def test_a_kubelet_that_does_not_run_is_named(host: Host) -> None:
     problem = f"kubelet does not answer on {sock}: "
     text = complaint(host.run("check"), "warn", "kubelet")
     assert text == f"{problem}No such file or directory; is it running?"
+
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(sock))
     text = complaint(host.run("check"), "warn", "kubelet")
@@ -345,10 +478,48 @@ def test_a_kubelet_that_does_not_run_is_named(host: Host) -> None:
 
 
 def test_a_directory_that_does_not_exist_is_named(host: Host) -> None:
-    """With the setting for another one."""
+    """A kubelet makes it."""
     shutil.rmtree(host.plugins)
     text = complaint(host.run("check"), "warn", "kubelet")
-    assert f"{host.plugins} does not exist" in text and "set device_plugin_dir" in text
+    assert text == f"{host.plugins} does not exist; no kubelet has run yet"
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_a_kubelet_where_all_kubelets_are_is_named_if_the_directory_is_another(
+    host: Host, monkeypatch: pytest.MonkeyPatch, has_directory: bool
+) -> None:
+    """The directory is a constant of the kubelet's, which its --root-dir does not move."""
+    constant = "/var/lib/kubelet/device-plugins"
+    theirs = f"{constant}/kubelet.sock"
+    monkeypatch.setattr("ttdp.exists", lambda path: path == theirs or os.path.exists(path))
+    checks = ttdp.Checks(settings_of(host.node, host.plugins), None)
+    text = f"a kubelet is on {constant}, where each kubelet is; remove device_plugin_dir"
+    assert text not in [each.text for each in checks.findings()]
+
+    shutil.rmtree(host.plugins)
+    if has_directory:
+        host.plugins.mkdir(mode=0o750)
+
+    assert ttdp.Finding("warn", "kubelet", text) in [*checks.findings()]
+
+
+def test_an_entry_of_the_checkpoint_that_cannot_be_read_is_named(host: Host) -> None:
+    """The chips of that pod can be given to another one."""
+    answer = pb.ContainerAllocateResponse(envs={ttdp.ADDRESSES: FIRST})
+    entry = {
+        "PodUID": "u1",
+        "ContainerName": "main",
+        "ResourceName": "tenstorrent.com/n150",
+        "DeviceIDs": "garbage",
+        "AllocResp": base64.b64encode(answer.SerializeToString()).decode(),
+    }
+    data = {"PodDeviceEntries": [entry], "RegisteredDevices": {}}
+    (host.plugins / ttdp.CHECKPOINT).write_text(json.dumps({"Data": data}))
+
+    text = complaint(host.run("check"), "warn", "kubelet")
+
+    unreadable = "the entry of pod u1, container main cannot be read"
+    assert text == f"{ttdp.CHECKPOINT}: {unreadable}: its chips are not protected"
 
 
 @pytest.mark.parametrize(
@@ -363,7 +534,9 @@ def test_a_directory_that_cannot_be_used_is_named(
 ) -> None:
     """A mount can be read-only; an ordinary user cannot enter it."""
     host.plugins.chmod(mode)
+
     answer = host.run_as_process("check", as_other=True)
+
     host.plugins.chmod(0o755)
     assert answer.complaints[0] == (level, "kubelet", f"{host.plugins}{problem}")
 
@@ -371,9 +544,11 @@ def test_a_directory_that_cannot_be_used_is_named(
 def test_a_directory_that_others_can_read_is_named(host: Host) -> None:
     """Any user could lock it, which keeps the daemon out."""
     host.plugins.chmod(0o755)
+
     text = complaint(host.run("check"), "warn", "kubelet")
-    reason = f"other users can read {host.plugins}: their lock could keep the daemon out"
-    assert text == f"{reason}; run: chmod 0750 {host.plugins}"
+
+    reason = f"every user can read {host.plugins}, and so lock it"
+    assert text.startswith(reason) and text.endswith(f"; run: chmod 0750 {host.plugins}")
 
 
 # -- the CDI file ----------------------------------------------------------------------------------
@@ -396,6 +571,7 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
     right = {FIRST: paths[0], second.bdf: paths[1]}
     write_cdi(host, right)
     assert ("ok", "CDI", f"{host.cdi_file} is up to date") in host.run("check").findings
+
     swapped = {FIRST: paths[1], second.bdf: paths[0]}
     wrong = [
         (swapped, f"'{FIRST}', '{second.bdf}'"),
@@ -404,6 +580,7 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
     ]
     for described, stale in wrong:
         write_cdi(host, described)
+
         text = complaint(host.run("check"), "FAIL", "CDI")
         assert text == f"{host.cdi_file} is out of date for {stale}; is the service running?"
 
@@ -417,6 +594,7 @@ async def test_cdi_without_its_directory_fails_though_the_service_runs(
     text = f"{served.cdi_file} does not exist; {served.cdi_file.parent} does not exist"
     problem = ("FAIL", "CDI", text)
     assert problem in (await served.ask("check", "--device-list-strategy=cdi")).complaints
+
     served.cdi_file.parent.mkdir()
     await until(served.cdi_file.exists)
     answer = await served.ask("check", "--device-list-strategy=cdi")
@@ -428,8 +606,10 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
     missing = f"{host.cdi_file} does not exist; is the service running?"
     answer = host.run("check", "--device-list-strategy=cdi")
     assert complaint(answer, "FAIL", "CDI") == missing
+
     host.cdi_file.parent.mkdir()
     assert complaint(host.run("check"), "FAIL", "CDI") == missing
+
     for content in ("", "{", "[]", '{"devices": [{"name": "all"}]}', "null"):
         host.cdi_file.write_text(content)
         text = complaint(host.run("check"), "FAIL", "CDI")
@@ -439,23 +619,129 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
 # -- files for others ------------------------------------------------------------------------------
 
 
-async def test_directories_that_cannot_be_made_fail(
+def refuse_changes(patch: pytest.MonkeyPatch, directory: Path, number: int) -> None:
+    """Have this process make no directory below this one, nor change a mode there."""
+    mkdir, fchmod = os.mkdir, os.fchmod
+
+    def refuse(path: object, dir_fd: int | None = None) -> None:
+        around = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        if os.path.join(around, str(path)).startswith(f"{directory}/"):
+            raise OSError(number, os.strerror(number))
+
+    def make(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if not os.path.exists(path if dir_fd is None else f"/proc/self/fd/{dir_fd}/{path}"):
+            refuse(path, dir_fd)
+        mkdir(path, mode, dir_fd=dir_fd)
+
+    def change(descriptor: int, mode: int) -> None:
+        refuse(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fchmod(descriptor, mode)
+
+    patch.setattr("os.mkdir", make)
+    patch.setattr("os.fchmod", change)
+
+
+async def finding_about_directories(
+    served: Host, kubelet: Kubelet, start: StartDaemon, spoil: Callable[[Path], object]
+) -> str:
+    """Spoil a hugetlbfs in which a pod has its directory; return what `check` says of that."""
+    served.node.set_hugepages(4)
+    daemon = await start(runtime_dir=str(served.root), interval=0.1)
+    await kubelet.registered("tenstorrent.com/n150")
+    await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 1})
+
+    spoil(served.node.root / "dev/hugepages-1G")
+    await until(lambda: daemon.daemon.host.problems)
+
+    (found,) = (each for each in (await served.ask("check")).complaints if each[0] == "FAIL")
+    assert found[1] == "directories"
+    return found[2].removeprefix("directory for containers cannot be used: ")
+
+
+async def test_a_directory_that_cannot_be_made_fails(
     served: Host, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """Pods are rejected, so `check` has the reason of the status."""
+    """A pod that has it cannot start again, so `check` has the reason of the status."""
+
+    def spoil(hugetlbfs: Path) -> None:
+        shutil.rmtree(hugetlbfs / OWN_DIRECTORY)
+        (hugetlbfs / OWN_DIRECTORY).touch()
+
+    text = await finding_about_directories(served, kubelet, start, spoil)
+
+    own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
+    assert text == f"{own}: Not a directory"
+
+
+@pytest.mark.parametrize("missing", ["tt-device-plugin", "tt-device-plugin/*"])
+async def test_of_a_read_only_hugetlbfs_the_command_is_shown(
+    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+) -> None:  # fmt: skip
+    """Whichever directory in it is missing, it is that file system which must be writable."""
+
+    def spoil(hugetlbfs: Path) -> None:
+        for path in [*hugetlbfs.glob(missing)]:
+            shutil.rmtree(path)
+        monkeypatch.setattr("os.path.ismount", lambda path: path == str(hugetlbfs))
+        refuse_changes(monkeypatch, hugetlbfs, errno.EROFS)
+
+    text = await finding_about_directories(served, kubelet, start, spoil)
+
+    hugetlbfs = served.node.root / "dev/hugepages-1G"
+    assert text.startswith(f"{hugetlbfs}/tt-device-plugin: Read-only file system")
+    assert text.endswith(f"; run: mount -o remount,rw {hugetlbfs}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
+@pytest.mark.parametrize("whose", ["tt-device-plugin", "."])
+async def test_of_another_users_hugetlbfs_the_command_is_shown(
+    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    whose: str,
+) -> None:  # fmt: skip
+    """The service is root without the capability to write there."""
+
+    def spoil(hugetlbfs: Path) -> None:
+        os.chown(hugetlbfs / whose, 1000, 1000)
+        (of_pod,) = (hugetlbfs / OWN_DIRECTORY).iterdir()
+        of_pod.rmdir()
+        if whose == ".":
+            of_pod.parent.rmdir()
+            refuse_changes(monkeypatch, hugetlbfs, errno.EACCES)
+
+    text = await finding_about_directories(served, kubelet, start, spoil)
+
+    hugetlbfs = served.node.root / "dev/hugepages-1G"
+    reason = "Permission denied" if whose == "." else "another user's directory"
+    command = f"chown root {hugetlbfs if whose == '.' else hugetlbfs / OWN_DIRECTORY}"
+    assert text == f"{hugetlbfs / OWN_DIRECTORY}: {reason}; run: {command}"
+
+
+@pytest.mark.parametrize("name", ["0000:01:00.0-5ca1ab1e", "x; reboot", "x\n<3>forged"])
+async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
+    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, name: str,
+) -> None:  # fmt: skip
+    """A container that has the host's hugetlbfs can choose any name: one line, and no command."""
     served.node.set_hugepages(4)
-    (served.node.root / "dev/hugepages-1G" / HugepageDirectories.NAME).touch()
-    locks = served.root / "locks"
-    locks.mkdir()
-    (locks / "n150").touch()
-    sharing = Sharing(lock_dir=str(locks), resources=(SharedResource("n150", 2),))
-    daemon = await start(runtime_dir=str(served.root), interval=0.1, sharing=sharing)
+    path = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY / name
+    path.mkdir(parents=True)
+    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.0)
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(ttdp, "_remove_entry", busy)
+    daemon = await start(runtime_dir=str(served.root), interval=0.1)
     await kubelet.registered("tenstorrent.com/n150")
-    problems = daemon.daemon.host.problems
-    await until(lambda: {"hugepages", "locks"} <= problems.keys())
+    await until(lambda: daemon.daemon.host.directories.resisting)
+
     complaints = (await served.ask("check")).complaints
-    for subject, text in problems.items():
-        assert ("FAIL", subject, text) in complaints
+
+    text = f"{path} cannot be emptied: Device or resource busy"
+    assert ttdp.printable(text) in caplog.messages
+    found = f"{text}; run: rm -rf {shlex.quote(str(path))}"
+    assert ("warn", "directories", ttdp.printable(found)) in complaints
 
 
 async def test_files_are_looked_for_where_the_service_writes_them(
@@ -466,6 +752,7 @@ async def test_files_are_looked_for_where_the_service_writes_them(
     other.mkdir()
     await start(runtime_dir=str(served.root), cdi_dir=str(other))
     await kubelet.registered("tenstorrent.com/n150")
+
     answer = await served.ask("check")
     assert ("ok", "CDI", f"{other / ttdp.CDI_FILE} is up to date") in answer.findings
 
@@ -479,12 +766,14 @@ async def test_a_metrics_file_that_grows_old_fails_with_the_reason(
     await start(runtime_dir=str(served.root), interval=0.1, metrics_file=str(file))
     await kubelet.registered("tenstorrent.com/n150")
     await until(file.exists)
+
     subjects = {subject for _, subject, _ in (await served.ask("check")).complaints}
     assert "metrics" not in subjects
 
     hours_ago = time.time() - 7200
     os.utime(file, (hours_ago, hours_ago))
-    text = f"{file} is 120 minutes old; for the reason, run: journalctl -t tt-device-plugin -p "
+    command = "run: journalctl -t tt-device-plugin -p "
+    text = f"{file} is 120 minutes old; the log has the reason; {command}"
     assert ("FAIL", "metrics", f"{text}warning") in (await served.ask("check")).complaints
 
 
@@ -501,8 +790,8 @@ async def test_files_that_cannot_be_written_fail(
     await start(runtime_dir=str(served.root), interval=0.1, **settings)
     await kubelet.registered("tenstorrent.com/n150")
     await until(lambda: caplog.text.count("Is a directory") == 2)
-    problem = "is out of date and cannot be removed: Is a directory"
 
+    problem = "is out of date and cannot be removed: Is a directory"
     complaints = (await served.ask("check")).complaints
     for path in (labels, metrics):
         assert ("FAIL", "files", f"{path} {problem}") in complaints
@@ -520,6 +809,7 @@ async def test_a_metrics_file_that_does_not_exist_as_it_cannot_be_written_fails(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ttdp.OutputFile._replace", full)
+
     await start(runtime_dir=str(served.root), interval=0.1, metrics_file=str(file))
     await kubelet.registered("tenstorrent.com/n150")
     text = f"{file} cannot be written: No space left on device"
@@ -542,9 +832,10 @@ def test_another_allocator_of_these_cards_is_named(host: Host) -> None:
 
     described = host.root / "cdi/k8s.tenstorrent.com-tenstorrent.com_0.json"
     described.touch()
-    text = "another allocator of Tenstorrent cards is on this node: {}; remove one of the two"
-    assert complaint(host.run("check"), "warn", "kubelet") == text.format(described)
+    text = complaint(host.run("check"), "warn", "allocators")
+    assert text.startswith(f"Tenstorrent's DRA driver is on this node, too ({described}), ")
+
     socket_ = registry / "tenstorrent.com-reg.sock"
     socket_.touch()
-    text = text.format(f"{socket_} and 1 more")
-    assert complaint(host.run("check"), "warn", "kubelet") == text
+    text = complaint(host.run("check"), "warn", "allocators")
+    assert text.startswith(f"Tenstorrent's DRA driver is on this node, too ({socket_} and 1 more)")

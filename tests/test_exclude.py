@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.chips import allocation, bdf, chip, decide
+from tests.chips import bdf, chip, decide, hold
 from tests.commands import Host, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
-from ttdp import Fault, Settings, SharedResource, Sharing
+from ttdp import ChipState, Kind, Settings, SharedResource, Sharing
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -46,16 +47,18 @@ def test_with_whole_boards_the_board_is_excluded() -> None:
     """Also if it is shared; the other board is offered."""
     name = f"{P300}-board"
     assert ids_of(decide(FOUR, without(2, unit="board")), name) == ["B" * 16]
+
     sharing = Sharing(resources=(SharedResource("p300-board", 2),))
     found = decide(FOUR, without(2, unit="board", sharing=sharing))
     assert ids_of(found, name) == [f"{'B' * 16}::0", f"{'B' * 16}::1"]
-    assert found.excluded == {bdf(1), bdf(2)}
+    assert found.offer.excluded == {bdf(1), bdf(2)}
 
 
 def test_an_excluded_chip_is_not_shared_and_not_counted_in_a_selection() -> None:
     """`devices = 2` shares two chips that are offered."""
     sharing = Sharing(resources=(SharedResource("p300", 2, "half", 2),))
     found = decide(FOUR, without(1, sharing=sharing))
+
     shared = [f"{bdf(bus)}::{number}" for bus in (2, 3) for number in (0, 1)]
     assert ids_of(found, "tenstorrent.com/half") == shared
     assert ids_of(found) == [bdf(4)]
@@ -63,11 +66,13 @@ def test_an_excluded_chip_is_not_shared_and_not_counted_in_a_selection() -> None
 
 def test_an_id_that_a_pod_holds_stays_until_that_pod_ends() -> None:
     """Healthy, as the pod runs on; it is not given to another one."""
-    held = allocation("p300", bdf(2), buses=[2])
-    found = decide(FOUR, without(2), allocations=[held])
+    held = hold("p300", bdf(2), buses=[2])
+
+    found = decide(FOUR, without(2), [held])
+
     device = found.resource(P300).devices[bdf(2)]
-    assert device.is_retained and device.reason is None
-    with pytest.raises(ttdp.RequestError, match="kept only for the pod that holds it"):
+    assert device.is_reserved and device.reason is None
+    with pytest.raises(ttdp.RequestError, match="reserved for the pod that holds it"):
         ttdp.check_request(found.resource(P300), [[bdf(2)]])
     assert bdf(2) not in ids_of(decide(FOUR, without(2)))
 
@@ -75,17 +80,18 @@ def test_an_id_that_a_pod_holds_stays_until_that_pod_ends() -> None:
 def test_the_status_of_a_node_whose_chips_are_all_excluded_does_not_deny_them() -> None:
     """It leads to `list`, which has the reasons."""
     found = decide(FOUR, without(1, 2, 3, 4))
+
     assert not found.resources
-    status = ttdp.status_line(found, {})
     text = "4 chips, but no device to offer; for the reason, run: tt-device-plugin list"
-    assert status == text
+    assert ttdp.status_line(found, {}) == text
 
 
 def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
     """It may come."""
     found = decide(FOUR, without(9))
-    assert found.in_vain == [f"exclude: {bdf(9)} is not a chip of this node"]
-    assert len(ids_of(found)) == 4 and not found.excluded
+
+    assert found.offer.without_effect == [f"exclude: {bdf(9)} is not a chip of this node"]
+    assert len(ids_of(found)) == 4 and not found.offer.excluded
 
 
 def test_a_chip_that_never_had_a_device_file_is_a_chip_of_the_node_too() -> None:
@@ -93,8 +99,10 @@ def test_a_chip_that_never_had_a_device_file_is_a_chip_of_the_node_too() -> None
     absent = chip(9)
     function = absent.function.without_device_file(driver="vfio-pci")
     absent = absent._replace(function=function, is_listed=False, had_device_file=False)
+
     found = decide([*FOUR, absent], without(9))
-    assert found.in_vain == [] and found.excluded == {bdf(9)}
+
+    assert found.offer.without_effect == [] and found.offer.excluded == {bdf(9)}
     assert "vfio" not in ttdp.plugin_metrics(found, {}, Counter(), 0.0)
 
 
@@ -104,8 +112,9 @@ def test_an_excluded_chip_without_a_driver_is_not_reported() -> None:
     unbound = gone._replace(function=gone.function._replace(on_bus=True), is_listed=False)
     assert ttdp.driver_problem(decide([unbound])) is not None
     assert ttdp.driver_problem(decide([unbound], without(1))) is None
+
     before = decide([chip(1)], without(1))
-    after = decide([chip(1, fault=Fault.STALLED)], without(1))
+    after = decide([chip(1, fault=Kind.STALLED)], without(1))
     assert [*ttdp.changes(before, after)] == []
 
 
@@ -114,36 +123,122 @@ def test_an_excluded_chip_without_a_driver_is_not_reported() -> None:
 
 def test_cdi_has_an_excluded_chip_by_address_only() -> None:
     """Whoever debugs it names it; `all` is for the others."""
-    spec = json.loads(decide(FOUR[:2], without(2)).cdi or "")
+    spec = json.loads(ttdp.cdi_file(decide(FOUR[:2], without(2))) or "")
     paths = {
         device["name"]: [node["path"] for node in device["containerEdits"]["deviceNodes"]]
         for device in spec["devices"]
     }
     one, two = "/dev/tenstorrent/0", "/dev/tenstorrent/1"
     assert paths == {bdf(1): [one], bdf(2): [two], "all": [one]}
-    alone = json.loads(decide(FOUR[:1], without(1)).cdi or "")
+
+    alone = json.loads(ttdp.cdi_file(decide(FOUR[:1], without(1))) or "")
     assert [device["name"] for device in alone["devices"]] == [bdf(1)]
 
 
-def test_labels_do_not_count_it_and_metrics_keep_it() -> None:
-    """Also while a pod holds it."""
-    held = [allocation("p300", bdf(2), buses=[2])]
-    for allocations in ([], held):
-        found = decide(FOUR, without(2), allocations=allocations)
-        assert "tenstorrent.com/p300.count=3\n" in found.labels
-        metrics = ttdp.chip_metrics(found, {})
-        assert f'tt_device_healthy{{device="{bdf(2)}"}} 1' in metrics
+@pytest.mark.parametrize("is_held", [False, True])
+def test_labels_do_not_count_it(is_held: bool) -> None:
+    """Nor while a pod holds it."""
+    holds = [hold("p300", bdf(2), buses=[2])] if is_held else []
+    found = decide(FOUR, without(2), holds)
+    assert "tenstorrent.com/p300.count=3\n" in ttdp.labels_file(found)
 
 
-def test_a_fault_of_a_chip_out_of_service_is_not_reported() -> None:
-    """Neither in the log nor in metrics, unless a pod holds the chip."""
-    dead = [chip(1), chip(2, fault=Fault.STALLED)]
-    held = [allocation("p300", bdf(2), buses=[2])]
-    for allocations, is_reported in (([], False), (held, True)):
-        found = decide(dead, without(2), allocations=allocations)
-        log = " ".join(text for _, text in ttdp.changes(None, found))
-        assert ("unhealthy" in log) == is_reported
-        assert ('kind="stalled"' in ttdp.chip_metrics(found, {})) == is_reported
+@pytest.mark.parametrize("is_held", [False, True])
+def test_of_a_chip_out_of_service_metrics_have_only_that_it_is(is_held: bool) -> None:
+    """Neither health nor a fault, nor is its function counted, unless a pod holds the chip."""
+    dead = [chip(1), chip(2, fault=Kind.STALLED)]
+    holds = [hold("n150", bdf(2), buses=[2])] if is_held else []
+
+    found = decide(dead, without(2), holds)
+    metrics = ttdp.chip_metrics(found, {}) + ttdp.plugin_metrics(found, {}, Counter(), 0.0)
+
+    label = f'excluded="{"false" if is_held else "true"}"'
+    assert re.search(rf'tt_device_info{{device="{bdf(2)}".*,{label}}} 1', metrics)
+    assert f'tt_device_healthy{{device="{bdf(1)}"}} 1' in metrics
+    assert (f'tt_device_healthy{{device="{bdf(2)}"}} 0' in metrics) is is_held
+    assert (f'tt_device_healthy{{device="{bdf(2)}"}}' in metrics) is is_held
+    assert (f'tt_device_fault{{device="{bdf(2)}",kind="stalled"}} 1' in metrics) is is_held
+    assert f'tt_pci_functions{{driver="tenstorrent"}} {1 + is_held}' in metrics
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_the_log_has_the_fault_of_an_excluded_chip_only_while_a_pod_holds_it(
+    is_held: bool,
+) -> None:
+    """It was taken out of service for that."""
+    dead = [chip(1), chip(2, fault=Kind.STALLED)]
+    holds = [hold("p300", bdf(2), buses=[2])] if is_held else []
+
+    found = decide(dead, without(2), holds)
+
+    log = " ".join(text for _, text in ttdp.changes(None, found))
+    assert ("unhealthy" in log) is is_held
+
+
+def test_a_chip_that_another_plugins_pod_holds_is_in_service() -> None:
+    """Under whatever name of our domain that plugin gave it."""
+    theirs = hold("theirs", "0", buses=[2])._replace(is_ours=False)
+    found = decide(FOUR, without(2, 3), [theirs])
+    assert not found.is_out_of_service(bdf(2))
+    assert found.is_out_of_service(bdf(3))
+
+
+def view_of(decision: ttdp.Decision) -> dict[str, Any]:
+    """What `list` and `check` show, when each fault has begun long ago."""
+    states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
+    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+
+
+def row_of(decision: ttdp.Decision, address: str) -> dict[str, Any]:
+    """The chip as `list --json` shows it."""
+    (row,) = (row for row in view_of(decision)["chips"] if row["bdf"] == address)
+    return dict(row)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(is_held: bool) -> None:
+    """Both while a pod holds it; `excluded` is what the configuration says."""
+    dead = [chip(1), chip(2, fault=Kind.STALLED)]
+    holds = [hold("p300", bdf(2), buses=[2])] if is_held else []
+
+    row = row_of(decide(dead, without(2), holds), bdf(2))
+
+    assert row["excluded"] is True
+    assert row["healthy"] is (False if is_held else None)
+    assert (row["reason"] is not None) is is_held
+    assert row["since"] == ("2017-07-14T02:40:00Z" if is_held else None)
+
+
+def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
+    """Its serial number is of no use to anybody."""
+    chips = [chip(bus, "p300c", ordinal=bus) for bus in (1, 2)]
+    view = view_of(decide(chips, without(2, unit="board")))
+    assert view["unplaced"].keys() == {bdf(1)}
+
+
+GALAXY = [chip(tray + n, "galaxy-wormhole") for tray in (0, 0x40, 0x80, 0xC0) for n in range(1, 9)]
+
+
+def test_an_excluded_chip_is_not_missing_on_its_board() -> None:
+    """Another one that is not there is."""
+    assert [*ttdp.missing_chips(decide(GALAXY, without(1)))] == []
+    assert [*ttdp.missing_chips(decide(PAIR, without(2)))] == []
+    text = "only 31 of 32 chips of the Galaxy in PCI domain 0000 found"
+    assert [*ttdp.missing_chips(decide(GALAXY[:-1], without(1)))] == [text]
+
+
+def test_a_board_of_which_chips_are_missing_is_nobodys_concern_if_the_others_are_excluded() -> None:
+    """It is on its way to the vendor."""
+    text = f"only 1 of 2 chips of the board with serial {'A' * 16} found"
+    assert [*ttdp.missing_chips(decide(PAIR[:1]))] == [text]
+    assert [*ttdp.missing_chips(decide(PAIR[:1], without(1)))] == []
+
+
+def test_a_chip_without_a_serial_can_be_the_one_that_is_missing() -> None:
+    """A virtual machine has had it since boot, or its firmware is late."""
+    unknown = chip(2, "p300c", ordinal=1)
+    assert [*ttdp.missing_chips(decide([PAIR[0], unknown]))] == []
+    assert [*ttdp.missing_chips(decide([PAIR[0], unknown], without(2)))] == []
 
 
 @pytest.fixture
@@ -157,17 +252,21 @@ def test_list_and_check_show_it(host: Host) -> None:
     first, second = host.node.chips
     config = host.configure(f'exclude = ["{first.bdf}"]')
     unchanged: Callable[[], object] = lambda: None  # noqa: E731
+
     for spoil in (unchanged, first.die, lambda: first.bind_to("vfio-pci")):
         spoil()
         answer = host.run("list", f"--config-file={config}")
         health = {row["ADDRESS"]: row["HEALTH"] for row in answer.table}
         assert health == {first.bdf: "excluded", second.bdf: "healthy"}, answer.out
         assert answer.below == "2 chips, 0 unhealthy, 0 in use"
+
         answer = host.run("check", f"--config-file={config}")
         found = [(level, text) for level, subject, text in answer.findings if subject == first.bdf]
         assert found == [("ok", "n300, excluded by the configuration")]
-    rows = host.run("list", "--json", f"--config-file={config}").rows
-    assert rows[0]["id"] is None and rows[0]["resource"] is None
+
+    row, _ = host.run("list", "--json", f"--config-file={config}").rows
+    assert (row["id"], row["resource"]) == (None, None)
+    assert (row["excluded"], row["healthy"], row["reason"]) == (True, None, None)
 
 
 # -- live ------------------------------------------------------------------------------------------
@@ -179,7 +278,7 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
 ) -> None:  # fmt: skip
     """A pod that has it keeps it; no other pod gets it; one line each way."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(ttdp, "EVIDENCE_LASTS", 0.3)
+    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.3)
     monkeypatch.setattr(ttdp, "ROUND", 0.1)
     labels = Path(outlets(short_tmp)["labels_dir"]) / ttdp.LABELS_FILE
     labels.parent.mkdir()

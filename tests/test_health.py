@@ -13,22 +13,25 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import allocation, bdf, chip, decide
+from tests.chips import bdf, chip, decide, hold
 from ttdp import (
+    ChipState,
     Fault,
-    FileFault,
     HealthSettings,
+    Identity,
     Inventory,
+    Kind,
     PciFunction,
     ReadError,
     Reading,
+    Reason,
     Telemetry,
-    Verdict,
     Vitals,
 )
 
 TIMEOUT = ttdp.FIRMWARE_TIMEOUT
 FUNCTION = PciFunction("0000:05:00.0", "blackhole")
+RESETTING = ReadError("tt_heartbeat", errno.ENODATA)
 
 
 class Judged:
@@ -36,27 +39,21 @@ class Judged:
 
     def __init__(self, **rules: Any) -> None:
         self.rules = HealthSettings(**rules)
-        self.verdict = Verdict()
+        self.fault: Fault | None = None
         self.vitals = Vitals()
         self.now = 1000.0
-        self.had_telemetry = False
 
-    def read(self, *, after: float = 1, is_poll: bool = True, **telemetry: Any) -> Fault | None:
-        """Return the fault after a reading: of a poll, unless an event caused it."""
+    def read(self, *, after: float = 1, is_poll: bool = True, **telemetry: Any) -> Kind | None:
+        """Return the fault's kind after a reading: of a poll, unless an event caused it."""
         self.now += after
-        self.verdict, self.vitals = ttdp.judge(
-            Reading(FUNCTION, Telemetry(**telemetry), self.now, is_poll),
-            verdict=self.verdict,
-            vitals=self.vitals,
-            settings=self.rules,
-            had_telemetry=self.had_telemetry,
-        )
-        assert (self.verdict.problem is None) == (self.verdict.fault is None)
-        return self.verdict.fault
+        reading = Reading(FUNCTION, Telemetry(**telemetry), self.now, is_poll)
+        self.vitals = self.vitals.after(reading, self.rules)
+        self.fault = ttdp.judge(reading, self.vitals, self.rules, self.fault)
+        return self.fault.kind if self.fault else None
 
     @property
-    def problem(self) -> str:
-        return str(self.verdict.problem)
+    def text(self) -> str:
+        return self.fault.text if self.fault else ""
 
 
 # -- heartbeat -------------------------------------------------------------------------------------
@@ -88,12 +85,14 @@ def test_a_heartbeat_has_stalled_at_the_nth_poll_without_a_change(
 ) -> None:
     """Not a poll earlier or later. "e7" is read by an event, "-" is not offered."""
     judged = Judged(heartbeat_misses=misses)
+
     found = ""
     for beat in beats.split():
         heartbeat = ttdp.to_integer(beat.strip("e-"))
-        fault = judged.read(heartbeat=heartbeat, temperature=40.0, is_poll=beat[0] != "e")
-        found += {None: ".", Fault.STALLED: "S"}[fault]
-        assert not fault or f"stalled at {heartbeat}" in judged.problem
+        kind = judged.read(heartbeat=heartbeat, temperature=40.0, is_poll=beat[0] != "e")
+        found += {None: ".", Kind.STALLED: "S"}[kind]
+        assert not kind or f"stalled at {heartbeat}" in judged.text
+
     assert found == faults
 
 
@@ -102,7 +101,8 @@ def test_a_heartbeat_has_stalled_at_the_nth_poll_without_a_change(
 def test_any_change_shows_life(later: int, is_poll: bool) -> None:
     """Up, down, wrapped: a reset restarts the count. An event can show it, too."""
     judged = Judged(heartbeat_misses=1)
-    assert [judged.read(heartbeat=beat) for beat in (7, 7)] == [None, Fault.STALLED]
+    assert [judged.read(heartbeat=beat) for beat in (7, 7)] == [None, Kind.STALLED]
+
     assert judged.read(heartbeat=later, is_poll=is_poll) is None
 
 
@@ -114,8 +114,10 @@ def test_another_fault_does_not_end_a_stall(between: dict[str, Any]) -> None:
     judged = Judged(heartbeat_misses=2)
     for _ in range(3):
         judged.read(heartbeat=7)
+
     judged.read(**between)
-    assert judged.read(heartbeat=7) is Fault.STALLED
+
+    assert judged.read(heartbeat=7) is Kind.STALLED
 
 
 # -- temperature and thermal trips -----------------------------------------------------------------
@@ -128,13 +130,14 @@ def test_hot_from_the_operators_limit_and_cool_from_five_degrees_below(
     """To the thousandth; the card's own limit counts only as "card"."""
     judged = Judged(temperature_limit=limit)
     course = {
-        89.999: None, 90.0: Fault.HOT, 85.001: Fault.HOT, 89.0: Fault.HOT, 85.0: None,
-        89.998: None, 91.5: Fault.HOT, 20.0: None,
+        89.999: None, 90.0: Kind.HOT, 85.001: Kind.HOT, 89.0: Kind.HOT, 85.0: None,
+        89.998: None, 91.5: Kind.HOT, 20.0: None,
     }  # fmt: skip
-    for celsius, fault in course.items():
-        assert judged.read(temperature=celsius, throttles_at=own) is fault, celsius
-        if fault:
-            assert f"{celsius:.1f} °C, limit 90 °C" in judged.problem
+
+    for celsius, kind in course.items():
+        assert judged.read(temperature=celsius, throttles_at=own) is kind, celsius
+        if kind:
+            assert f"{celsius:.1f} °C, limit 90 °C" in judged.text
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,7 @@ def test_nothing_is_hot_without_a_limit_and_a_temperature(
     """A busy card may throttle for hours."""
     judged = Judged(temperature_limit=limit)
     judged.read(temperature=95.0, throttles_at=90.0)
+
     assert judged.read(**telemetry) is None
 
 
@@ -173,7 +177,7 @@ def test_a_trip_lasts_from_the_rise_until_the_holdoff_is_over(
     """Trips before the start are history; a reset clears the counter and nothing else."""
     judged = Judged(trip_holdoff=300)
     found = [judged.read(trips=trips, after=after) for trips, after in course]
-    assert found == [Fault.TRIPPED if letter == "T" else None for letter in faults]
+    assert found == [Kind.TRIPPED if letter == "T" else None for letter in faults]
 
 
 def test_without_holdoff_a_trip_is_not_a_fault() -> None:
@@ -186,21 +190,31 @@ def test_without_holdoff_a_trip_is_not_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "fault"),
+    ("number", "kind"),
     [
-        (errno.ENODATA, Fault.RESETTING),
-        (errno.ENODEV, Fault.GONE),
-        (errno.EIO, Fault.READ_ERROR),
-        (errno.EACCES, Fault.READ_ERROR),
-        (0, Fault.READ_ERROR),
+        (errno.ENODATA, Kind.RESETTING),
+        (errno.EIO, Kind.READ_ERROR),
+        (errno.EACCES, Kind.READ_ERROR),
+        (0, Kind.READ_ERROR),
     ],
 )
-def test_the_errno_decides_the_kind_of_fault(number: int, fault: Fault) -> None:
-    """A reset, a removal; any other error is reported with its attribute."""
+def test_the_errno_decides_the_kind_of_fault(number: int, kind: Kind) -> None:
+    """A reset; any other error is reported with its attribute."""
     judged = Judged()
-    assert judged.read(error=ReadError("tt_serial", number)) is fault
-    words = ("tt_serial", os.strerror(number)) if fault is Fault.READ_ERROR else ()
-    assert all(word in judged.problem for word in words)
+
+    assert judged.read(error=ReadError("tt_serial", number)) is kind
+
+    words = ("tt_serial", os.strerror(number)) if kind is Kind.READ_ERROR else ()
+    assert all(word in judged.text for word in words)
+
+
+@pytest.mark.parametrize("before", [{"heartbeat": 7}, {"all_ones": True}])
+def test_a_device_that_is_being_removed_is_as_it_was(before: dict[str, Any]) -> None:
+    """ENODEV: the next scan shows whether the chip is gone or has lost its driver."""
+    judged = Judged()
+    kind = judged.read(**before)
+
+    assert judged.read(error=ReadError("tt_serial", errno.ENODEV)) is kind
 
 
 def test_late_firmware_is_not_a_fault() -> None:
@@ -210,25 +224,59 @@ def test_late_firmware_is_not_a_fault() -> None:
 
 
 def test_a_rebound_chip_has_ten_seconds_for_its_telemetry() -> None:
-    """Its health does not change meanwhile: healthy, or whatever it was."""
+    """It is healthy meanwhile; each time they begin again."""
     judged = Judged()
     judged.read(heartbeat=7)
-    judged.had_telemetry = True
+
     assert judged.read() is None
     assert judged.read(after=TIMEOUT - 0.1) is None
-    assert judged.read(after=0.1) is Fault.SILENT
-    assert judged.read(after=1000) is Fault.SILENT
+    assert judged.read(after=0.1) is Kind.SILENT
+    assert judged.read(after=1000) is Kind.SILENT
+
     assert judged.read(heartbeat=3) is None
-    assert judged.read() is None, "the ten seconds begin again"
-    judged.verdict = Verdict(Fault.GONE, "gone")
-    assert judged.read() is Fault.GONE
-    assert judged.read(all_ones=True) is Fault.NO_RESPONSE
+    assert judged.read() is None
+
+
+@pytest.mark.parametrize("kind", [Kind.GONE, Kind.NO_DRIVER, Kind.RESETTING])
+def test_a_chip_that_was_ill_and_returns_without_telemetry_is_silent_at_once(kind: Kind) -> None:
+    """It has to show that it is well. The reason claims nothing of how that came."""
+    judged = Judged()
+    judged.read(heartbeat=7)
+    judged.fault = Fault(kind, "it is ill")
+
+    assert judged.read() is Kind.SILENT
+    assert judged.text == "firmware reports no telemetry"
+    assert judged.read(all_ones=True) is Kind.NO_RESPONSE
     assert judged.read(heartbeat=4) is None
+
+
+FAULTS: list[tuple[Kind, dict[str, Any]]] = [  # in the order in which they count
+    (Kind.RESETTING, {"error": RESETTING}),
+    (Kind.NO_RESPONSE, {"all_ones": True}),
+    (Kind.STALLED, {"heartbeat": 7}),
+    (Kind.HOT, {"temperature": 90.0}),
+    (Kind.TRIPPED, {"trips": 2}),
+    (Kind.SILENT, {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_of_several_faults_the_first_of_the_table_is_the_kind(number: int) -> None:
+    """A chip that has all that follow, too."""
+    judged = Judged(temperature_limit=80, heartbeat_misses=1)
+    judged.read(heartbeat=7, trips=1)
+
+    telemetry: dict[str, Any] = {}
+    for _, values in FAULTS[number:]:
+        telemetry |= values
+
+    assert judged.read(after=TIMEOUT, **telemetry) in (FAULTS[number][0], None)
+    assert judged.read(after=TIMEOUT, **telemetry) is FAULTS[number][0]
 
 
 faulty = st.sampled_from(
     [
-        {"error": ReadError("tt_heartbeat", errno.ENODATA)},
+        {"error": RESETTING},
         {"error": ReadError("tt_heartbeat", errno.EIO)},
         {"all_ones": True},
         {"heartbeat": 5},
@@ -246,120 +294,87 @@ def test_a_chip_recovers_by_itself_from_anything(
 ) -> None:
     """After any faults in any order, a chip without one for the holdoff is healthy."""
     judged = Judged(temperature_limit=90, heartbeat_misses=1, trip_holdoff=60)
-    judged.had_telemetry = True
+    judged.read(heartbeat=1)
     for telemetry, is_poll, after in course:
         judged.read(is_poll=is_poll, after=after, **telemetry)
+
     well: dict[str, Any] = {"temperature": 40.0, "throttles_at": 90.0, "trips": 9}
     judged.read(heartbeat=100, **well)
+
     assert judged.read(after=60, heartbeat=101, **well) is None
 
 
-# -- reasons and remedies --------------------------------------------------------------------------
+# -- reasons, with the command that helps ----------------------------------------------------------
 
 
-def reason(found: ttdp.Chip, *others: ttdp.Chip, **more: Any) -> str:
-    return str(decide([found, *others], **more).chips[found.bdf].reason)
+FIX = "tt-device-plugin fix 0000:01:00.0"
+NO_COMMAND = (Kind.HOT, Kind.TRIPPED)  # only cooling helps
+OF_DEVICE_FILES = (Kind.GONE, Kind.NO_DRIVER, Kind.DEVICE_FILE)
 
 
-RESET = "tt-smi -r 0000:01:00.0"
+@pytest.mark.parametrize("kind", [each for each in Kind if each not in OF_DEVICE_FILES])
+def test_a_fault_that_can_be_mended_ends_with_the_one_command(kind: Kind) -> None:
+    """`fix` with the address; it comes last, so that it can be pasted."""
+    reason = str(chip(1, fault=kind).reason)
+    assert reason == ("it is ill" if kind in NO_COMMAND else f"it is ill; run: {FIX}")
 
 
-@pytest.mark.parametrize("fault", [Fault.STALLED, Fault.NO_RESPONSE, Fault.SILENT])
-def test_a_remedy_names_its_chip_and_all_that_it_affects(fault: Fault) -> None:
-    """`tt-smi -r` without an address resets every card; of a p300, also the board's other chip."""
-    assert reason(chip(1, fault=fault)) == f"it is ill; run: {RESET}"
-    held = [allocation("p300", bdf(1), buses=[1])]
-    effect = "a reset interrupts default/train"
-    assert reason(chip(1, fault=fault), allocations=held) == f"it is ill; {effect}; run: {RESET}"
-
-    pair = [chip(1, "p300c", fault=fault, serial="S"), chip(2, "p300c", serial="S")]
-    effect = "a reset resets 0000:02:00.0 on the same board"
-    assert reason(*pair) == f"it is ill; {effect}; run: {RESET}"
-    held = [allocation("p300", bdf(2), buses=[2])]
-    effect += " and interrupts default/train"
-    assert reason(*pair, allocations=held) == f"it is ill; {effect}; run: {RESET}"
-
-
-def test_rebinding_concerns_a_chip_alone() -> None:
-    """It resets neither the board's other chip nor the pod on that one."""
-    pair = [chip(1, "p300c", fault=Fault.RESETTING, serial="S"), chip(2, "p300c", serial="S")]
-    held = [allocation("p300", bdf(2), buses=[2])]
-    assert reason(*pair, allocations=held) == (
-        "it is ill; if this persists, run: cd /sys/bus/pci/drivers/tenstorrent"
-        " && echo 0000:01:00.0 > unbind && echo 0000:01:00.0 > bind"
-    )
-
-
-def test_the_pod_is_named_if_the_remedy_stops_its_programs() -> None:
-    """A reset, or a rebinding. Each remedy comes last, for pasting."""
-    held = [allocation("n150", bdf(1), buses=[1])]
-    for fault in Fault:
-        found = chip(1, fault=fault)
-        text = reason(found, allocations=held)
-        remedy = ttdp.REMEDIES.get(fault)
-        assert "default/train" not in reason(found)
-        assert ("interrupts default/train" in text) is (remedy is not None), fault
-        if remedy is None:
-            assert text == "it is ill"
-        else:
-            assert text.endswith(f"run: {remedy.command.replace('{bdf}', found.bdf)}")
-
-
-@pytest.mark.parametrize("fault", [Fault.STALLED, Fault.BLOCKED, Fault.NO_RESPONSE])
-def test_a_reset_is_a_reboot_on_arm64(fault: Fault) -> None:
-    """tt-smi cannot reset a card there; a reboot concerns every pod of the node."""
-    found = chip(1, fault=fault)
-    text = "it is ill; drain this node, then run: systemctl reboot"
-    assert reason(found, machine="aarch64") == text
-    rebind = reason(chip(1, fault=Fault.RESETTING), machine="aarch64")
-    assert rebind.endswith("> bind")
-
-
-BIND = "echo 0000:01:00.0 > /sys/bus/pci/drivers/tenstorrent/bind"
-ABSENT: Mapping[str, tuple[dict[str, Any], str | None, str]] = {
-    "not loaded": ({}, None, "driver is not loaded; run: modprobe tenstorrent"),
-    "not bound": ({}, "2.10", f"driver is not bound; run: {BIND}"),
-    "another's": (
-        {"driver": "vfio-pci"},
-        "2.10",
-        "driver vfio-pci is bound, not tenstorrent; run: "
-        f"echo 0000:01:00.0 > /sys/bus/pci/drivers/vfio-pci/unbind && {BIND}",
-    ),
-    "another's, not loaded": (
-        {"driver": "vfio-pci"},
-        None,
-        "driver vfio-pci is bound, not tenstorrent; run: modprobe tenstorrent && "
-        f"echo 0000:01:00.0 > /sys/bus/pci/drivers/vfio-pci/unbind && {BIND}",
-    ),
-    "bound": (
-        {"driver": "tenstorrent"}, "2.10", "driver is bound; waiting for a device file"
-    ),
+ABSENT: Mapping[str, tuple[dict[str, Any], Kind, Reason]] = {
     "not on the bus": (
         {"on_bus": False},
-        "2.10",
-        "PCI device is gone (power-cycle the host if a rescan does not find it); "
-        "run: echo 1 > /sys/bus/pci/rescan",
+        Kind.GONE,
+        Reason("PCI device is gone", FIX),
     ),
-}  # fmt: skip
+    "not loaded": (
+        {"driver_is_loaded": False},
+        Kind.NO_DRIVER,
+        Reason("driver is not loaded", "modprobe tenstorrent"),
+    ),
+    "not bound": (
+        {},
+        Kind.NO_DRIVER,
+        Reason("driver is not bound", FIX),
+    ),
+    "another's": (
+        {"driver": "vfio-pci"},
+        Kind.NO_DRIVER,
+        Reason("driver vfio-pci is bound; release the card there, or add it to exclude"),
+    ),
+    "another's, not loaded": (
+        {"driver": "vfio-pci", "driver_is_loaded": False},
+        Kind.NO_DRIVER,
+        Reason("driver vfio-pci is bound; release the card there, or add it to exclude"),
+    ),
+    "without a class device": (
+        {"driver": "tenstorrent"},
+        Kind.DEVICE_FILE,
+        Reason("driver is bound, but there is no device file", FIX),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", ABSENT)
-def test_an_absent_chip_has_the_remedy_of_its_cause(case: str) -> None:
-    """No driver, not bound, another driver's, or not on the bus."""
-    state, version, text = ABSENT[case]
-    found = chip(1)
-    function = found.function.without_device_file()._replace(**state)
-    assert reason(found._replace(function=function), driver=version) == text
+def test_an_absent_chip_has_the_reason_of_its_cause(case: str) -> None:
+    """A card that another driver has is not gone, and nobody is told to take it from there."""
+    state, kind, reason = ABSENT[case]
+    present = chip(1, fault=Kind.STALLED)
+
+    function = present.function.without_device_file()._replace(**state)
+    absent = present._replace(function=function)
+
+    assert absent.fault == Fault(kind, reason.problem)
+    assert absent.reason == reason
 
 
-@pytest.mark.parametrize("command", ["rm /dev/tenstorrent/0 && mknod …", ""])
-def test_an_invalid_device_file_outweighs_telemetry(command: str) -> None:
-    """No container could use the chip. Its remedy is the file's, if it has one."""
-    found = chip(1, fault=Fault.STALLED)
-    fault = FileFault("/dev/tenstorrent/0 is not a character device", command)
-    found = found._replace(function=found.function._replace(file_fault=fault))
-    text = f"device file is invalid: {fault.problem}"
-    assert reason(found) == (f"{text}; run: {command}" if command else text)
+def test_an_invalid_device_file_outweighs_telemetry() -> None:
+    """No container could use the chip."""
+    found = chip(1, fault=Kind.STALLED)
+    function = found.function._replace(file_fault="/dev/tenstorrent/0 does not exist")
+    found = found._replace(function=function)
+
+    text = "device file is invalid: /dev/tenstorrent/0 does not exist"
+    assert found.fault == Fault(Kind.DEVICE_FILE, text)
+    assert str(found.reason) == f"{text}; run: {FIX}"
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -371,19 +386,29 @@ def lines(before: list[ttdp.Chip], after: list[ttdp.Chip], **more: Any) -> list[
     return [f"{'WARNING' if level > 20 else 'INFO'} {line}" for level, line in found]
 
 
-def ill(fault: Fault, problem: str) -> ttdp.Chip:
-    return chip(1)._replace(verdict=Verdict(fault, problem))
+def ill(kind: Kind, problem: str) -> ttdp.Chip:
+    return chip(1)._replace(telemetry_fault=Fault(kind, problem))
 
 
 def test_each_kind_of_fault_is_one_line() -> None:
     """New numbers in a reason are not logged."""
-    hot, hotter = (ill(Fault.HOT, f"too hot: {celsius} °C") for celsius in (96, 97))
-    dead = ill(Fault.NO_RESPONSE, "chip does not respond")
-    first = f"WARNING {bdf(1)} (n150): unhealthy: too hot: 96 °C"
-    assert lines([chip(1)], [hot]) == [first]
+    hot, hotter = (ill(Kind.HOT, f"too hot: {celsius} °C") for celsius in (96, 97))
+    dead = ill(Kind.NO_RESPONSE, "chip does not respond")
+    well = chip(1)
+    name = f"{well.bdf} (n150)"
+
+    assert lines([well], [hot]) == [f"WARNING {name}: unhealthy: too hot: 96 °C"]
     assert lines([hot], [hotter]) == []
-    assert len(lines([hotter], [dead])) == 1
-    assert lines([dead], [chip(1)]) == [f"INFO {bdf(1)} (n150): healthy again"]
+    unhealthy = f"unhealthy: chip does not respond; run: {FIX}"
+    assert lines([hotter], [dead]) == [f"WARNING {name}: {unhealthy}"]
+    assert lines([dead], [well]) == [f"INFO {name}: healthy again"]
+
+
+def test_the_log_has_the_fault_of_a_held_chip_without_whom_that_concerns() -> None:
+    """The same text as everywhere; `fix` names the pods when it runs."""
+    held = [hold("n150", bdf(1), buses=[1])]
+    before, after = [chip(1)], [chip(1, fault=Kind.STALLED)]
+    assert lines(before, after, holds=held) == lines(before, after)
 
 
 class Followed:
@@ -392,20 +417,21 @@ class Followed:
     def __init__(self, **rules: Any) -> None:
         self.rules = HealthSettings(**rules)
         self.function = chip(1).function
-        self.record = ttdp.ChipRecord(chip(1))
-        self.inventory = Inventory({bdf(1): self.record})
+        self.state = ChipState(chip(1))
+        self.inventory = Inventory({bdf(1): self.state})
         self.now = 1000.0
 
     @property
-    def fault(self) -> Fault | None:
-        return self.record.chip.fault
+    def kind(self) -> Kind | None:
+        fault = self.state.chip.fault
+        return fault.kind if fault else None
 
     def _step(self, change: Callable[[], object]) -> list[str]:
-        before = self.record.chip
+        before = self.state.chip
         change()
-        label = f"INFO {bdf(1)} (n150): "
-        found = lines([before], [self.record.chip])
-        return [line.removeprefix(label) for line in found if "throttl" in line]
+        name = f"INFO {bdf(1)} (n150): "
+        found = lines([before], [self.state.chip])
+        return [line.removeprefix(name) for line in found if "throttl" in line]
 
     def read(self, **telemetry: Any) -> list[str]:
         self.now += 1
@@ -414,10 +440,15 @@ class Followed:
 
     def vanish(self) -> list[str]:
         gone = self.function.without_device_file()._replace(on_bus=False)
-        return self._step(lambda: self.record.vanish(gone))
+        return self._step(lambda: self.state.vanish(gone))
 
     def come_back(self) -> list[str]:
-        return self._step(lambda: self.record.appear(self.function))
+        return self._step(lambda: self.state.appear(self.function))
+
+    def since(self, now: float) -> float | None:
+        """Return when the present fault began, as a look at this time knows it."""
+        self.inventory.date_faults(now)
+        return self.state.since
 
 
 THROTTLES = "throttling: it has reached its temperature limit"
@@ -430,14 +461,14 @@ def test_throttling_is_one_line_and_not_a_fault() -> None:
     course = {89.9: [], 90.0: [THROTTLES], 92.0: [], 85.1: [], 85.0: [NO_LONGER], 89.8: []}
     for celsius, texts in course.items():
         assert followed.read(temperature=celsius, throttles_at=90.0) == texts, celsius
-        assert followed.fault is None
+        assert followed.kind is None
 
 
 @pytest.mark.parametrize(
     "end",
     [
         lambda chip: chip.read(all_ones=True),
-        lambda chip: chip.read(error=ReadError("tt_heartbeat", errno.ENODATA)),
+        lambda chip: chip.read(error=RESETTING),
         lambda chip: chip.read(error=ReadError("temp1_input", errno.EIO)),
         lambda chip: chip.read(),
         lambda chip: [*chip.vanish(), *chip.come_back(), *chip.read()],
@@ -450,19 +481,94 @@ def test_a_chip_that_shows_no_temperature_has_not_cooled_down(
     """Neither a line nor the end of the hysteresis, of throttling and of heat alike."""
     followed = Followed(temperature_limit=88)
     assert followed.read(temperature=90.0, throttles_at=90.0) == [THROTTLES]
-    assert followed.fault is Fault.HOT
+    assert followed.kind is Kind.HOT
+
     for _ in range(2):
         assert end(followed) == []
+
     assert followed.read(temperature=86.0, throttles_at=90.0) == []
-    assert followed.fault is Fault.HOT
+    assert followed.kind is Kind.HOT
     assert followed.read(temperature=82.9, throttles_at=90.0) == [NO_LONGER]
-    assert followed.fault is None
+    assert followed.kind is None
 
 
 def test_a_chip_is_introduced_once_more_when_its_firmware_reports_its_identity() -> None:
     """Its device file first, then its serial."""
-    known = chip(1, serial="A" * 16)
-    assert lines([], [chip(1)]) == [f"INFO {bdf(1)} (n150): found /dev/tenstorrent/0"]
-    text = f"INFO {bdf(1)} (n150): found /dev/tenstorrent/0, board {'A' * 16}"
-    assert lines([chip(1)], [known]) == [text]
+    known = chip(1, serial="A" * 16, asic_id="B" * 16, firmware="19.4.0.0")
+    found = f"INFO {bdf(1)} (n150): found /dev/tenstorrent/0"
+
+    assert lines([], [chip(1)]) == [found]
+    identity = f"serial {'A' * 16}, ASIC {'B' * 16}, firmware 19.4.0.0"
+    assert lines([chip(1)], [known]) == [f"{found}, {identity}"]
     assert lines([known], [known]) == []
+
+
+# -- over time -------------------------------------------------------------------------------------
+
+
+def test_a_fault_has_the_time_at_which_its_kind_began() -> None:
+    """New numbers do not change it; another kind begins anew, and health ends it."""
+    followed = Followed(temperature_limit=80)
+    assert followed.since(100) is None
+
+    followed.read(temperature=81.0)
+    assert followed.since(200) == 200
+    followed.read(temperature=85.0)
+    assert followed.since(300) == 200
+
+    followed.read(all_ones=True)
+    assert followed.since(400) == 400
+
+    followed.read(temperature=40.0)
+    assert followed.since(500) is None
+
+
+def test_a_chip_that_returns_is_as_ill_as_it_was_until_it_is_read() -> None:
+    """The fault and its time stay; there is nothing to run meanwhile."""
+    followed = Followed()
+    followed.read(heartbeat=7)
+    followed.vanish()
+    assert followed.since(100) == 100
+
+    followed.come_back()
+
+    assert followed.kind is Kind.GONE
+    assert followed.since(200) == 100
+    assert followed.state.chip.reason == Reason("waiting for firmware telemetry")
+    followed.read(heartbeat=8)
+    assert followed.kind is None
+
+
+OTHER = Identity(card="n150", serial="B" * 16)
+
+
+@pytest.mark.parametrize("is_seen_to_vanish", [True, False])
+def test_another_card_in_the_slot_begins_anew(is_seen_to_vanish: bool) -> None:
+    """Its trips are no rise of the former one's counter, nor is its heartbeat the same one's."""
+    followed = Followed(temperature_limit=80, heartbeat_misses=1)
+    followed.read(identity=Identity(serial="A" * 16), heartbeat=7, trips=1)
+    followed.read(identity=Identity(serial="A" * 16), heartbeat=8, trips=2, temperature=90.0)
+    assert followed.kind is Kind.HOT
+    assert followed.since(100) == 100
+    if is_seen_to_vanish:
+        followed.vanish()
+        followed.come_back()
+
+    followed.read(identity=OTHER, heartbeat=8, trips=9, temperature=79.0)
+
+    assert followed.kind is None
+    assert followed.state.chip.identity == OTHER
+    followed.read(identity=OTHER, heartbeat=8)
+    assert followed.kind is Kind.STALLED
+
+
+def test_a_fault_of_another_card_in_the_slot_begins_with_that_card() -> None:
+    """Also if it is of the same kind, and nobody saw the exchange."""
+    followed = Followed(temperature_limit=80)
+    followed.read(identity=Identity(serial="A" * 16), temperature=90.0)
+    assert followed.since(100) == 100
+
+    followed.read(identity=OTHER, temperature=90.0)
+
+    assert followed.kind is Kind.HOT
+    assert followed.since(200) == 200

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +20,22 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.chips import allocation, bdf, chip, decide
-from tests.commands import PROGRAM, Host, host_with
+from tests.chips import bdf, chip, decide, hold
+from tests.commands import PROGRAM, Answer, Host, forked, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, environment, until
-from tests.world.simulation import RunningDaemon
+from tests.world.processes import PATIENCE, environment, finished, until
+from tests.world.simulation import RunningDaemon, settings_of
+from ttdp import ChipState, Kind
 
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node",
         "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
-        "replicas", "pods", "processes"]  # fmt: skip
+        "replicas", "pods", "processes", "excluded", "since"]  # fmt: skip
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
 REGISTERED = "registered with kubelet"
-ONE_LOOK = "showing a one-time look at the node: the service "
-NOT_RUNNING = f"{ONE_LOOK}is not running; run: systemctl start tt-device-plugin\n"
+ONE_LOOK = "so this is a single look at the node"
+NOT_RUNNING = f"the service is not running, {ONE_LOOK}; run: systemctl start tt-device-plugin\n"
 
 
 @pytest.fixture
@@ -57,6 +61,7 @@ def mixed(host: Host) -> Host:
 def test_a_chip_is_a_row_between_versions_and_totals(mixed: Host) -> None:
     """A dash stands for what is unknown; one line on stderr reports that no daemon runs."""
     answer = mixed.run("list")
+
     first, header, row, *_, last = answer.out.splitlines()
     assert first == "driver 2.10.1-pre, firmware 19.4.0.0"
     assert header.split() == ["N", "ADDRESS", "CARD", "SERIAL", "NUMA", "FIRMWARE", "RESOURCE",
@@ -79,7 +84,9 @@ def test_no_line_is_wider_than_the_terminal(host: Host, columns: int) -> None:
     for pid in range(10_001, 10_004):
         device = str(host.node.chips[-1].device_node)
         host.node.start_process(pid, "0::/user.slice\n", [device], "x" * 15)
+
     out = host.run_in_terminal(columns, "list")
+
     assert max(map(len, out.splitlines())) <= (columns or ttdp.WIDTH)
     users = r"x{15}\[10001\],(…| x+.*…| x{15}\[10002\] \+1)"
     assert re.search(rf"0001:06:00.0 .* NO_RESPONSE +{users}\n", out)
@@ -87,50 +94,70 @@ def test_no_line_is_wider_than_the_terminal(host: Host, columns: int) -> None:
 
 
 UNBOUND = {"driver": None, "ordinal": None, "path": ""}
-STRANGE_FILE = ttdp.FileFault("/dev/tenstorrent/0 is not a character device", "rm /dev/x && mknod")
 FUNCTIONS: dict[str, dict[str, Any]] = {  # with a reason each
     "gone": {**UNBOUND, "on_bus": False},
     "unbound": UNBOUND,
     "bound to another driver": {**UNBOUND, "driver": "vfio-pci"},
-    "without a device file": {"file_fault": STRANGE_FILE},
+    "without a device file": {"file_fault": "/dev/tenstorrent/0 is not a character device"},
 }
+LONG_AGO = 1.5e9  # Unix time
+
+
+def shown(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
+    """The view of a node without a daemon, whose faults have begun at this Unix time."""
+    states = {address: ChipState(chip, since=since) for address, chip in decision.chips.items()}
+    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+    found: dict[str, Any] = json.loads(json.dumps(view))
+    return found
 
 
 def views() -> Iterator[dict[str, Any]]:
     """Yield views of nodes that have every kind of reason, with users."""
-    for driver, machine in (("2.10.1", "x86_64"), ("2.10.1", "aarch64"), (None, "x86_64")):
-        chips, allocations = [], []
-        for bus, fault in enumerate(ttdp.Fault, 1):
-            chips.append(chip(bus, "p300c", fault=fault, ordinal=bus, serial=f"{bus // 2:016}"))
-            pod = allocation("p300", bdf(bus), buses=[bus], pod=f"{'long' * bus}-{bus}")
-            allocations.append(pod)
+    for driver, since in (("2.10.1", LONG_AGO), ("2.10.1", None), (None, LONG_AGO)):
+        chips, holds = [], []
+        for bus, kind in enumerate(Kind, 1):
+            serial = f"{bus // 2:016}"
+            chips.append(chip(bus, "p300c", fault=kind, ordinal=bus, serial=serial))
+            holds.append(hold("p300", bdf(bus), buses=[bus], pod=f"{'long' * bus}-{bus}"))
         for bus, changes in enumerate(FUNCTIONS.values(), 0x101):
             one = chip(bus, "n150")
             chips.append(one._replace(function=one.function._replace(**changes)))
+
         # Held under another name, incomplete, and waiting for the board's serial number.
         settings = ttdp.Settings(unit="board")
         chips += [chip(0x201, "p300c", serial="S", ordinal=90), chip(0x202, "p300c", ordinal=91)]
         chips.append(chip(0x203, "p300c", serial="T", ordinal=92))
-        decision = decide(chips, settings, allocations, driver=driver, machine=machine)
-        view = ttdp.view_of_node(
-            decision, {}, None, knows_pods=True, status=None, rejected=None, files={}, problems={}
-        )
-        yield json.loads(json.dumps(view))
+
+        decision = decide(chips, settings, holds, driver=driver, unsupported=("0000:99:00.0",))
+        yield shown(decision, since)
 
 
 @pytest.mark.parametrize("view", [*views()])
-def test_no_line_ends_inside_a_command(view: dict[str, Any]) -> None:
+def test_on_a_terminal_no_line_ends_inside_a_command(view: dict[str, Any]) -> None:
     """Each command stands on a line of its own, whole, in whatever width."""
-    commands = {command for _, _, command in view["reasons"].values()} - {""}
+    commands = {fault["command"] for fault in view["faults"].values()} - {""}
     assert len(commands) > 5
+
     for width in range(40, 131):
         lines = [*ttdp.list_lines(view, width)]
+
         text = "\n".join(lines)
         assert commands <= {line.strip() for line in lines}
         assert all(line.endswith("run:") for line in lines if "run:" in line), text
-        assert not [line for line in lines if "tt-smi" in line and line.strip() not in commands]
         table = lines[1 : len(view["chips"]) + 2]
         assert max(map(len, table)) <= width
+
+
+@pytest.mark.parametrize("view", [*views()])
+def test_in_a_pipe_nothing_is_wrapped_omitted_or_cut(view: dict[str, Any]) -> None:
+    """Each reason is one line that ends in its command, so that `grep` gets all of it."""
+    lines = [*ttdp.list_lines(view, None)]
+
+    assert len(re.split("  +", lines[1])) == len(ttdp.COLUMNS) + 2
+    assert not [line for line in lines if line.startswith(" ") or "…" in line]
+    for fault in view["faults"].values():
+        if fault["command"]:
+            assert [line for line in lines if line.endswith(f"; run: {fault['command']}")]
 
 
 @pytest.mark.parametrize("view", [*views()])
@@ -138,8 +165,9 @@ def test_columns_that_do_not_fit_are_named(view: dict[str, Any]) -> None:
     """The least important ones go first; JSON has them."""
     for width in range(40, 131):
         lines = [*ttdp.list_lines(view, width)]
-        shown = re.split("  +", lines[1])
-        omitted = [title for title in ttdp.OMITTED_FIRST if title not in shown]
+        titles = re.split("  +", lines[1])
+        omitted = [title for title in ttdp.OMITTED_FIRST if title not in titles]
+
         assert omitted == [*ttdp.OMITTED_FIRST[: len(omitted)]]
         note = f"(no room for {', '.join(omitted)}; list --json has all)"
         assert (note in re.sub(r"\n +", " ", "\n".join(lines))) is bool(omitted)
@@ -150,19 +178,60 @@ def test_equal_reasons_are_one_line(host: Host) -> None:
     for _ in range(3):
         host.node.add("n150")
     host.node.unload_driver()
-    assert host.run("list").below == (
-        "3 chips: driver is not loaded; run: modprobe tenstorrent\n3 chips, 3 unhealthy, 0 in use"
+
+    reason, total = host.run("list").below.splitlines()
+
+    assert re.fullmatch(
+        r"3 chips: driver is not loaded \(since \d\d:\d\d\); run: modprobe tenstorrent", reason
     )
+    assert total == "3 chips, 3 unhealthy, 0 in use"
+
+
+@pytest.mark.parametrize(
+    ("now", "time_of_fault"),
+    [("2026-11-25 23:59", "17:38"), ("2026-11-26 00:00", "2026-11-25 17:38")],
+)
+def test_a_reason_has_the_time_at_which_the_fault_began(
+    monkeypatch: pytest.MonkeyPatch, now: str, time_of_fault: str
+) -> None:
+    """Local time, with the date from the second day on; before the command, which comes last."""
+    began, moment = map(unix_time, ("2026-11-25 17:38", now))
+    monkeypatch.setattr("ttdp.time.time", lambda: moment)
+    view = shown(decide([chip(1, fault=Kind.STALLED)]), began)
+
+    lines = [*ttdp.list_lines(view, None)]
+
+    command = f"tt-device-plugin fix {bdf(1)}"
+    assert f"{bdf(1)}: it is ill (since {time_of_fault}); run: {command}" in lines
+
+
+def unix_time(local: str) -> float:
+    return time.mktime(time.strptime(local, "%Y-%m-%d %H:%M"))
+
+
+def test_chips_with_one_reason_are_ill_since_the_first_of_them() -> None:
+    """They are one line."""
+    chips = [chip(1, fault=Kind.HOT), chip(2, fault=Kind.HOT)]
+    view = shown(decide(chips))
+    view["faults"][bdf(1)]["since"] = LONG_AGO
+    view["faults"][bdf(2)]["since"] = time.time()
+
+    lines = [*ttdp.list_lines(view, None)]
+
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(LONG_AGO))
+    assert f"2 chips: it is ill (since {began})" in lines
 
 
 def test_the_id_of_a_board_has_a_column(mixed: Host) -> None:
     """A chip whose board's serial is unknown waits for it."""
     mixed.node.add("p300c", bdf="0000:91:00.0", firmware=False)
+
     answer = mixed.run("list", "--unit=board")
+
     serial = "0000046131842007"
     assert [row["ID"] for row in answer.table][1:5] == [serial, serial, "0000:81:00.0", "-"]
     assert answer.table[1]["RESOURCE"] == "p300-board"
-    reason = "not advertised yet: waiting for the board's serial number"
+    reason = "not advertised: waiting for the board's serial number"
     assert f"0000:91:00.0: {reason}" in answer.below
 
 
@@ -171,10 +240,11 @@ def test_names_that_others_choose_are_escaped(host: Host) -> None:
     (chip,) = host.node.add("n150")
     name = "\x1b]0;owned\x07\x1b[2Jnaïve"
     host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], name)
+
     out = host.run("list").out
     assert r"\x1b]0;owned\x07\x1b[2Jnaïve[7]" in out and "\x1b" not in out and "\x07" not in out
-    config = host.root / "config.toml"
-    config.write_text('[[sharing.resources]]\nname = "n150"\nreplicas = 4\n')
+
+    config = host.configure("[[sharing.resources]]", 'name = "n150"', "replicas = 4")
     answer = host.run_as_process("list", f"--config-file={config}", PYTHONIOENCODING="ascii")
     assert answer.out.isascii() and "n150 x4" in answer.out and "[7]" in answer.out
 
@@ -183,12 +253,13 @@ def test_no_device_is_not_an_error(host: Host) -> None:
     """A sentence for people, an empty array for programs; also without a driver."""
     answer = host.run("list")
     assert (answer.out, answer.status) == ("no Tenstorrent device on this node\n", 0)
+
     host.node.unload_driver()
     assert host.run("list", "--json").rows == []
 
 
 def test_a_closed_pipe_is_not_an_error(host: Host) -> None:
-    """`list | head -1`."""
+    """`list | head -1`: there is nothing to report, least of all a traceback."""
     host.node.add("n150")
     reader, writer = os.pipe()
     os.close(reader)
@@ -201,13 +272,68 @@ def test_a_closed_pipe_is_not_an_error(host: Host) -> None:
     assert err.decode() == NOT_RUNNING and process.returncode in (0, -signal.SIGPIPE)
 
 
+def redirected(host: Host, redirection: str, *words: str) -> Answer:
+    """Run the program with this redirection of a shell."""
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *PROGRAM, *words, *host.flags]
+    ended = finished(command, host.environ)
+    return Answer(ended.returncode, ended.stdout, ended.stderr)
+
+
+@pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("check",)])
+@pytest.mark.parametrize(
+    ("redirection", "reason"),
+    [(">&-", "it is closed"), (">/dev/full", "No space left on device")],
+)
+def test_an_output_that_cannot_be_written_is_one_line_and_status_1(
+    mixed: Host, words: tuple[str, ...], redirection: str, reason: str
+) -> None:
+    """A script that keeps the output must not take an empty file for that of an idle node."""
+    answer = redirected(mixed, redirection, *words)
+
+    lines = answer.err.splitlines()
+    assert lines[-1] == f"cannot write to stdout: {reason}"
+    assert len(lines) == (1 if words == ("check",) else 2), answer.err
+    assert answer.status == 1
+
+
+def test_without_stderr_the_json_is_json(mixed: Host) -> None:
+    """The line that no daemon runs has no place to go, least of all among the rows."""
+    assert len(redirected(mixed, "2>&-", "list", "--json").rows) == 4
+
+
 def test_list_works_with_an_invalid_configuration(mixed: Host) -> None:
     """One line reports it; the rest is shown with the defaults."""
-    config = mixed.root / "config.toml"
-    config.write_text("units = 'board'\n")
+    config = mixed.configure("units = 'board'")
+
     answer = mixed.run("list", f"--config-file={config}")
+
     assert len(answer.table) == 4 and answer.status == 0
     assert answer.err.startswith(f"{config}: unknown key 'units'; did you mean unit?\n")
+
+
+def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(host: Host) -> None:
+    """Programs do not see it: it is not a chip that they could use."""
+    strange, _ = host.node.add("p150a", bdf="0000:05:00.0") + host.node.add("n150")
+    strange.write("device", b"0xfaca\n")
+    strange.bind_to("vfio-pci")
+
+    answer = host.run("list")
+
+    assert [row["ADDRESS"] for row in answer.table] == ["0000:01:00.0"]
+    assert answer.below.startswith("0000:05:00.0: not supported: ")
+    assert [row["bdf"] for row in host.run("list", "--json").rows] == ["0000:01:00.0"]
+
+
+def test_a_node_with_only_such_a_card_is_not_one_without_a_card(host: Host) -> None:
+    """The line about it is all that there is to show."""
+    (strange,) = host.node.add("p150a", bdf="0000:05:00.0")
+    strange.write("device", b"0xfaca\n")
+
+    answer = host.run("list")
+
+    (line,) = answer.out.splitlines()
+    assert line.startswith("0000:05:00.0: not supported: ")
+    assert host.run("list", "--json").rows == []
 
 
 # -- for programs ----------------------------------------------------------------------------------
@@ -220,9 +346,10 @@ def test_json_has_these_keys_and_values(mixed: Host) -> None:
     values = [
         "0000:41:00.0", 1, f"{mixed.node.root}/dev/tenstorrent/1", "0000:41:00.0", "p300c", "p300",
         "blackhole", "0000046131842007", "5D8801E2B3C42B01", None, "19.4.0.0", 41.5, 24.0, True,
-        None, None, "tenstorrent.com/p300", 0, None, [],
+        None, None, "tenstorrent.com/p300", 0, None, [], False, None,
     ]  # fmt: skip
     assert answer.rows[1] == dict(zip(KEYS, values, strict=True))
+
     late = answer.rows[3]
     unknown = ("serial", "asic_id", "numa_node", "firmware", "temperature", "power", "reason")
     assert [late[key] for key in unknown] == [None] * 7
@@ -235,12 +362,13 @@ def test_one_look_takes_the_time_to_see_that_a_read_is_blocked(host: Host) -> No
     """A word in the row, and the reason and remedy below the table; status 0."""
     chip, _ = host.node.add("n150") + host.node.add("n150")
     chip.block()
+
     answer = host.run_as_process("list")
+
     assert [row["HEALTH"] for row in answer.table] == ["BLOCKED", "healthy"]
-    reason = "telemetry read timed out (the driver may be waiting for a reset)"
-    assert answer.below.startswith(
-        f"0000:01:00.0: {reason}; if this persists, run: tt-smi -r 0000:01:00.0\n"
-    )
+    reason = r"telemetry read timed out \(the driver may be waiting for a reset\)"
+    line = rf"{chip.bdf}: {reason} \(since \d\d:\d\d\); run: tt-device-plugin fix {chip.bdf}"
+    assert re.fullmatch(line, answer.below.splitlines()[0])
     assert answer.below.endswith("\n2 chips, 1 unhealthy, 0 in use") and answer.status == 0
 
 
@@ -249,8 +377,20 @@ def test_one_look_sees_that_all_reads_are_blocked(host: Host) -> None:
     for _ in range(6):
         (chip,) = host.node.add("n150")
         chip.block()
+
     answer = host.run_as_process("list")
+
     assert [row["HEALTH"] for row in answer.table] == ["BLOCKED"] * 6
+
+
+async def test_one_look_takes_no_longer_than_the_reads(
+    mixed: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read counts as blocked after two seconds; nobody waits for them if the chips answer."""
+    monkeypatch.setattr("ttdp.READ_TIMEOUT", 3600.0)
+    look = ttdp.look_once(settings_of(mixed.node, mixed.plugins))
+    view = await asyncio.wait_for(look, PATIENCE)
+    assert [row["healthy"] for row in view["chips"]] == [True] * 4
 
 
 def test_one_look_judges_no_heartbeat(host: Host) -> None:
@@ -293,18 +433,20 @@ async def test_users_are_pods_and_the_hosts_processes(
     await kubelet.running("team-a/train", "main")
     _, second, third = served.node.chips
     start = served.node.start_process
+
     start(101, "0::/user.slice\n", [str(second.device_node)], "tt-smi")
     for pid in range(201, 205):
         start(pid, "0::/user.slice\n", [str(third.device_node)], "python3")
-    await until(lambda: three.daemon.host.allocations.names)
+    await until(lambda: three.daemon.host.holds.names)
     answer = await served.ask("list")
+
     assert answer.err == ""
     assert [row["USED BY"] for row in answer.table] == [
         "team-a/train",
         "team-a/train, tt-smi[101]",
         "python3[201], python3[202] +2",
     ]
-    assert answer.below.endswith("\n3 chips, 0 unhealthy, 3 in use")
+    assert answer.below == "3 chips, 0 unhealthy, 3 in use"
 
 
 async def test_a_name_stays_known_while_the_kubelet_is_away(
@@ -312,8 +454,10 @@ async def test_a_name_stays_known_while_the_kubelet_is_away(
 ) -> None:
     """Also when its socket is gone."""
     await kubelet.admit("train", "main", {N150: 1})
-    await until(lambda: three.daemon.host.allocations.names)
+    await until(lambda: three.daemon.host.holds.names)
+
     await kubelet.stop()
+
     assert await served.users() == ["default/train", "-", "-"]
 
 
@@ -325,8 +469,10 @@ async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(
     daemon = await start(runtime_dir=str(served.root), pod_resources_socket="/nowhere")
     await kubelet.registered(N150)
     await kubelet.admit("train", "main", {N150: 1})
+
     uid = kubelet.uid("train")
-    await until(lambda: uid in str(daemon.decision.users))
+    await until(lambda: uid in str(ttdp.users(daemon.decision)))
+
     assert await served.users() == [uid]
 
 
@@ -335,14 +481,16 @@ async def test_a_damaged_checkpoint_hides_no_user(
 ) -> None:
     """Status and `check` report it; the pod stays in `list`."""
     await kubelet.admit("train", "main", {N150: 1})
-    await until(lambda: three.daemon.host.allocations.names)
-    problem = f"{ttdp.CHECKPOINT} cannot be parsed"
+    await until(lambda: three.daemon.host.holds.names)
+    problem = f"{ttdp.CHECKPOINT} cannot be read"
+
     kubelet.corrupt("garbage")
     status = f"STATUS=3 × {N150}, 3 healthy; registered with kubelet; {problem}"
     await until(lambda: three.notified(status))
+
     assert await served.users() == ["default/train", "-", "-"]
     check = await served.ask("check")
-    text = f"{problem}; the kubelet rewrites it when the next pod starts"
+    text = f"{problem}; the kubelet writes it again when the next pod starts"
     assert ("warn", "kubelet", text) in check.complaints
 
 
@@ -355,8 +503,10 @@ async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
     await kubelet.registered(P150)
     await kubelet.admit("train", "main", {P150: 1})
     await until(lambda: daemon.daemon.host.holds.names)
+
     daemon.reload(resource_naming="card")
     await kubelet.registered(f"{P150}a")
+
     answer = await served.ask("list")
     (row,) = answer.table
     assert (row["HEALTH"], row["USED BY"]) == ("withheld", "default/train")
@@ -372,11 +522,13 @@ async def test_unknown_users_are_a_question_mark(served: Served) -> None:
     assert await served.users() == ["-", "-", "-"]
     alone = Served(served.root / "elsewhere", served.node)
     assert await alone.users() == ["?", "?", "?"]
+
     first, second, _ = served.node.chips
     served.node.start_process(7, "0::/user.slice\n", [str(first.device_node)], "tt-smi")
     second.set_pids([0])  # of another PID namespace
     assert await served.users() == ["tt-smi[7]", "?", "-"]
     assert await alone.users() == ["tt-smi[7]", "?", "?"]
+
     shutil.rmtree(served.node.root / "proc/driver/tenstorrent")
     assert await served.users() == ["?", "?", "?"]
 
@@ -406,20 +558,33 @@ async def test_reads_that_are_slow_are_waited_for(
     assert await served.users() == ["-", "-", "-"]
 
 
-BIND = "/sys/bus/pci/drivers/tenstorrent/bind"
-REBIND = "cd /sys/bus/pci/drivers/tenstorrent && echo {bdf} > unbind && echo {bdf} > bind"
+FIX = "; run: tt-device-plugin fix {bdf}"
 REASONS = {
     "trip": "thermal trip (1 since power-on; healthy again after 300 s without another one); "
     "check the cooling",
-    "unbind": f"driver is not bound; run: echo {{bdf}} > {BIND}",
+    "unbind": f"driver is not bound{FIX}",
     "unload": "driver is not loaded; run: modprobe tenstorrent",
-    "vanish": "PCI device is gone (power-cycle the host if a rescan does not find it); "
-    "run: echo 1 > /sys/bus/pci/rescan",
-    "die": "chip does not respond (registers read as ones); run: tt-smi -r {bdf}",
-    "reset": f"resetting (no telemetry); if this persists, run: {REBIND}",
-    "replace": "device file is invalid: {path} is not a character device; "
-    "run: rm {path} && mknod -m 666 {path} c {major} {minor}",
+    "keep": "driver vfio-pci is bound; release the card there, or add it to exclude",
+    "vanish": f"PCI device is gone{FIX}",
+    "die": f"chip does not respond (registers read as ones){FIX}",
+    "reset": f"resetting (no telemetry){FIX}",
+    "replace": f"device file is invalid: {{path}} is not a character device{FIX}",
 }
+KINDS = {
+    "trip": "tripped",
+    "unbind": "no_driver",
+    "unload": "no_driver",
+    "keep": "no_driver",
+    "vanish": "gone",
+    "die": "no_response",
+    "reset": "resetting",
+    "replace": "node",
+}
+HAVE_EVENTS = ("unbind", "unload", "keep", "vanish")  # no read shall meet these half done
+
+
+def without_times(text: str) -> str:
+    return re.sub(r" \(since [0-9: -]+\)", "", text)
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -430,71 +595,148 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     caplog: pytest.LogCaptureFixture,
     fault: str,
 ) -> None:
-    """Each has the same reason with the same remedy, once."""
+    """Each has the same reason with the same command, once."""
     (chip,) = served.node.add("p150a")
-    has_event = fault in ("unbind", "unload", "vanish")  # no read shall meet these half done
-    daemon = await start(runtime_dir=str(served.root), interval=3600 if has_event else 0.1)
+    interval = 3600 if fault in HAVE_EVENTS else 0.1
+    daemon = await start(runtime_dir=str(served.root), interval=interval)
     await kubelet.registered(P150)
-    major, minor = chip.attribute("dev").read_text().split(":")
-    facts = {"bdf": chip.bdf, "path": chip.device_node, "major": major, "minor": minor.strip()}
-    reason = REASONS[fault].format(**facts)
+    reason = REASONS[fault].format(bdf=chip.bdf, path=chip.device_node)
+
     if fault == "replace":
         chip.device_node.unlink()
         chip.device_node.touch()
     elif fault == "unload":
         served.node.unload_driver()
+    elif fault == "keep":
+        chip.bind_to("vfio-pci")
     else:
         getattr(chip, fault)()
     await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    await until(lambda: f"{chip.bdf} (p150a): unhealthy: {reason}" in caplog.messages)
+
     answer = await served.ask("list")
     check = await served.ask("check")
     metrics = await daemon.daemon._reporter.metrics.get() or ""
     (row,) = (await served.ask("list", "--json")).rows
-    (word,) = (each["HEALTH"] for each in answer.table)
+
     status = f"1 × {P150}, 0 healthy ({chip.bdf}: {reason}); registered with kubelet"
     finding = ("FAIL", chip.bdf, f"p150a: {reason}")
     if fault == "unload":
         text = "driver not loaded, 1 Tenstorrent PCI function; run: modprobe tenstorrent"
         status = f"{text}; {status}"
         finding = ("FAIL", "driver", text)
-    assert (row["healthy"], row["reason"]) == (False, reason)
-    assert f"{chip.bdf}: {reason}\n" in answer.below
-    assert check.findings[1][:2] == ("ok", "service") and finding in check.complaints
-    remedy = reason.rpartition("run: ")[2]
-    assert sum(remedy in text for *_, text in check.findings) == 1, "one cause is one line"
     assert daemon.notified(f"STATUS={status}")
-    assert f"{chip.bdf} (p150a): unhealthy: {reason}" in caplog.messages
-    assert f'tt_device_fault{{device="{chip.bdf}",kind="{word.lower()}"}} 1' in metrics
+
+    assert (row["healthy"], row["reason"]) == (False, reason)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["since"])
+    assert [each["HEALTH"] for each in answer.table] == [KINDS[fault].upper()]
+    assert without_times(answer.below).startswith(f"{chip.bdf}: {reason}\n")
+
+    assert check.findings[1][:2] == ("ok", "service")
+    complaints = [(*start, without_times(text)) for *start, text in check.complaints]
+    assert finding in complaints
+    command = reason.rpartition("run: ")[2]
+    assert sum(command in text for *_, text in check.findings) == 1, "one cause is one line"
+
+    assert f'tt_device_fault{{device="{chip.bdf}",kind="{KINDS[fault]}"}} 1' in metrics
     assert ("tt_driver_info" in metrics) is (fault != "unload")
     assert ('tt_pci_functions{driver=""} 1' in metrics) is (fault in ("unbind", "unload"))
+    assert ('tt_pci_functions{driver="vfio-pci"} 1' in metrics) is (fault == "keep")
 
 
-async def test_a_card_that_was_never_bound_is_reported_with_its_remedy(
+async def test_the_time_of_a_fault_outlasts_the_daemon(
+    served: Served, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The operator who comes at night asks since when, whatever was restarted meanwhile."""
+    (chip,) = served.node.add("p150a")
+    state = served.root / "state.json"
+    paths = {"runtime_dir": str(served.root), "state_dir": str(served.root)}
+    daemon = await start(interval=0.1, **paths)
+    await kubelet.registered(P150)
+    chip.die()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    await until(lambda: "no_response" in state.read_text())
+    await daemon.stop()
+
+    saved = json.loads(state.read_text())
+    saved["chips"][chip.bdf]["since"] = LONG_AGO
+    state.write_text(json.dumps(saved))
+    daemon = await start(interval=0.1, **paths)
+    await until(lambda: daemon.notified("READY=1"))
+
+    (row,) = (await served.ask("list", "--json")).rows
+    assert row["since"] == "2017-07-14T02:40:00Z"
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(LONG_AGO))
+    assert f" (since {began}); run: " in (await served.ask("list")).below
+
+
+async def test_a_card_that_was_never_bound_is_reported_with_its_command(
     served: Served, start: StartDaemon
 ) -> None:
     """By status, `list` and `check`, which warns: it is not a device of a resource."""
     daemon = await start(runtime_dir=str(served.root))
     await until(lambda: daemon.notified("READY=1"))
+
     (chip,) = served.node.add("p150a")
     chip.unbind()
+
     reason = REASONS["unbind"].format(bdf=chip.bdf)
     status = f"1 Tenstorrent PCI function without a driver; {chip.bdf}: {reason}"
     await until(lambda: daemon.notified(f"STATUS={status}"))
     answer = await served.ask("list")
-    assert [row["HEALTH"] for row in answer.table] == ["GONE"]
-    assert f"{chip.bdf}: {reason}\n" in answer.below
+    assert [row["HEALTH"] for row in answer.table] == ["NO_DRIVER"]
+    assert f"{chip.bdf}: {reason}\n" in without_times(answer.below)
     check = await served.ask("check")
-    assert ("warn", chip.bdf, f"p150a: {reason}") in check.complaints
+    complaints = [(*start, without_times(text)) for *start, text in check.complaints]
+    assert ("warn", chip.bdf, f"p150a: {reason}") in complaints
+
+
+async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(
+    served: Served, start: StartDaemon
+) -> None:
+    """It is not a device that is waited for."""
+    (strange,) = served.node.add("p150a", bdf="0000:05:00.0")
+    strange.write("device", b"0xfaca\n")
+
+    daemon = await start(runtime_dir=str(served.root))
+
+    await until(lambda: daemon.notified("STATUS=0000:05:00.0 is not supported"))
+    assert (await served.ask("list", "--json")).rows == []
 
 
 @pytest.mark.usefixtures("three")
 async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     """Other roots or directories: one look, and a line that names the daemon's directory."""
-    line = (
-        f"uses different directories ({served.plugins}); run this command with the same options\n"
-    )
     other = Served(served.root / "elsewhere", served.node, served.environ)
-    assert (await other.ask("list")).err == f"{ONE_LOOK}{line}"
+
+    answer = await other.ask("list")
+
+    reason = f"({served.plugins}); run this command with the same options"
+    assert answer.err == f"the service uses different directories {reason}, {ONE_LOOK}\n"
+
+
+@pytest.mark.usefixtures("three")
+async def test_an_invalid_configuration_does_not_lead_to_other_directories(served: Served) -> None:
+    """The daemon runs on with its last valid one, so its view is shown, whatever it uses."""
+    config = served.configure("unit = 'boards'")
+    problem = f"{config}: unit: 'boards' is not valid; must be chip or board"
+
+    async def ask(command: str) -> Answer:
+        words = [command, f"--config-file={config}"]  # without the flags of this host
+        where = {"runtime_directory": str(served.root)}
+        return await asyncio.to_thread(forked, words, environment(), **where)
+
+    answer = await ask("list")
+    assert (answer.err, answer.status) == (f"{problem}\n", 0)
+    assert [row["USED BY"] for row in answer.table] == ["-", "-", "-"]
+
+    answer = await ask("check")
+    assert answer.findings[:2] == [
+        ("FAIL", "configuration", problem),
+        ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}"),
+    ]
+    socket_works = f"{served.plugins}/kubelet.sock accepts connections"
+    assert ("ok", "kubelet", socket_works) in answer.findings
 
 
 @pytest.mark.usefixtures("three")
@@ -508,12 +750,105 @@ async def test_a_daemon_of_another_version_is_not_asked(
         return {"version": "0.1.9"} if genuine(*given, **named) else None
 
     monkeypatch.setattr("ttdp.view_of_node", of_former_version)
-    command = "systemctl restart tt-device-plugin"
-    line = f"is still version 0.1.9, not {ttdp.__version__}; run: {command}\n"
+    problem = f"is still version 0.1.9, not {ttdp.__version__}"
+    command = "run: systemctl restart tt-device-plugin"
+
     answer = await asyncio.to_thread(served.run_as_process, "list")
-    assert answer.err == f"{ONE_LOOK}{line}" and len(answer.table) == 3
+    assert answer.err == f"the service {problem}, {ONE_LOOK}; {command}\n"
+    assert len(answer.table) == 3
+
     check = await asyncio.to_thread(served.run_as_process, "check")
-    assert check.status == 1 and ("FAIL", "service", line.strip()) in check.complaints
+    assert ("FAIL", "service", f"{problem}; {command}") in check.complaints
+    assert check.status == 1
+
+
+@contextlib.contextmanager
+def answering(path: Path, answer: bytes, *, without_end: bool = False) -> Iterator[None]:
+    """Something else listens on the service's socket, and answers each connection with this."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(answer)
+                while without_end:
+                    connection.sendall(answer)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)
+
+
+ROOTS = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
+STRANGE_ANSWERS = {
+    "empty": b"",
+    "no JSON": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "no text": b"\xff\xfe",
+    "an array": b"[]",
+    "null": b"null",
+    "an object": b"{}",
+    "nested deeply": b"[" * 1_000_000,
+    "a version that is none": b'{"version": ["\\u001b[2J"]}',
+    "only a version": json.dumps({"version": ttdp.__version__}).encode(),
+    "without chips": json.dumps(
+        {"version": ttdp.__version__, **dict.fromkeys(ROOTS, "/")}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("answer", STRANGE_ANSWERS)
+def test_whatever_else_answers_on_the_services_socket_is_one_line(mixed: Host, answer: str) -> None:
+    """Then the node itself is looked at."""
+    path = mixed.root / "status.sock"
+    problem = f"does not answer on {path}: not a view of this program"
+
+    with answering(path, STRANGE_ANSWERS[answer]):
+        found = mixed.run("list")
+        check = mixed.run("check")
+
+    assert found.err == f"the service {problem}, {ONE_LOOK}\n"
+    assert (len(found.table), found.status) == (4, 0)
+    assert (check.findings[1], check.err) == (("FAIL", "service", problem), "")
+
+
+def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
+    """Else no daemon would be asked."""
+    assert shown(decide([])).keys() == ttdp.VIEW_KEYS
+
+
+def test_an_answer_without_an_end_is_one_line(mixed: Host) -> None:
+    """No more of it is kept than a view can have."""
+    path = mixed.root / "status.sock"
+
+    with answering(path, b"[" * (1 << 20), without_end=True):
+        found = ttdp.ask(str(path))
+
+    assert isinstance(found, ttdp.ServiceProblem)
+    assert found.text == f"does not answer on {path}: not a view of this program"
+
+
+def test_a_service_that_says_nothing_is_one_line(
+    mixed: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon itself would end the connection sooner."""
+    monkeypatch.setattr("ttdp.VIEW_TIMEOUT", 0.1)
+    path = mixed.root / "status.sock"
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        found = ttdp.ask(str(path))
+
+    assert isinstance(found, ttdp.ServiceProblem)
+    assert found.text == f"does not answer on {path}: timed out"
 
 
 @pytest.mark.usefixtures("three")

@@ -22,7 +22,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import allocation, bdf, chip, decide
+from tests.chips import bdf, chip, decide, hold
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import Chip as Card
@@ -30,7 +30,7 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.tree import put
-from ttdp import ChipRecord, Fault, Samples, Settings, SharedResource, Sharing, Telemetry, Vitals
+from ttdp import ChipState, Kind, Samples, Settings, SharedResource, Sharing, Telemetry
 
 N150 = "tenstorrent.com/n150"
 NEVER_STALLED = {"heartbeat_misses": 1_000_000}
@@ -98,6 +98,7 @@ async def scrape(listening: CountingSocket) -> dict[str, float]:
 def of(address: str, found: dict[str, float]) -> dict[str, float]:
     """The series of a chip, without `tt_device_` and its address."""
     mine = {}
+
     for series, value in found.items():
         if f'device="{address}"' in series and "_info{" not in series:
             rest = series.replace(f'device="{address}"', "").replace("{,", "{").replace("{}", "")
@@ -105,10 +106,10 @@ def of(address: str, found: dict[str, float]) -> dict[str, float]:
     return mine
 
 
-def rendered(decision: ttdp.Decision, *records: ChipRecord) -> str:
+def rendered(decision: ttdp.Decision, *states: ChipState) -> str:
     """All metrics of a node and its daemon."""
-    by_bdf = {bdf: ChipRecord(each, Vitals()) for bdf, each in decision.chips.items()}
-    by_bdf |= {record.chip.bdf: record for record in records}
+    by_bdf = {bdf: ChipState(each) for bdf, each in decision.chips.items()}
+    by_bdf |= {state.chip.bdf: state for state in states}
     return ttdp.chip_metrics(decision, by_bdf) + ttdp.plugin_metrics(decision, {}, Counter(), 1.5e9)
 
 
@@ -127,6 +128,7 @@ P150A = {  # as it was captured on the real driver, but for a PCIe error
     'clock_hertz{clock="aiclk"}': 800e6,
     'clock_hertz{clock="axiclk"}': 960e6,
     'clock_hertz{clock="arcclk"}': 400e6,
+    "open": 0,
     "pcie_link_width": 16,
     "pcie_link_width_max": 16,
     "pcie_link_transfers_per_second": 32e9,
@@ -146,6 +148,7 @@ async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
     card = node.chips[0]
     errors = card.attribute("max_link_width").with_name("aer_dev_correctable")
     put(errors, "RxErr 0\nBadTLP 7\nTOTAL_ERR_COR 7")
+
     async with RunningDaemon(node, settings_of(node, directory, interval=3600)) as daemon:
         await until(lambda: daemon.notified("READY=1"))
         assert of(card.bdf, await scrape(listening)) == P150A
@@ -171,10 +174,12 @@ async def test_a_dead_or_blocked_chip_has_no_values(
     daemon = await start(interval=0.05, health=NEVER_STALLED)
     await until(lambda: daemon.notified("READY=1"))
     assert "power_watts" in of(card.bdf, await scrape(listening))
+
     harm(card)
     fault = await until(lambda: daemon.chip(card.bdf).fault)
     found = await scrape(listening)
-    assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{fault.value}"}}': 1}
+
+    assert of(card.bdf, found) == {"healthy": 0, f'fault{{kind="{fault.kind.value}"}}': 1}
     assert of(other.bdf, found)["power_watts"] == 24
     if harm is Card.block:
         card.restore()
@@ -183,25 +188,29 @@ async def test_a_dead_or_blocked_chip_has_no_values(
 def test_a_chip_has_its_identity_as_labels() -> None:
     """It stays known while the chip is gone; a label without a known value is empty."""
     gone = chip(1, "n300", numa_node=1, present=False, serial="A" * 16, firmware="19.4.0.0")
+
     found = samples(rendered(decide([gone, chip(2, "p150a")])))
+
     assert {series for series in found if series.startswith("tt_device_info")} == {
         'tt_device_info{device="0000:01:00.0",board="n300",card="n300",arch="wormhole",'
         'serial="AAAAAAAAAAAAAAAA",firmware="19.4.0.0",numa_node="1",'
-        'resource="tenstorrent.com/n300"}',
+        'resource="tenstorrent.com/n300",excluded="false"}',
         'tt_device_info{device="0000:02:00.0",board="p150",card="p150a",arch="blackhole",'
-        'serial="",firmware="",numa_node="",resource="tenstorrent.com/p150"}',
+        'serial="",firmware="",numa_node="",resource="tenstorrent.com/p150",excluded="false"}',
     }
 
 
 def test_an_allocated_chip_has_its_containers() -> None:
     """Once each, however many replicas; a pod without a name by its UID; a pending one not yet."""
     pods = [
-        allocation("n150", f"{bdf(1)}::0", f"{bdf(1)}::1", buses=[1]),
-        allocation("n150", f"{bdf(1)}::2", buses=[1], pod="1f-2a"),
-        allocation("n150", f"{bdf(1)}::3", buses=[1], pod="")._replace(container=""),
+        hold("n150", f"{bdf(1)}::0", f"{bdf(1)}::1", buses=[1]),
+        hold("n150", f"{bdf(1)}::2", buses=[1], pod="1f-2a"),
+        hold("n150", f"{bdf(1)}::3", buses=[1], pod="")._replace(container=""),
     ]
     settings = Settings(sharing=Sharing(resources=(SharedResource("n150", 4),)))
+
     found = samples(rendered(decide([chip(1)], settings, pods)))
+
     labels = [
         'pod_namespace="default",pod_name="train",container_name="main"',
         'pod_namespace="",pod_name="1f-2a",container_name="main"',
@@ -213,15 +222,20 @@ def test_an_allocated_chip_has_its_containers() -> None:
 
 
 def test_functions_are_counted_by_driver_and_the_driver_is_shown_while_it_is_loaded() -> None:
-    """An empty label is a function without a driver; one that left the bus does not count."""
+    """An empty label is a function without a driver; one that left the bus does not count.
+
+    A card of a generation that is not known is "unsupported", whatever is bound to it.
+    """
     chips = [chip(99, present=False)]
     for bus, name in enumerate(["tenstorrent", "tenstorrent", "vfio-pci", None]):
         each = chip(bus)
         chips.append(each._replace(function=each.function._replace(driver=name)))
-    counts = {"tenstorrent": 2, "vfio-pci": 1, "": 1}
+
+    counts = {"tenstorrent": 2, "vfio-pci": 1, "": 1, "unsupported": 1}
     wanted = {f'tt_pci_functions{{driver="{name}"}}': count for name, count in counts.items()}
     for driver in ("2.10.1", None):
-        found = samples(rendered(decide(chips, driver=driver)))
+        decision = decide(chips, driver=driver, unsupported=("0000:05:00.0",))
+        found = samples(rendered(decision))
         shown = {series: value for series, value in found.items() if "driver" in series}
         assert shown == wanted | ({f'tt_driver_info{{version="{driver}"}}': 1} if driver else {})
 
@@ -244,6 +258,7 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     ]
     found = await scrape(listening)
     assert [found[counter] for counter in counters] == [0, 0, 0, 0]
+
     await kubelet.start()
     await kubelet.registered(N150)
     await kubelet.admit("team-a/train", "main", {N150: 1})
@@ -252,12 +267,14 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     with pytest.raises(AdmissionError):
         await kubelet.admit("other", "main", {N150: 1})
     await until(lambda: daemon.chip(second.bdf).fault)
+
     found = await scrape(listening)
     assert [found[counter] for counter in counters] == [1, 1, 1, 1]
     for health in ("healthy", "unhealthy"):
         assert found[f'tt_resource_devices{{{resource},health="{health}"}}'] == 1
     assert found[f'tt_plugin_info{{version="{ttdp.__version__}"}}'] == 1
     assert abs(found["tt_plugin_start_time_seconds"] - time.time()) < 60
+
     holder = 'pod_namespace="team-a",pod_name="train",container_name="main"'
     await until(lambda: daemon.daemon.host.holds.names)
     assert (await scrape(listening))[f'tt_device_allocated{{device="{first.bdf}",{holder}}}'] == 1
@@ -291,11 +308,13 @@ async def test_sensors_are_read_every_15_seconds_at_most_and_only_for_metrics(
     await start(interval=0.02)
     await until(lambda: reads["_read_attributes"] > 20)
     assert reads["read_sensors"] == 0
+
     file.parent.mkdir()
     await until(file.exists)
     written = file.stat().st_mtime_ns
     for _ in range(3):
         assert of(bdf(1), await scrape(listening))["power_watts"] == 24
+
     await until(lambda: reads["_read_attributes"] > 50)
     assert reads["read_sensors"] == 1 and file.stat().st_mtime_ns == written
     assert "tt_device_power_watts" in file.read_text()
@@ -319,6 +338,7 @@ async def test_the_file_is_written_again_though_nothing_changes(
     await start(interval=0.02, health=NEVER_STALLED)
     await until(file.exists)
     text, first = file.read_text(), file.stat().st_mtime_ns
+
     await until(lambda: file.stat().st_mtime_ns > first)
     assert file.read_text() == text != ""
 
@@ -350,38 +370,60 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
         else:
             patch.setattr("ttdp.SharedText.TIMEOUT", 0.05)
             patch.setattr("ttdp.Reporter._read_details", wait)
+
         await until(lambda: attempts)
         written = file.stat().st_mtime_ns
         reason = ("HTTP/1.1 503 Service Unavailable", "the metrics cannot be collected\n")
         for _ in range(3):
             assert await answer(listening) == reason
         assert file.stat().st_mtime_ns == written and file.read_text() != ""
+
     if how == "fails":
         await until(lambda: file.stat().st_mtime_ns > written)
         assert (await answer(listening))[0] == OK
 
 
-KINDS = "gone node resetting no_response blocked read_error stalled hot tripped silent"
+KINDS = "gone no_driver node resetting no_response blocked read_error stalled hot tripped silent"
 PLUGIN_METRICS = """driver_info pci_functions resource_devices kubelet_registered allocations_total
 kubelet_registrations_total plugin_info plugin_start_time_seconds"""
 
 
 def test_every_metric_of_the_design_has_a_help_text_and_a_type() -> None:
     """Once, before its samples; a help text is a sentence, as Prometheus shows it alone."""
-    record = ChipRecord(chip(1), Vitals(), True, Telemetry(temperature=1, throttles_at=2, trips=3))
-    record.sensors = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
-    ill = chip(2, fault=Fault.HOT)
-    text = rendered(decide([record.chip, ill], None, [allocation("n150", "x", buses=[1])]), record)
+    state = ChipState(chip(1), telemetry=Telemetry(temperature=1, throttles_at=2, trips=3))
+    state.sensors = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
+    state.processes = []
+    ill = chip(2, fault=Kind.HOT)
+
+    text = rendered(decide([state.chip, ill], None, [hold("n150", "x", buses=[1])]), state)
+
     comments = re.findall(r"^# HELP (\S+) (.*)\n# TYPE (\S+) (\S+)\n(\S+?)[{ ]", text, re.MULTILINE)
     of_chips = {"info", "fault", "allocated", *(series.partition("{")[0] for series in P150A)}
     wanted = {f"tt_device_{name}" for name in of_chips}
     wanted |= {f"tt_{name}" for name in PLUGIN_METRICS.split()}
     assert sorted(name for name, *_ in comments) == sorted(wanted)
+
     for name, help, typed, kind, first in comments:
         assert name == typed == first
         assert kind == ("counter" if name.endswith("_total") else "gauge")
         assert re.fullmatch(r"[A-Z].* .* .*\.", help), help
-    assert [fault.value for fault in Fault] == KINDS.split()
+
+
+def test_the_kinds_of_faults_are_those_of_the_design() -> None:
+    """Alerts and dashboards name them."""
+    assert [kind.value for kind in Kind] == KINDS.split()
+
+
+@pytest.mark.parametrize("count", [0, 2, None])
+def test_the_processes_that_have_a_device_file_open_are_counted(count: int | None) -> None:
+    """So that "allocated but idle" is a query; None: the driver does not show them."""
+    state = ChipState(chip(1))
+    if count is not None:
+        state.processes = [{"pid": pid, "command": "python3"} for pid in range(count)]
+
+    found = samples(rendered(decide([state.chip]), state))
+
+    assert found.get(f'tt_device_open{{device="{bdf(1)}"}}') == count
 
 
 @hypothesis_settings(deadline=None)
@@ -390,6 +432,7 @@ def test_a_label_can_have_any_value(value: str) -> None:
     """In one line; backslashes, quotes and newlines are escaped as the format requires."""
     found = Samples("tt_", {"x": "X."})
     found.add("x", 1, label=value)
+
     line = found.text().split("\n", 2)[2].removesuffix("\n")
     match = re.fullmatch(r'tt_x\{label="((?:[^"\\\n]|\\[\\n"])*)"\} 1', line)
     unescaped = {"n": "\n"}
@@ -399,9 +442,11 @@ def test_a_label_can_have_any_value(value: str) -> None:
 def test_no_series_appears_twice_and_no_metric_without_a_sample() -> None:
     """The last value of a series counts; None is no sample."""
     found = Samples("tt_", {"x": "X.", "y": "Y.", "z": "Z."})
+
     for value, label in ((1, 1), (5, 2), (3, 1)):
         found.add("x", value, a=label)
     found.add("y", None)
+
     assert samples(found.text()) == {'tt_x{a="1"}': 3, 'tt_x{a="2"}': 5}
     assert "tt_y" not in found.text() and "tt_z" not in found.text()
 
@@ -463,13 +508,16 @@ async def test_simultaneous_requests_share_one_rendering(monkeypatch: pytest.Mon
         return f"x {ended}\n"
 
     text = ttdp.SharedText(render)
+
     requests = asyncio.gather(*(text.get() for _ in range(30)))
     await asyncio.sleep(0)
     may_end.set()
     assert await requests == ["x 1\n"] * 30
+
     may_end.clear()
     monkeypatch.setattr(text, "TIMEOUT", 0.05)
     assert [await text.get(), await text.get()] == [None, None]
+
     may_end.set()
     await until(lambda: ended == 2)
     monkeypatch.setattr(text, "TIMEOUT", PATIENCE)
@@ -526,12 +574,15 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
     monkeypatch.setattr(ttdp.Reporter, "_read_details", lambda *_: is_read.wait())
     for server in (ttdp.ConnectionServer, ttdp.SharedText):
         monkeypatch.setattr(server, "TIMEOUT", 3600)
+
     async with burst(listening, count, request_line):
         assert listening.most == 32 and len(listening.open) <= 32
         await kubelet.admit("pod", "main", {N150: 1})
+
         is_read.set()
         assert (await scrape(listening))[f'tt_kubelet_registered{{resource="{N150}"}}'] == 1
         assert listening.most == 32
+
     assert complaints(caplog) == []
 
 
@@ -567,11 +618,13 @@ async def test_clients_of_the_view_that_never_read_cost_32_connections(
         for client in clients:
             await asyncio.to_thread(client.connect, path)
         await until(lambda: hung_up(clients) >= 500 - 32)
+
         await kubelet.admit("pod", "main", {N150: 1})
         reader, writer = await asyncio.open_unix_connection(path)
         view = json.loads(await asyncio.wait_for(reader.read(), PATIENCE))
         writer.close()
         assert view["chips"] and hung_up(clients) <= 500 - 30  # room for one is always made
+
     assert complaints(caplog) == []
 
 
@@ -585,12 +638,15 @@ async def test_without_descriptors_the_server_waits(
             client.sendall(GET)
             lowest = os.dup(0)
             os.close(lowest)
+
             with descriptors(lowest):
                 await until(lambda: complaints(caplog))
                 for _ in range(1000):
                     await asyncio.sleep(0)
                 assert listening.tries < 100
+
             received = await asyncio.to_thread(client.recv, 1000)
             assert received.startswith(OK.encode())
+
     assert {*complaints(caplog)} == {"cannot accept a connection: Too many open files"}
     assert not any(record.exc_info for record in caplog.records)

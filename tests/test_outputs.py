@@ -16,8 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import allocation, bdf, chip, decide
-from ttdp import Allocation, Chip, Edits, Fault, Mount, Settings, SharedResource, Sharing
+from tests.chips import bdf, chip, decide, hold
+from ttdp import Chip, Edits, Hold, Kind, Mount, Settings, SharedResource, Sharing
 
 # Ordinals run against the addresses, as a reload of the driver can leave them.
 THREE = [chip(0xC1, ordinal=0), chip(0x0A, ordinal=1), chip(0x03, ordinal=7)]
@@ -26,7 +26,7 @@ MOUNTS = (Mount("/srv/m", "/m", True), Mount("/run/locks/n150", "/dev/shm"))
 
 
 def edits(chips: list[Chip], links: Mapping[str, str] | None = None, **settings: Any) -> Edits:
-    return ttdp.container_edits(chips, links or {}, Settings(**settings), MOUNTS)
+    return ttdp.container_edits(chips, links or {}, Settings(**settings), MOUNTS, "a name")
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,18 @@ def test_visible_devices_has_three_settings(
     """Addresses, positions inside the container (never the host's numbers), or not set."""
     for chips, value in ((THREE, of_three), (THREE[:1], of_one)):
         variables = edits(chips, visible_devices=style).envs
+
         assert variables.get("TT_VISIBLE_DEVICES") == value
         addresses = ",".join(sorted(each.bdf for each in chips))
         assert variables["TT_DEVICE_PLUGIN_DEVICES"] == addresses, "always set"
 
 
-def test_an_answer_has_device_files_mounts_and_two_variables_and_nothing_else() -> None:
+def test_an_answer_has_device_files_mounts_variables_its_name_and_nothing_else() -> None:
     """Read and write but no mknod; on the host by udev's link if there is one; in any order."""
     links = {"0000:03:00.0": "/dev/tenstorrent/by-pci/0000:03:00.0"}
+
     answer = edits(THREE, links)
+
     assert [(each.host_path, each.container_path, each.permissions) for each in answer.devices] == [
         ("/dev/tenstorrent/by-pci/0000:03:00.0", "/dev/tenstorrent/7", "rw"),
         ("/dev/tenstorrent/1", "/dev/tenstorrent/1", "rw"),
@@ -56,13 +59,15 @@ def test_an_answer_has_device_files_mounts_and_two_variables_and_nothing_else() 
     mounts = [(each.host_path, each.container_path, each.read_only) for each in answer.mounts]
     assert mounts == [("/srv/m", "/m", True), ("/run/locks/n150", "/dev/shm", False)]
     assert answer.envs.keys() == {"TT_DEVICE_PLUGIN_DEVICES", "TT_VISIBLE_DEVICES"}
-    assert not answer.annotations and not answer.cdi_devices
+    assert dict(answer.annotations) == {"tenstorrent.com/hold": "a name"}
+    assert not answer.cdi_devices
     assert all(edits([*order], links) == answer for order in itertools.permutations(THREE))
 
 
 def test_the_strategy_cdi_names_cdi_devices_instead_of_device_files() -> None:
     """With the same variables; the caller leaves configured mounts to the CDI file."""
     answer = edits(THREE, device_list_strategy="cdi", resource_domain="a.b")
+
     names = [f"a.b/device={address}" for address in ADDRESSES.split(",")]
     assert [device.name for device in answer.cdi_devices] == names
     assert answer.envs == edits(THREE).envs and not answer.devices
@@ -78,7 +83,9 @@ def test_a_link_is_used_if_it_points_to_the_chips_device_file_now(
     function = chip(3, ordinal=7).function._replace(path=f"{tmp_path}/tenstorrent/7")
     if target:
         link.symlink_to(target.format(file=function.path))
+
     found = ttdp.link_path(Settings(dev_root=str(tmp_path)), function)
+
     assert found == (str(link) if target in ("../7", "{file}") else None)
 
 
@@ -92,7 +99,9 @@ def test_the_mounts_of_all_containers_are_the_configured_ones_and_hugepages_that
             (tmp_path / name).mkdir(exist_ok=True)
         settings = Settings(dev_root=str(tmp_path))
         hugepages = [Mount(f"{tmp_path}/{name}", f"/dev/{name}") for name in names]
+
         assert ttdp.host_mounts(settings) == (*hugepages,)
+
         configured = replace(settings, mounts=(other, instead))
         small = [mount for mount in hugepages if mount.container == "/dev/hugepages"]
         assert ttdp.host_mounts(configured) == (other, instead, *small)
@@ -116,6 +125,7 @@ def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
     }
     settings = Settings(resource_domain="example.org")
     assert json.loads(ttdp.cdi_spec([one, two], settings, ()) or "") == wanted
+
     binds = [
         {"hostPath": each.host, "containerPath": each.container, "options": ["rbind", option]}
         for each, option in zip(MOUNTS, ("ro", "rw"), strict=True)
@@ -123,8 +133,17 @@ def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
     wanted["containerEdits"] = {"mounts": binds}
     assert json.loads(ttdp.cdi_spec([one, two], settings, MOUNTS) or "") == wanted
     assert ttdp.cdi_spec([], settings, MOUNTS) is None, "CDI has no file without devices"
-    chips = [chip(1, fault=Fault.HOT), chip(2, present=False)]
-    assert ttdp.cdi_nodes(decide(chips).cdi or "").keys() == {bdf(1)}, "healthy or not"
+
+
+def test_the_cdi_file_has_each_chip_with_a_device_file_healthy_or_not() -> None:
+    """Not one whose file is invalid: a container would get another device."""
+    invalid = chip(3)
+    function = invalid.function._replace(file_fault="/dev/tenstorrent/0 does not exist")
+    chips = [chip(1, fault=Kind.HOT), chip(2, present=False), invalid._replace(function=function)]
+
+    spec = ttdp.cdi_file(decide(chips))
+
+    assert ttdp.cdi_nodes(spec or "").keys() == {bdf(1)}
 
 
 N150 = chip(1, numa_node=0, firmware="19.4.0.0")
@@ -134,10 +153,10 @@ HALF = chip(7, "p300c", numa_node=0, serial="2" * 16, firmware="19.5.2.0")
 
 
 def labels(
-    *chips: Chip, allocations: tuple[Allocation, ...] = (), driver: Any = "2.10.1", **settings: Any
+    *chips: Chip, holds: tuple[Hold, ...] = (), driver: Any = "2.10.1", **settings: Any
 ) -> dict[str, str]:
     """The labels of a node with these chips, without the domain."""
-    text = decide(chips, Settings(**settings), allocations, driver=driver).labels
+    text = ttdp.labels_file(decide(chips, Settings(**settings), holds, driver=driver))
     prefix = f"{settings.get('resource_domain', 'tenstorrent.com')}/"
     return dict(line.removeprefix(prefix).split("=", 1) for line in text.splitlines())
 
@@ -163,35 +182,78 @@ def test_a_node_has_labels_for_architectures_resources_and_versions() -> None:
     assert {"driver.version", "driver.major"}.isdisjoint(labels(N150, driver=None))
 
 
+def galaxy(card: str = "galaxy-wormhole", serial: str | None = None) -> list[Chip]:
+    """The 32 chips of a Galaxy."""
+    buses = [tray + position for tray in (0x00, 0x40, 0x80, 0xC0) for position in range(1, 9)]
+    return [chip(bus, card, ordinal=number, serial=serial) for number, bus in enumerate(buses)]
+
+
 def test_a_board_counts_when_all_its_chips_are_present() -> None:
     """Three chips of p300 boards are one whole board, on two NUMA nodes."""
     keys = "count boards memory numa-nodes firmware.minor"
+
     assert values("p300", keys, *PAIR, HALF) == ["3", "1", "32768", "2", "5"]
     assert values("p300-board", keys, *PAIR, unit="board") == ["1", "1", "65536", "1", "5"]
-    tray = [chip(0xC0 + n, "galaxy-wormhole", serial="3" * 16) for n in range(1, 9)]
-    assert values("galaxy-wormhole", "boards", *tray) == ["1"]
-    assert values("galaxy-wormhole", "boards", *tray[1:]) == ["0"]
+
+
+def test_cards_with_equal_serials_are_boards_of_their_own() -> None:
+    """Hosts with six such cards exist (tt-smi #243)."""
+    serials = ("1" * 16, "1" * 16, "2" * 16)
+    chips = [chip(bus, "p150b", serial=serial) for bus, serial in enumerate(serials, 1)]
+    assert values("p150", "count boards", *chips) == ["3", "3"]
+
+
+@pytest.mark.parametrize("serial", [None, "3" * 16])
+def test_the_trays_of_a_galaxy_are_boards_whatever_its_serials_are(serial: str | None) -> None:
+    """Old firmware reports none, other firmware one for all 32 chips."""
+    chips = galaxy(serial=serial)
+
+    assert values("galaxy-wormhole", "count boards", *chips) == ["32", "4"]
+    assert values("galaxy-wormhole", "count boards", *chips[1:]) == ["31", "3"]
+    of_trays = values("galaxy-wormhole-board", "count boards memory", *chips, unit="board")
+    assert of_trays == ["4", "4", str(8 * 12288)]
+
+
+def test_chips_that_belong_to_no_board_have_no_label() -> None:
+    """Four report one serial, so which two are a board is not known."""
+    chips = [chip(bus, "p300c", serial="1" * 16) for bus in (1, 2, 3, 4)]
+
+    assert values("p300", "count boards memory", *chips) == ["4", "0", "32768"]
+    assert not [key for key in labels(*chips, unit="board") if key.startswith("p300")]
 
 
 def test_a_galaxy_with_seven_of_eight_memory_tiles_has_less_memory() -> None:
     """PCI subsystem 0x202, in trays like the others; a memory that differs has no label."""
-    tray = [chip(0xC0 + n, "galaxy-blackhole", serial="4" * 16) for n in range(1, 9)]
+    tray = galaxy("galaxy-blackhole")[:8]
     less = [each._replace(function=each.function._replace(subsystem=0x202)) for each in tray]
+
     for chips, memory in ((tray, "32768"), (less, "28672"), ([tray[0], *less[1:]], None)):
         assert values("galaxy-blackhole", "memory boards", *chips) == [memory, "1"]
     assert values("galaxy-blackhole-board", "memory", *less, unit="board") == [str(8 * 28672)]
 
 
+def test_memory_is_that_of_devices_that_are_complete() -> None:
+    """Half a board would show less than a device that a pod can get."""
+    keys = "count memory"
+
+    assert values("p300-board", keys, HALF, unit="board") == ["1", None]
+    assert values("p300-board", keys, *PAIR, HALF, unit="board") == ["2", "65536"]
+    absent = chip(6, "p300c", present=False, serial="1" * 16)
+    assert values("p300-board", keys, PAIR[0], absent, unit="board") == ["1", "65536"]
+
+
 def test_devices_count_whether_they_are_healthy_or_not_if_they_exist() -> None:
     """An ID that a pod holds adds none: of the same chip, of a missing one, of another domain."""
-    found = labels(chip(2, "p150a", fault=Fault.HOT), chip(1, present=False))
+    found = labels(chip(2, "p150a", fault=Kind.HOT), chip(1, present=False))
     assert [*map(found.get, ("p150.count", "n150.count", "arch.wormhole"))] == ["1", "0", None]
-    old = allocation("n150", "0", f"{bdf(1)}::1", buses=[1])
-    foreign = allocation("example.org/n150", bdf(1), buses=[1])
-    missing = allocation("n300", bdf(9), buses=[9])
-    found = labels(N150, allocations=(old, foreign, missing))
+
+    old = hold("n150", "0", f"{bdf(1)}::1", buses=[1])
+    foreign = hold("example.org/n150", bdf(1), buses=[1])
+    missing = hold("n300", bdf(9), buses=[9])
+    found = labels(N150, holds=(old, foreign, missing))
     assert found["n150.count"] == "1" and "n300.count" not in found
-    found = labels(P150, allocations=(foreign,), resource_domain="a.b")
+
+    found = labels(P150, holds=(foreign,), resource_domain="a.b")
     assert {key.partition(".")[0] for key in found} == {"arch", "driver", "plugin", "p150"}
 
 
@@ -209,9 +271,8 @@ def test_sharing_has_labels() -> None:
         (SharedResource("n150", 4), "n150", "n150-SHARED"),
         (SharedResource("n150", 4, "quarter"), "quarter", "n150"),
     ):
-        found = values(
-            name, "count replicas sharing product", N150, sharing=Sharing(resources=(entry,))
-        )
+        sharing = Sharing(resources=(entry,))
+        found = values(name, "count replicas sharing product", N150, sharing=sharing)
         assert found == ["1", "4", "true", product]
 
     sharing = Sharing(resources=(SharedResource("n150", 4),))
@@ -225,6 +286,8 @@ def test_labels_are_valid_whatever_versions_are_reported(firmware: str, driver: 
     """The API server accepts each name and value."""
     part = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
     settings = Settings(sharing=Sharing(resources=(SharedResource("n150", 2, "x" * 63),)))
-    text = decide([chip(1, firmware=firmware)], settings, driver=driver).labels
+
+    text = ttdp.labels_file(decide([chip(1, firmware=firmware)], settings, driver=driver))
+
     for line in text.splitlines():
         assert re.fullmatch(rf"tenstorrent\.com/{part}={part}", line), line

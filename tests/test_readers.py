@@ -18,7 +18,7 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import open_below
-from ttdp import Fault, Inventory, PciFunction, Reading, ReadState, Telemetry, TelemetryReaders
+from ttdp import Inventory, Kind, PciFunction, Reading, ReadState, Telemetry, TelemetryReaders
 
 
 def function(bus: int) -> PciFunction:

@@ -132,10 +132,12 @@ async def test_the_status_is_a_summary_for_operators(
         node.add("n300")
     service = await launch()
     await service.note("STATUS=2 × tenstorrent.com/n300, 2 healthy; registered with kubelet")
+
     node.chips[1].freeze()
-    reason = r"0000:02:00.0: heartbeat stalled .*; run: tt-smi -r 0000:02:00.0"
+    reason = r"0000:02:00.0: heartbeat stalled .*; run: tt-device-plugin fix 0000:02:00.0"
     form = rf"2 × tenstorrent.com/n300, 1 healthy \({reason}\); registered with kubelet"
     assert re.fullmatch(form, await service.status("1 healthy"))
+
     node.chips[1].thaw()
     await service.status("2 healthy")
 

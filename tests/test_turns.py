@@ -16,6 +16,7 @@ from grpc.aio._server import Server
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
+from tests.chips import kind_of
 from tests.conftest import (
     WATCHDOG,
     StartDaemon,
@@ -43,16 +44,20 @@ async def test_an_unreadable_checkpoint_shows_no_other_plugin(
 ) -> None:
     """Nor does the one before it, which has another plugin's IDs."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
+
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(NAME)
         async with rival(kubelet, NAME, "theirs"):
             await until(lambda: "stop that plugin" in daemon.sessions[NAME].registration.text)
+
             path, kubelet.file.path = kubelet.file.path, directory.with_name("elsewhere")
             await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED_TEXT)
             registrations = len(kubelet.find("registered"))
+
             path.write_text("{")
-            await until(lambda: daemon.daemon.host.allocations.unreadable)
+            await until(lambda: daemon.daemon.host.holds.problem)
             await turns(daemon, 20)
+
         assert len(kubelet.find("registered")) == registrations
 
 
@@ -61,8 +66,10 @@ async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
 ) -> None:
     """Also if none of the selected devices exists."""
     entry = ttdp.SharedResource("n150", 2, "n150-half", devices=("0000:99:00.0",))
+
     daemon = await start(sharing=ttdp.Sharing(resources=(entry,)))
     await until(lambda: daemon.notified("READY"))
+
     assert "sharing: n150 has no device '0000:99:00.0'" in caplog.messages
 
 
@@ -79,6 +86,7 @@ async def test_a_reload_ends_even_if_the_turn_fails(
 
     monkeypatch.setattr(ttdp, "decide", fail)
     daemon.reload(resource_naming="arch")
+
     await until(lambda: daemon.notified("READY"))
 
 
@@ -90,13 +98,15 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     daemon = await start(state_dir=str(tmp_path))
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.host.allocations.counting(time.monotonic())[0].pod)
+    await until(lambda: daemon.daemon.host.holds.current(time.monotonic())[0].pod)
     await until(lambda: (tmp_path / "state.json").exists())
     await daemon.stop()
+
     caplog.clear()
     caplog.set_level("INFO")
     await start(state_dir=str(tmp_path))
     await until(lambda: len(kubelet.find("registered")) > 1)
+
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
 
 
@@ -109,12 +119,14 @@ async def test_a_chip_that_a_pod_holds_has_one_reason_after_a_restart_without_th
     daemon = await start(state_dir=state_dir)
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
-    await until(lambda: daemon.daemon.host.allocations.counting(time.monotonic())[0].pod)
+    await until(lambda: daemon.daemon.host.holds.current(time.monotonic())[0].pod)
     await until(lambda: not has_state or (tmp_path / "state.json").exists())
     await daemon.stop()
+
     node.on_uevent = None
     node.unload_driver()
     daemon = await start(state_dir=state_dir)
+
     remedy = "run: modprobe tenstorrent"
     reason = f"{node.chips[0].bdf}: driver is not loaded; {remedy}"
     driver = f"driver not loaded, 1 Tenstorrent PCI function; {remedy}"
@@ -144,11 +156,13 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
             return True
 
     (old,) = plugin_sockets(directory)
+
     first = asyncio.create_task(allocate(f"{directory}/{old}"))
     await asyncio.sleep(0.1)
     daemon.reload(resource_domain="example.org")
     link.rename(chip.by_pci)
     was_granted = await first
+
     await kubelet.registered("example.org/n150")
     (new,) = set(plugin_sockets(directory)) - {old}
     assert not (was_granted and await allocate(f"{directory}/{new}"))
@@ -162,11 +176,13 @@ async def test_the_first_list_has_every_chip(
     quick = node.chips[0]
     slow.block()
     checkpoint = directory / ttdp.CHECKPOINT
+
     await start(interval=3600)
     kubelet.manager.write_checkpoint_now()
     checkpoint.rename(directory / ".1")
     (directory / ".1").rename(checkpoint)
     await kubelet.wait_for(lambda: kubelet.find("list", NAME))
+
     first = kubelet.find("list", NAME)[0].fields
     assert {*first["healthy_ids"], *first["unhealthy_ids"]} == {quick.bdf, slow.bdf}
     slow.unblock()
@@ -181,18 +197,19 @@ async def test_looks_after_an_error_are_no_polls(
     daemon = await start(interval=3600)
     await kubelet.registered(NAME)
     looks: list[bool] = []
-    observed = daemon.daemon.node
-    look = observed.read_chips
+    host = daemon.daemon.host
+    look = host.read_chips
 
     def record(*, is_poll: bool) -> None:
         looks.append(is_poll)
         look(is_poll=is_poll)
 
-    monkeypatch.setattr(observed, "read_chips", record)
+    monkeypatch.setattr(host, "read_chips", record)
     with monkeypatch.context() as patch:
-        patch.setattr(observed.allocations, "observe", no_descriptors)
+        patch.setattr(host.holds, "refresh", no_descriptors)
         (directory / "any").touch()
         await until(lambda: len(looks) > 3)
+
     assert not any(looks)
 
 
@@ -205,6 +222,7 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
         patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()
         await until(lambda: "Too many open files" in str(daemon.daemon.sessions.registrations))
+
     await kubelet.registered(NAME)
     assert "internal error" not in caplog.text
 
@@ -218,8 +236,8 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     scans: list[ttdp.Bus] = []
     genuine = ttdp.scan
 
-    def scan(settings: ttdp.Settings, known: ttdp.Bus) -> ttdp.Bus:
-        scans.append(genuine(settings, known))
+    def scan(*given: Any, **named: Any) -> ttdp.Bus:
+        scans.append(genuine(*given, **named))
         return scans[-1]
 
     monkeypatch.setattr(ttdp, "scan", scan)
@@ -227,8 +245,10 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     first.fail("tt_heartbeat", "EMFILE")
     await start(interval=3600)
     await until(lambda: len(scans) > 3)
+
     lines = [line for line in caplog.messages if "the node's state" in line]
     assert len(lines) == 1 and lines[0].startswith("cannot read the node's state; keeping the last")
+
     first.restore("tt_heartbeat")
     await kubelet.wait_for(lambda: kubelet.find("list", NAME))
     found = kubelet.find("list", NAME)[0].fields
@@ -255,6 +275,7 @@ async def test_the_cdi_file_is_current_when_chips_are_advertised(
     await kubelet.registered(NAME)
     await kubelet.admit("one", "main", {NAME: 1})
     assert is_current()
+
     node.swap_ordinals(first.bdf, second.bdf)
     await until(is_current)
     assert not daemon.notified("READY=1")
@@ -271,10 +292,12 @@ async def test_users_of_a_shared_device_do_not_wait_for_each_other_after_a_reloa
     for pod in ("one", "other"):
         await kubelet.admit(pod, "main", {NAME: 1})
         await kubelet.running(pod, "main")
+
     renamed = (ttdp.SharedResource("n150", 2, "half"),) if after == "renamed" else ()
     daemon.reload(sharing=ttdp.Sharing(lock_dir="", resources=renamed))
     if renamed:
         await kubelet.registered("tenstorrent.com/half")
+
     kubelet.crash("one", "main")
     await kubelet.running("one", "main")
 
@@ -300,6 +323,7 @@ async def test_rare_polls_delay_neither_files_nor_names(
     await kubelet.registered(NAME)
     await kubelet.admit("pod", "main", {NAME: 1})
     await until(lambda: daemon.daemon.host.holds.names)
+
     for path in (cdi, labels, metrics):
         await until(path.exists)
         path.unlink()
@@ -325,7 +349,8 @@ async def test_a_blocked_read_does_not_keep_the_loop_busy(
     monkeypatch.setattr(daemon.daemon, "_turn", count)
     begin = time.monotonic()
     await until(lambda: time.monotonic() > begin + 5)
-    assert daemon.chip(slow.bdf).fault is ttdp.Fault.BLOCKED
+
+    assert kind_of(daemon.chip(slow.bdf)) is ttdp.Kind.BLOCKED
     assert len(turns) <= 6
     slow.unblock()
 
@@ -382,6 +407,7 @@ async def test_a_server_that_does_not_start_is_logged_and_tried_again(
     monkeypatch.setattr(Server, "start", begin)
     await start(interval=3600)
     await kubelet.registered(NAME)
+
     lines = [record for record in caplog.records if "the session of" in record.message]
     assert len(lines) == 2 and all("no threads" in str(record.exc_info) for record in lines)
 
