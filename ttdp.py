@@ -1435,6 +1435,12 @@ def judge(
 # ==== CHIPS: followed over time ===================================================================
 
 
+@lru_cache
+def board_of_card(card: str) -> str:
+    """Return "p150" for "p150a"."""
+    return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
+
+
 class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends.
 
@@ -1500,8 +1506,7 @@ class Chip(NamedTuple):
     @property
     def board_type(self) -> str:
         """Return the card type without its trailing letter, or the architecture."""
-        card = self.card_type or self.function.arch or "unknown"
-        return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
+        return board_of_card(self.card_type or self.function.arch or "unknown")
 
     @property
     def memory(self) -> int:
@@ -3543,7 +3548,7 @@ def cdi_spec(
         binds.append({"hostPath": mount.host, "containerPath": mount.container, "options": options})
     if binds:
         spec["containerEdits"] = {"mounts": binds}
-    return json.dumps(spec, indent=1)
+    return json.dumps(spec)  # with an indent it would take ten times as long
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
@@ -3590,11 +3595,11 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
         product += "-SHARED"
     complete = [device for device in devices if not device.incomplete]
     memory = {sum(chip.memory for chip in device.chips) for device in complete}
-    chip_places = places(chips)
-    counts = Counter(place.board for place in chip_places.values())
-    whole_boards = {
-        place.board for place in chip_places.values() if counts[place.board] == place.board_size
-    }
+    numbers: Counter[object] = Counter()  # of chips, by board
+    for device in devices:
+        numbers[device.place.board] += sum(chip.is_present for chip in device.chips)
+    sizes = {device.place.board: device.place.board_size for device in devices}
+    whole_boards = [board for board, number in numbers.items() if number == sizes[board]]
     numa_nodes = {chip.function.numa_node for chip in chips} - {None}
 
     labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
