@@ -85,13 +85,10 @@ class Session:
 
     def turn(self, *ids: str, checkpoint: int = 0, has_others_ids: bool = False) -> None:
         """Make a turn of the loop, with this list and the checkpoint of this number."""
-        self.session.update(
-            ttdp.DeviceList(devices=[pb.Device(ID=each, health="Healthy") for each in ids]),
-            ttdp.file_identity(str(self._kubelet.socket)),
-            (0, 0, checkpoint),
-            has_others_ids=has_others_ids,
-            is_disturbed=False,
-        )
+        devices = [pb.Device(ID=each, health="Healthy") for each in ids]
+        kubelet = ttdp.file_identity(str(self._kubelet.socket))
+        seen = ttdp.Seen(kubelet, (0, 0, checkpoint), has_others_ids)
+        self.session.update(ttdp.DeviceList(devices=devices), seen, is_disturbed=False)
 
     @property
     def state(self) -> str:
@@ -144,13 +141,14 @@ WHY_LOST = {  # by kubelet.sock, own socket, checkpoint, others' IDs in it: the 
 
 def test_why_a_registration_is_lost() -> None:
     """By whatever the loop can see of three files."""
-    at_register = ttdp.Seen(STAMPS["same"], STAMPS["same"], STAMPS["same"])
+    same = STAMPS["same"]
+    at_register = ttdp.Seen(same, same, own_socket=same)
     for combination in itertools.product(STAMPS, STAMPS, ("same", "other"), ("yes", "no")):
         kubelet, own_socket, checkpoint, others = combination
         row = next(each for each in WHY_LOST if fnmatch.fnmatch(" ".join(combination), each))
 
-        stamps = (STAMPS[kubelet], STAMPS[own_socket], STAMPS[checkpoint])
-        ended = ttdp.why_lost(at_register, ttdp.Seen(*stamps, others == "yes"))
+        seen = ttdp.Seen(STAMPS[kubelet], STAMPS[checkpoint], others == "yes", STAMPS[own_socket])
+        ended = ttdp.why_lost(at_register, seen)
 
         assert (ended[1] if ended else None) == WHY_LOST[row], combination
 
