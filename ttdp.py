@@ -5220,9 +5220,9 @@ class Seen(NamedTuple):
     """What a registration depends on, as the loop sees it in one turn."""
 
     kubelet: FileIdentity | None = None  # kubelet.sock
-    own_socket: FileIdentity | None = None  # the plugin's
     checkpoint: FileIdentity | None = None  # the kubelet's, as it was read last
     has_others_ids: bool = False  # the checkpoint has IDs that another plugin has listed
+    own_socket: FileIdentity | None = None  # the plugin's
 
 
 def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
@@ -5297,14 +5297,15 @@ class Endpoint(rpc.DevicePluginServicer):
         self.path = path
         self.stream = Stream()  # the kubelet's
         self.is_registered = False  # Register was answered
-        self.at_register = Seen()  # see why_lost()
+        self.at_register = Seen()
         self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._resource = resource
         self._devices = devices
         self._allocator = allocator
 
     def judge(self, seen: Seen) -> None:
-        """Set `lost` if the registration is, by what the loop sees now."""
+        """Set `lost` if the registration is, by what the loop sees now; raises OSError."""
+        seen = seen._replace(own_socket=file_identity(self.path))
         # Until the kubelet is sent the present list, no checkpoint shows what becomes of it.
         if self.stream.sent is not self._devices.message:
             self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
@@ -5429,16 +5430,25 @@ def grpc_message(error: Exception) -> str:
     return printable(" ".join(text.split()))
 
 
-def register_failure(error: grpc.aio.AioRpcError) -> str:
-    """Return why Register has failed.
+async def register(kubelet: str, resource: str, endpoint: str) -> str | None:
+    """Call Register with the name of the plugin's socket; return why that fails.
 
     A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
     """
-    if error.code() == Status.DEADLINE_EXCEEDED:
-        return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
-    if error.code() == Status.UNAVAILABLE:
-        return f"cannot reach the kubelet: {grpc_message(error)}"
-    return f"kubelet rejected Register: {grpc_message(error)}"
+    request = pb.RegisterRequest(
+        version="v1beta1", endpoint=endpoint, resource_name=resource, options=PLUGIN_OPTIONS
+    )
+    async with grpc.aio.insecure_channel(f"unix:{kubelet}", CHANNEL_OPTIONS) as channel:
+        stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            await stub.Register(request, timeout=REGISTER_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == Status.DEADLINE_EXCEEDED:
+                return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
+            if error.code() == Status.UNAVAILABLE:
+                return f"cannot reach the kubelet: {grpc_message(error)}"
+            return f"kubelet rejected Register: {grpc_message(error)}"
+    return None
 
 
 class KubeletSession:
@@ -5448,7 +5458,7 @@ class KubeletSession:
         self.name = name
         self.registration = Registration()
         self._allocator = allocator
-        self._directory = directory
+        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
         self._wake = wake
 
         self._devices = AdvertisedList()
@@ -5458,39 +5468,28 @@ class KubeletSession:
         self._is_exiting = False  # the daemon ends
         self._task = asyncio.create_task(self._run())
 
-    def update(
-        self,
-        devices: DeviceList,
-        kubelet: FileIdentity | None,
-        checkpoint: FileIdentity | None,
-        *,
-        has_others_ids: bool,
-        is_disturbed: bool,
-    ) -> None:
-        """Take what the loop has seen in this turn; raises OSError.
+    def update(self, devices: DeviceList, seen: Seen, *, is_disturbed: bool) -> None:
+        """Take what the loop sees in this turn, the own socket apart; raises OSError.
 
-        `kubelet`: kubelet.sock; `has_others_ids`: the checkpoint has IDs of this resource that
-        another plugin has listed; `is_disturbed`: files of others have come or gone in the
-        directory.
+        `is_disturbed`: files of others have come or gone in the directory.
         """
         self._devices.update(devices)
+        former, self._seen = self._seen, seen
         endpoint = self._endpoint
-        own_socket = file_identity(endpoint.path) if endpoint else None
-        former, self._seen = self._seen, Seen(kubelet, own_socket, checkpoint, has_others_ids)
         if endpoint:
-            endpoint.judge(self._seen)
+            endpoint.judge(seen)
 
         # While it is registered, files of others do not matter. If they did, two plugins that take
         # a resource from each other would never back off.
-        has_changed = is_disturbed or kubelet not in (None, former.kubelet)
+        has_changed = is_disturbed or seen.kubelet not in (None, former.kubelet)
         if has_changed and not (endpoint and endpoint.is_registered):
             self._disturbed.set()
 
     async def _run(self) -> None:
         """Register, serve until that ends, pause, and start over.
 
-        The pauses double, until one ends early because something has changed. The loss of a
-        registration is no failure: the next attempt follows at once.
+        The pauses double, until one ends early because something has changed. Losing a
+        registration is not a failure: the next attempt follows at once.
         """
         pause = BACKOFF[0]
         while True:
@@ -5513,24 +5512,22 @@ class KubeletSession:
 
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
-        kubelet = f"{self._directory}/{KUBELET_SOCKET}"
-        if reason := await why_not_listening(kubelet):
+        if reason := await why_not_listening(self._kubelet_socket):
             return Phase.WAITING, f"waiting for kubelet ({reason})"
 
         # The socket is bound only now, as a kubelet that starts deletes all sockets.
         async with self._serving() as endpoint:
             # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
-            self._seen = self._seen._replace(
-                kubelet=file_identity(kubelet), own_socket=file_identity(endpoint.path)
-            )
-            endpoint.at_register = self._seen
+            self._seen = self._seen._replace(kubelet=file_identity(self._kubelet_socket))
+            own_socket = file_identity(endpoint.path)
+            endpoint.at_register = self._seen._replace(own_socket=own_socket)
             self._endpoint = endpoint
             return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Endpoint]:
         """Serve on a new socket; raises OSError."""
-        path = f"{self._directory}/{new_socket_name(self.name)}"
+        path = f"{dirname(self._kubelet_socket)}/{new_socket_name(self.name)}"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
@@ -5551,38 +5548,21 @@ class KubeletSession:
 
     async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
         """Register an endpoint, and follow the kubelet's stream to its end."""
-        if failure := await self._register(endpoint):
+        if failure := await register(self._kubelet_socket, self.name, basename(endpoint.path)):
             return Phase.FAILED, failure
+
+        endpoint.is_registered = True
+        number = pluralize(len(self._devices.message.devices), "device ID")
+        log.info("%s: %s, %s", self.name, REGISTERED_TEXT, number)
+        successes = self.registration.successes + 1
+        self.registration = Registration(Phase.REGISTERED, REGISTERED_TEXT, successes)
+        self._wake()
 
         if not await wait_for_event(endpoint.stream.opened, REGISTER_TIMEOUT):
             reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
             return Phase.FAILED, reason
         await endpoint.stream.ended.wait()
         return Phase.FAILED, "kubelet closed the ListAndWatch stream; registering again"
-
-    async def _register(self, endpoint: Endpoint) -> str | None:
-        """Register an endpoint; return why that fails."""
-        request = pb.RegisterRequest(
-            version="v1beta1",
-            endpoint=basename(endpoint.path),
-            resource_name=self.name,
-            options=PLUGIN_OPTIONS,
-        )
-        kubelet = f"unix:{self._directory}/{KUBELET_SOCKET}"
-        async with grpc.aio.insecure_channel(kubelet, CHANNEL_OPTIONS) as channel:
-            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                await stub.Register(request, timeout=REGISTER_TIMEOUT)
-            except grpc.aio.AioRpcError as error:
-                return register_failure(error)
-            endpoint.is_registered = True
-
-        number = pluralize(len(self._devices.message.devices), "device ID")
-        log.info("%s: %s, %s", self.name, REGISTERED_TEXT, number)
-        successes = self.registration.successes + 1
-        self.registration = Registration(Phase.REGISTERED, REGISTERED_TEXT, successes)
-        self._wake()
-        return None
 
     def _set(self, phase: Phase, text: str) -> None:
         """Record how the last attempt has ended; log and report it if it is something new."""
@@ -5645,13 +5625,8 @@ class KubeletSessions:
             if name not in self.by_name:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
-            self.by_name[name].update(
-                resource.device_list,
-                kubelet,
-                checkpoint,
-                has_others_ids=name in others,
-                is_disturbed=is_disturbed,
-            )
+            seen = Seen(kubelet, checkpoint, name in others)
+            self.by_name[name].update(resource.device_list, seen, is_disturbed=is_disturbed)
 
     async def _close(self, session: KubeletSession) -> None:
         await session.close()

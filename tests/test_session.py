@@ -85,13 +85,10 @@ class Session:
 
     def turn(self, *ids: str, checkpoint: int = 0, has_others_ids: bool = False) -> None:
         """Make a turn of the loop, with this list and the checkpoint of this number."""
-        self.session.update(
-            ttdp.DeviceList(devices=[pb.Device(ID=each, health="Healthy") for each in ids]),
-            ttdp.file_identity(str(self._kubelet.socket)),
-            (0, 0, checkpoint),
-            has_others_ids=has_others_ids,
-            is_disturbed=False,
-        )
+        devices = [pb.Device(ID=each, health="Healthy") for each in ids]
+        kubelet = ttdp.file_identity(str(self._kubelet.socket))
+        seen = ttdp.Seen(kubelet, (0, 0, checkpoint), has_others_ids)
+        self.session.update(ttdp.DeviceList(devices=devices), seen, is_disturbed=False)
 
     @property
     def state(self) -> str:
@@ -144,13 +141,14 @@ WHY_LOST = {  # by kubelet.sock, own socket, checkpoint, others' IDs in it: the 
 
 def test_why_a_registration_is_lost() -> None:
     """By whatever the loop can see of three files."""
-    at_register = ttdp.Seen(STAMPS["same"], STAMPS["same"], STAMPS["same"])
+    same = STAMPS["same"]
+    at_register = ttdp.Seen(same, same, own_socket=same)
     for combination in itertools.product(STAMPS, STAMPS, ("same", "other"), ("yes", "no")):
         kubelet, own_socket, checkpoint, others = combination
         row = next(each for each in WHY_LOST if fnmatch.fnmatch(" ".join(combination), each))
 
-        stamps = (STAMPS[kubelet], STAMPS[own_socket], STAMPS[checkpoint])
-        ended = ttdp.why_lost(at_register, ttdp.Seen(*stamps, others == "yes"))
+        seen = ttdp.Seen(STAMPS[kubelet], STAMPS[checkpoint], others == "yes", STAMPS[own_socket])
+        ended = ttdp.why_lost(at_register, seen)
 
         assert (ended[1] if ended else None) == WHY_LOST[row], combination
 
@@ -227,8 +225,10 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
         return connection_error(path)
 
     monkeypatch.setattr("ttdp.connection_error", comes_now)
+
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
+
     await turns(daemon)
     assert len(kubelet.find("register")) == 1
 
@@ -289,13 +289,16 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
     """By an event, or within a second. Else kubelets would forget it, the old stream ends first."""
     monkeypatch.setattr("ttdp.LAST_GRACE", 3600.0)  # it is the daemon's end that leaves calls time
     daemon = await start(interval=3600)
+
     async with kubelet_of(node, directory, version=version) as kubelet:
         for number in range(1, 4):
             await until(lambda: state(daemon) == REGISTERED and kubelet.healthy(N150))
             assert len(kubelet.find("registered")) == number
+
             (old,) = plugin_sockets(directory)
             (directory / old).unlink()
             await kubelet.wait_for(functools.partial(registered_with_another, kubelet, old))
+
         await kubelet.wait_for(lambda: kubelet.healthy(N150))
         await kubelet.admit("pod", "main", {N150: 1})
         assert kubelet.violations == []
@@ -333,9 +336,11 @@ async def test_a_deleted_kubelet_socket_ends_nothing(
     """The open stream works on, for changes and for pods; the next kubelet is registered with."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
+
     for path in kubelet.directory.glob(names):
         path.unlink()
     await turns(daemon)
+
     (chip, *_) = node.chips
     chip.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150))
@@ -343,6 +348,7 @@ async def test_a_deleted_kubelet_socket_ends_nothing(
     await offers(kubelet, N150, chip.bdf)
     await kubelet.admit("pod", "main", {N150: 1})
     assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1
+
     await kubelet.restart()
     await kubelet.registered(N150)
 
@@ -356,8 +362,10 @@ async def test_sockets_of_a_daemon_that_was_killed_are_removed(
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(directory / name))
     (directory / "tt-notes.txt").touch()
+
     daemon = await start(interval=3600)
     await until(lambda: state(daemon).startswith("waiting"))
+
     left = {name for name in os.listdir(directory) if f".{os.getpid()}-" not in name}
     assert left == {"other.sock", "tt-notes.txt"}
 
@@ -370,8 +378,10 @@ async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
 ) -> None:
     """The pauses double from 0.1 s; one line has the kubelet's reason."""
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
+
     await start(interval=3600)
     await kubelet.registered(N150)
+
     attempts = [event.at for event in kubelet.find("register")]
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
     assert all(pause >= least for pause, least in zip(pauses, [0.1, 0.2, 0.4, 0.8], strict=True))
@@ -402,9 +412,11 @@ async def test_an_event_in_the_directory_ends_the_pause(
     daemon = await start(interval=0.05, environ=WATCHDOG)
     for name in (N150, P150):
         await until(lambda: "rejected Register" in state(daemon, name))  # noqa: B023
+
     kubelet.manager.write_checkpoint_now()
     await turns(daemon)
     assert len(kubelet.find("register")) == 2
+
     (directory / "another-plugin.sock").touch()
     await kubelet.registered(N150)
     await kubelet.registered(P150)
@@ -416,11 +428,14 @@ async def test_a_kubelet_that_hangs_and_dies_blocks_nothing(
     """While one Register is not answered, the other resource is served; then both are again."""
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
+
     kubelet.hang(30)
     node.add("p150a")
     await until(lambda: len(kubelet.find("register")) == 2)
+
     await kubelet.admit("pod", "main", {N150: 1})
     assert state(daemon) == REGISTERED
+
     await kubelet.restart()
     await kubelet.registered(N150)
     await kubelet.registered(P150)
@@ -524,12 +539,15 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     directory.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "kubelet.sock"))
+
     daemon = await start(interval=3600)
     await until(lambda: state(daemon) == "waiting for kubelet (its socket refuses connections)")
+
     (directory / "kubelet.sock").unlink()
     kubelet = kubelet_of(node, directory)
     await kubelet.start(deaf=True)
     await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
+
     await kubelet.restart()
     await kubelet.registered(N150)
     await kubelet.stop()
@@ -541,6 +559,7 @@ async def test_a_session_can_be_closed_at_any_moment(
 ) -> None:
     """SIGTERM while a socket is bound, registered or closed leaves no socket and no traceback."""
     tasks = len(asyncio.all_tasks())
+
     for steps in range(40):
         session = Session(kubelet)
         session.turn("a")
@@ -552,6 +571,7 @@ async def test_a_session_can_be_closed_at_any_moment(
         await session.close()
         assert plugin_sockets(kubelet.directory) == []
         await until(lambda: not kubelet.manager.plugins.is_listed(N150))
+
     await until(lambda: len(asyncio.all_tasks()) <= tasks)
     errors = [r.message for r in caplog.records if r.levelname == "ERROR"]
     assert not [m for m in errors if "Registration/Register" not in m]  # the kubelet's own
@@ -609,12 +629,15 @@ async def test_the_status_follows_registrations_at_once(
     """No other event wakes the loop: the kubelet writes no checkpoint."""
     monkeypatch.setattr("ttdp.ROUND", 3600.0)
     kubelet.file.path = directory.with_name("elsewhere")
-
     daemon = await start(interval=3600)
-    await until(lambda: any("registered with kubelet" in note for note in daemon.notes))
+    await until(lambda: daemon.notified("READY=1"))
 
     await kubelet.kill()
     await until(lambda: any("its socket refuses connections" in note for note in daemon.notes))
+
+    daemon.forget_notes()
+    await kubelet.start()
+    await until(lambda: any(REGISTERED in note for note in daemon.notes))
 
 
 # -- sockets' names --------------------------------------------------------------------------------
@@ -650,8 +673,10 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
     await kubelet.registered(P150)
+
     daemon.reload(resource_naming="card")
     await kubelet.registered(P150A)
+
     await kubelet.wait_for(lambda: kubelet.find("ended", P150) and not kubelet.healthy(P150))
     assert len(kubelet.find("registered", N150)) == 1 and not kubelet.find("ended", N150)
 
@@ -670,16 +695,20 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
         for number in range(0, 48, 3):
             await until(lambda: state(daemon, P150) == REGISTERED)
             await offers(kubelet, P150, chip.bdf)
+
             daemon.reload(resource_naming="card")
             for _ in range(number % 24):
                 await asyncio.sleep(0)
             if number >= 24:
                 await kubelet.restart()
             daemon.reload(resource_naming="board")
+
         await until(lambda: state(daemon, P150) == REGISTERED and P150A not in daemon.sessions)
         await offers(kubelet, P150, chip.bdf)
+
         sockets = [name for name in plugin_sockets(directory) if name.startswith("tt-p150.")]
         assert len(sockets) == 1 and kubelet.violations == []
+
         order = [e.kind for e in kubelet.events if e.fields.get("resource") == P150]
         order = [kind for kind in order if kind in ("registered", "ended")]
         assert all(one != other for one, other in itertools.pairwise(order)), order
@@ -749,6 +778,7 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
     """Our stream stays open; the checkpoint has IDs that the daemon gives in no configuration."""
     ours = {"0000:01:00.0", node.add("n150")[0].bdf}
     daemon = await start(interval=0.05)
+
     async with kubelet_of(node, directory, version=version) as kubelet:
         await offers(kubelet, N150, *ours)
         async with rival(kubelet, N150, "theirs"):
@@ -756,6 +786,7 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
             await offers(kubelet, N150, *ours)
             await until(lambda: state(daemon) == REGISTERED)
             await kubelet.admit("train", "main", {N150: 2})
+
     report = "another device plugin has registered this resource"
     assert sum(report in line for line in caplog.messages) == 1
 
@@ -767,12 +798,14 @@ async def test_plugins_that_take_a_resource_from_each_other_back_off(
     daemon = await start(interval=0.05)
     async with kubelet_of(node, directory) as kubelet, contextlib.AsyncExitStack() as others:
         await kubelet.registered(N150)
+
         begin = time.monotonic()
         for number in range(4):
             await until(lambda: state(daemon) == REGISTERED)
             other = rival(kubelet, N150, "theirs", endpoint=f"rival-{number}.sock")
             await others.enter_async_context(other)
             await until(lambda: state(daemon) != REGISTERED)
+
         await until(lambda: state(daemon) == REGISTERED)
         first, longest = ttdp.BACKOFF
         assert time.monotonic() - begin > sum(min(first * 2**n, longest) for n in range(4))
@@ -785,11 +818,14 @@ async def test_a_checkpoint_that_stays_behind_changes_nothing(
     chips = [*node.chips, *node.add("n150")]
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await offers(kubelet, N150, *(chip.bdf for chip in chips))
+
     kubelet.file.path = kubelet.directory.with_name("elsewhere")
     chips[0].vanish()
     await offers(kubelet, N150, chips[1].bdf)
+
     lists = len(kubelet.find("list", N150))
     await turns(daemon, 20)
+
     assert len(kubelet.find("list", N150)) == lists and not kubelet.find("ended", N150)
     assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1
 
@@ -799,12 +835,15 @@ async def test_a_checkpoint_from_before_the_registration_shows_no_other_plugin(
 ) -> None:
     """It has another plugin's IDs; the kubelet does not write a newer one."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
+
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(N150)
         async with rival(kubelet, N150, "theirs"):
             await until(lambda: "stop that plugin" in state(daemon))
+
             kubelet.file.path = directory.with_name("elsewhere")
             await offers(kubelet, N150, node.chips[0].bdf)
+
             registrations = len(kubelet.find("registered"))
             await turns(daemon, 20)
         assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == registrations
