@@ -1609,8 +1609,8 @@ class ChipState:
         text = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
 
-    def date_fault(self, now: float) -> None:
-        """Record when the present kind of fault has begun; `now`: Unix time."""
+    def date_fault(self, now: float | None) -> None:
+        """Record when the present kind of fault has begun; see Inventory.date_faults()."""
         fault = self.chip.fault
         kind = fault.kind.value if fault else None
         if kind != self.fault_kind:
@@ -1710,8 +1710,11 @@ class Inventory:
             if state.chip.function.ordinal == reading.function.ordinal:
                 state.apply(reading, settings)
 
-    def date_faults(self, now: float) -> None:
-        """Record which faults have begun or ended; `now`: Unix time."""
+    def date_faults(self, now: float | None) -> None:
+        """Record which faults have begun or ended.
+
+        `now`: Unix time; None: nobody has watched the chips, so new faults can be old ones.
+        """
         for state in self.states.values():
             state.date_fault(now)
 
@@ -4799,7 +4802,6 @@ class Host:
             self.inventory.states[bdf].start_listing()
             if seconds >= READ_TIMEOUT:
                 self.inventory.states[bdf].block()
-        self.inventory.date_faults(time.time())
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
         """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
@@ -5961,6 +5963,7 @@ class Daemon:
             host.read_chips(is_poll=is_poll)
 
         host.take_readings(now)
+        host.inventory.date_faults(time.time())
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
             self._looked_at = now
@@ -6457,6 +6460,7 @@ async def look_once(settings: Settings) -> View:
         await asyncio.sleep(SETTLE_INTERVAL)
         host.take_readings(monotonic())
     host.take_readings(monotonic())
+    host.inventory.date_faults(None)
 
     with suppress(OSError):  # not root
         host.refresh_holds(monotonic(), look=True)
