@@ -6308,14 +6308,18 @@ def run_command(command: str, options: argparse.Namespace) -> int:
     except ConfigError as error:
         problem = str(error)
 
-    if command == "check":
-        findings = check_configuration(problem, unknown_variables(os.environ))
-        if not options.config_only:
-            findings = chain(findings, Checks(settings, problem).findings())
-        return print_findings(findings, is_quiet=options.quiet)
-    if problem:
-        log.error("%s", problem)
-    return list_devices(settings, is_valid=problem is None, as_json=options.json)
+    try:
+        if command == "check":
+            findings = check_configuration(problem, unknown_variables(os.environ))
+            if not options.config_only:
+                findings = chain(findings, Checks(settings, problem).findings())
+            return print_findings(findings, is_quiet=options.quiet)
+        if problem:
+            log.error("%s", problem)
+        return list_devices(settings, is_valid=problem is None, as_json=options.json)
+    except OSError as error:  # sysfs cannot be read, or there are too many open files
+        log.error("cannot look at this node: %s: %s", error.filename, error.strerror)
+        return 1
 
 
 def print_safely(text: str) -> None:

@@ -398,6 +398,19 @@ def test_one_look_judges_no_heartbeat(host: Host) -> None:
     assert [row["HEALTH"] for row in host.run("list").table] == ["healthy"]
 
 
+@pytest.mark.parametrize("command", ["list", "check"])
+def test_a_node_that_cannot_be_looked_at_is_one_line(host: Host, command: str) -> None:
+    """Status 1: without a look nothing can be said of any chip."""
+    devices = host.node.root / "sys/bus/pci/devices"
+    devices.chmod(0)
+
+    answer = host.run_as_process(command, as_other=True)
+
+    devices.chmod(0o755)
+    assert answer.err == f"cannot look at this node: {devices}/: Permission denied\n"
+    assert (answer.out, answer.status) == ("", 1)
+
+
 def test_one_look_cannot_say_when_a_fault_began(host: Host) -> None:
     """Unless the last daemon of this boot has left its time."""
     (chip,) = host.node.add("n150")
