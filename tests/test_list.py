@@ -721,6 +721,34 @@ async def test_a_card_that_was_never_bound_is_reported_with_its_command(
     assert ("warn", chip.bdf, f"p150a: {reason}") in complaints
 
 
+@pytest.mark.parametrize("driver", ["2.10.1", None])
+def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None) -> None:
+    """Not one that is gone, that another driver has, or that is bound.
+
+    While the driver is loaded, nor is one that is a device: its resource has the reason.
+    """
+    kinds: list[dict[str, Any]] = [
+        {"on_bus": False, "driver": None},
+        {"driver": "vfio-pci"},
+        {"driver": "tenstorrent"},
+        {"driver": None},
+        {"driver": None},
+    ]
+    chips = []
+    for bus, changes in enumerate(kinds, 1):
+        one = chip(bus)
+        function = one.function.without_device_file()._replace(**changes)
+        is_listed = bus == len(kinds)
+        chips.append(one._replace(function=function, is_listed=is_listed))
+
+    found = ttdp.driver_problem(decide(chips, driver=driver))
+
+    assert found
+    number = "1 Tenstorrent PCI function without" if driver else "2 Tenstorrent PCI functions"
+    assert number in found.problem
+    assert (bdf(4) in found.problem) is (driver is not None)
+
+
 async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(
     served: Served, start: StartDaemon
 ) -> None:
