@@ -544,6 +544,7 @@ async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
     assert f"{P150}a {row['ADDRESS']} is withheld: {reason}\n" in answer.below
     (chip,) = (await served.ask("list", "--json")).rows
     assert (chip["healthy"], chip["withheld"]) == (True, "default/train")
+    assert (chip["id"], chip["resource"]) == (row["ADDRESS"], f"{P150}a")
 
 
 @pytest.mark.usefixtures("three")
@@ -658,6 +659,8 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert daemon.notified(f"STATUS={status}")
 
     assert (row["healthy"], row["reason"]) == (False, reason)
+    has_file = fault in ("trip", "die", "reset")
+    assert row["path"] == (str(chip.device_node) if has_file else None)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["since"])
     assert [each["HEALTH"] for each in answer.table] == [KINDS[fault].upper()]
     assert without_times(answer.below).startswith(f"{chip.bdf}: {reason}\n")
