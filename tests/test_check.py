@@ -326,6 +326,7 @@ def test_galaxy_chips_on_a_virtual_machines_buses_are_a_warning(empty: Host, uni
         (chip,) = add(empty, "p150a")
         chip.write("subsystem_device", b"0x0047\n")
         chip.write("tt_card_type", b"galaxy-blackhole\n")
+    add(empty, "p300c", firmware=False)  # to which its board matters only as a device
 
     answer = empty.run("check", f"--unit={unit}")
 
@@ -333,6 +334,7 @@ def test_galaxy_chips_on_a_virtual_machines_buses_are_a_warning(empty: Host, uni
     text = f"not advertised: {reason}" if unit == "board" else reason
     addresses = ", ".join(f"0000:{bus:02x}:00.0" for bus in range(1, 10))
     assert ("warn", "9 chips", f"{text}: {addresses}") in answer.complaints
+    assert ("waiting for the board's serial number" in answer.out) is (unit == "board")
 
 
 def test_chips_of_boards_with_one_serial_are_a_warning_if_boards_are_devices(empty: Host) -> None:
