@@ -665,13 +665,9 @@ MEMORY = {
 }
 MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
-# Each register of a chip that does not respond reads as ones; hwmon converts them like any value.
+# Each register of a chip that does not respond reads as ones; the driver converts them like any
+# value. What it makes of them is called DEAD_… below.
 ALL_ONES = 0xFFFFFFFF
-DEAD_TEMPERATURE = 65535999  # m°C
-DEAD_VOLTAGE = 65535  # mV, of in0_max
-# The least that hwmon makes of ALL_ONES: (ALL_ONES * 10**6) mod 2**32, of watts as µW. With the
-# smaller factors of other units the result is larger.
-DEAD_VALUE = 2**32 - 10**6
 
 # errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
@@ -772,7 +768,7 @@ class Reading(NamedTuple):
     at: float  # seconds of the monotonic clock
     is_poll: bool = True  # False: read after an event, too early to count an equal heartbeat
     sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
-    processes: Sequence[ProcessRow] | None = None  # None: unknown
+    processes: Sequence[ProcessRow] | None = None  # a row for each PID; None: unknown
 
 
 @lru_cache(maxsize=1024)
@@ -843,15 +839,9 @@ def to_integer(text: str | None) -> int | None:
 
 
 def to_natural(text: str | None, *, less_than: int) -> int | None:
-    """Return a number from 0 to below `less_than`, which a chip that does not respond reports."""
+    """Return a number from 0 up to, but not including, `less_than`; None for any other text."""
     number = to_integer(text)
     return number if number is not None and 0 <= number < less_than else None
-
-
-def to_celsius(text: str | None) -> float | None:
-    """Return a temperature; None if there is none, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -1036,42 +1026,76 @@ def host_mounts(settings: Settings) -> Mounts:
     return with_configured_mounts(settings, hugepages)
 
 
-# Of a serial number each half is read by itself, and can be all ones during a reset.
-_ID_FORM = "(?!0{16})(?!F{8})[0-9A-F]{8}(?!F{8})[0-9A-F]{8}"
-_IDENTITY_FORMS = {  # by attribute, in the order of Identity's fields
-    "tt_card_type": "(?!unknown)[a-z][a-z0-9-]{0,40}[a-z0-9]",
-    "tt_serial": _ID_FORM,
-    "tt_asic_id": _ID_FORM,
-    "tt_fw_bundle_ver": r"(?!0\.0\.0\.0|255\.255\.)\d{1,5}(\.\d{1,5}){1,4}",
-}
-_TT_ATTRIBUTES = ("tt_heartbeat", *_IDENTITY_FORMS, "tt_therm_trip_count")
-_DEAD_TEXTS = {  # of a chip that does not respond
+# The attributes that are telemetry: those of the class device, and those of hwmon.
+TT_ATTRIBUTES = (
+    "tt_heartbeat",
+    "tt_card_type",
+    "tt_serial",
+    "tt_asic_id",
+    "tt_fw_bundle_ver",
+    "tt_therm_trip_count",
+)
+HWMON_ATTRIBUTES = ("temp1_input", "temp1_max")
+
+CARD_TYPE = re.compile("[a-z][a-z0-9-]{0,40}[a-z0-9]")
+UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not know
+HEX_ID = re.compile("[0-9A-F]{16}")
+VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
+
+DEAD_TEMPERATURE = 65535999  # m°C
+DEAD_TEXTS = {  # of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
-    "tt_card_type": "unknown",
+    "tt_card_type": UNKNOWN_CARD,
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
     "temp1_input": str(DEAD_TEMPERATURE),
 }
 
 
+def to_card_type(text: str) -> str | None:
+    return text if CARD_TYPE.fullmatch(text) and text != UNKNOWN_CARD else None
+
+
+def to_hex_id(text: str) -> str | None:
+    """Return a serial number or an ASIC ID; None for other texts, and for a value of a reset.
+
+    The driver reads the two halves one after the other. During a reset one can be all ones.
+    """
+    if not HEX_ID.fullmatch(text) or text == "0" * 16:
+        return None
+    return None if "F" * 8 in (text[:8], text[8:]) else text
+
+
+def to_version(text: str) -> str | None:
+    """Return a firmware's version; None for other texts, and for a value of a reset."""
+    is_of_reset = text.startswith(("0.0.0.0", "255.255."))
+    return text if VERSION.fullmatch(text) and not is_of_reset else None
+
+
+def to_celsius(text: str) -> float | None:
+    """Return a temperature; None if there is none, as for a limit of 0."""
+    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
+    return millidegrees / 1000 if millidegrees else None
+
+
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    # One text alone proves nothing: a living chip can have the card type "unknown".
-    matches = [texts[name] == dead for name, dead in _DEAD_TEXTS.items() if name in texts]
-    if len(matches) > 1 and all(matches):
+    # One text alone proves nothing: a living chip can have an unknown card type.
+    names = texts.keys() & DEAD_TEXTS.keys()
+    if len(names) > 1 and all(texts[name] == DEAD_TEXTS[name] for name in names):
         return Telemetry(all_ones=True)
 
-    identity = []
-    for name, form in _IDENTITY_FORMS.items():
-        text = texts.get(name, "")
-        identity.append(text if re.fullmatch(form, text) else None)
-
     return Telemetry(
-        identity=Identity(*identity),
+        identity=Identity(
+            card=to_card_type(texts.get("tt_card_type", "")),
+            serial=to_hex_id(texts.get("tt_serial", "")),
+            asic_id=to_hex_id(texts.get("tt_asic_id", "")),
+            firmware=to_version(texts.get("tt_fw_bundle_ver", "")),
+        ),
         # Also if it is all ones: as that does not change, the chip counts as stalled.
         heartbeat=to_integer(texts.get("tt_heartbeat")),
-        temperature=to_celsius(texts.get("temp1_input")),
-        throttles_at=to_celsius(texts.get("temp1_max")),
+        temperature=to_celsius(texts.get("temp1_input", "")),
+        throttles_at=to_celsius(texts.get("temp1_max", "")),
         trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
     )
 
@@ -1079,39 +1103,48 @@ def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
 def read_telemetry(function: PciFunction) -> Telemetry:
     """Read a chip's telemetry; raises OSError for OWN_ERRORS only. Can block for ten seconds."""
     try:
-        return _read_attributes(function)
+        texts = _read_attributes(function)
     except OSError as error:
         if error.errno in OWN_ERRORS:
             raise
         attribute = basename(error.filename or function.class_device)
         return Telemetry(error=ReadError(attribute, error.errno or 0))
 
+    return parse_telemetry(texts) if texts else _without_attributes(function)
 
-def _read_attributes(function: PciFunction) -> Telemetry:
-    sensors = hwmon_directory(function)
-    places = [(function.class_device, name) for name in _TT_ATTRIBUTES]
-    places += [(sensors, name) for name in ("temp1_input", "temp1_max") if sensors]
+
+def _read_attributes(function: PciFunction) -> dict[str, str]:
+    """Return the texts of the attributes that the firmware reports.
+
+    Raises OSError: ENODATA while the chip is reset, or any other error of an attribute.
+    """
+    paths = {name: f"{function.class_device}/{name}" for name in TT_ATTRIBUTES}
+    if hwmon := hwmon_directory(function):
+        paths |= {name: f"{hwmon}/{name}" for name in HWMON_ATTRIBUTES}
 
     texts = {}
-    for directory, name in places:
+    for name, path in paths.items():
         try:
-            texts[name] = read_attribute(f"{directory}/{name}")
+            texts[name] = read_attribute(path)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                continue  # the firmware does not report it
+            was_never_reported = error.errno in (errno.ENOENT, errno.ENOTDIR)
             # During a reset every attribute answers ENODATA. After one into firmware that reports
-            # fewer tags, only the files of the lost tags do, and the heartbeat goes on.
-            if error.errno == errno.ENODATA and name != "tt_heartbeat":
-                continue
-            raise
+            # fewer tags, only the attributes of the lost tags do, and the heartbeat goes on.
+            was_lost = error.errno == errno.ENODATA and name != "tt_heartbeat"
+            if not (was_never_reported or was_lost):
+                raise
+    return texts
 
-    if texts:
-        return parse_telemetry(texts)
 
-    # Without any attribute the device has just been removed, or its firmware is silent: it is
-    # late, or the chip was dead when the driver was bound. PCI's own registers show which.
+def _without_attributes(function: PciFunction) -> Telemetry:
+    """Return the telemetry of a chip that has no attributes.
+
+    The device has just been removed, or its firmware is silent: it is late, or the chip was dead
+    when the driver was bound. Then PCI's own registers read as ones.
+    """
     if not isdir(function.class_device):
         return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
+
     with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
         return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
     return Telemetry()
@@ -1124,47 +1157,80 @@ def hwmon_directory(function: PciFunction) -> str | None:
     return f"{directory}/{min(names)}" if names else None
 
 
+# The least that hwmon makes of ALL_ONES: of watts in µW, in 32 bits. With the smaller factors of
+# other units the result is larger.
+DEAD_VALUE = ALL_ONES * 10**6 % 2**32
+DEAD_VOLTAGE = 65535  # mV, of in0_max
+DEAD_LINK_WIDTH = 63  # lanes, in a field of 6 bits
+
+
+def _scaled(text: str, factor: float = 1, dead: int = DEAD_VALUE) -> float | None:
+    """Return a number times `factor`; None for other texts, and for numbers from `dead` on."""
+    number = to_natural(text, less_than=dead)
+    return None if number is None else number * factor
+
+
+def _transfers(text: str) -> float | None:
+    """Return the transfers per second of a link; None if its speed is unknown."""
+    match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
+    return float(match[1]) * 1e9 if match else None
+
+
+def _total_errors(text: str) -> float | None:
+    """Return the sum of AER's counters: its last line, "TOTAL_ERR_COR 7"."""
+    match = re.search(r"^TOTAL_\w+ ([0-9]{1,20})$", text, re.MULTILINE)
+    return float(match[1]) if match else None
+
+
+# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
+_micro = partial(_scaled, factor=1e-6)
+_milli = partial(_scaled, factor=1e-3)
+_mega = partial(_scaled, factor=1e6)
+_volts = partial(_milli, dead=DEAD_VOLTAGE)
+_lanes = partial(_scaled, dead=DEAD_LINK_WIDTH)
+
+
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
-    place: str  # "hwmon", "class" device or "pci" function
+    source: str  # its directory: "hwmon", "class" device or "pci" function
     attribute: str
     metric: str  # without "tt_device_"
     help: str
-    factor: float = 1.0  # to the metric's unit
+    parse: Callable[[str], float | None]  # returns the value in the metric's unit
     labels: Mapping[str, object] = {}
 
 
 _CLOCK = "Clock frequency in hertz."
-_ERRORS = "PCIe errors reported by AER, by severity."
+_WIDTH_HELP = "PCIe link width in lanes."
 _SPEED = "pcie_link_transfers_per_second"
 _SPEED_HELP = "PCIe link speed in transfers per second."
-# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
+_ERRORS = "pcie_errors_total"
+_ERRORS_HELP = "PCIe errors reported by AER, by severity."
 SENSORS = (
-    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", 1e-6),
-    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", 1e-6),
-    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", 1e-3),
-    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", 1e-3),
-    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", 1e-3),
-    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", 1e-3),
-    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute."),
-    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "aiclk"}),
-    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, 1e6, {"clock": "axiclk"}),
-    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, 1e6, {"clock": "arcclk"}),
-    Sensor("pci", "current_link_width", "pcie_link_width", "Current PCIe link width in lanes."),
-    Sensor("pci", "max_link_width", "pcie_link_width_max", "Maximum PCIe link width in lanes."),
-    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", 1e9),
-    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", 1e9),
-    Sensor(
-        "pci", "aer_dev_correctable", "pcie_errors_total", _ERRORS, 1, {"severity": "correctable"}
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", _micro),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", _micro),
+    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", _milli),
+    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", _milli),
+    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", _volts),
+    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", _volts),
+    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute.", _scaled),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _mega, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _mega, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _mega, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", f"Current {_WIDTH_HELP}", _lanes),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", f"Maximum {_WIDTH_HELP}", _lanes),
+    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", _transfers),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", _transfers),
+    *(
+        Sensor("pci", f"aer_dev_{each}", _ERRORS, _ERRORS_HELP, _total_errors, {"severity": each})
+        for each in ("correctable", "nonfatal", "fatal")
     ),
-    Sensor("pci", "aer_dev_nonfatal", "pcie_errors_total", _ERRORS, 1, {"severity": "nonfatal"}),
-    Sensor("pci", "aer_dev_fatal", "pcie_errors_total", _ERRORS, 1, {"severity": "fatal"}),
 )
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
-    """Return sensor values by attribute, in the metric's unit. Can block for ten seconds."""
+    """Return the sensors' values by attribute, in the metric's unit. Can block for ten seconds."""
     directories = {
         "hwmon": hwmon_directory(function) or "",
         "class": function.class_device,
@@ -1173,27 +1239,28 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
     values = {}
     for sensor in SENSORS:
         with suppress(OSError):
-            text = read_attribute(f"{directories[sensor.place]}/{sensor.attribute}")
-            value = _sensor_value(sensor.attribute, text)
+            text = read_attribute(f"{directories[sensor.source]}/{sensor.attribute}")
+            value = sensor.parse(text)
             if value is not None:
-                values[sensor.attribute] = value * sensor.factor
+                values[sensor.attribute] = value
     return values
 
 
-def _sensor_value(attribute: str, text: str) -> float | None:
-    """Return a sensor's number; None if it has none, or that of a dead chip."""
-    if attribute.endswith("_link_speed"):
-        match = re.match(r"(\d+(?:\.\d+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
-        return float(match[1]) if match else None
-    if attribute.startswith("aer_"):
-        match = re.search(r"^TOTAL_\w+ (\d+)$", text, re.MULTILINE)
-        return float(match[1]) if match else None
+def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
+    """Read a chip's telemetry; with settings, also its sensors and the processes that use it.
 
-    if attribute.endswith("_link_width"):
-        return to_natural(text, less_than=63)  # all ones of a 6-bit field
-    if attribute == "in0_max":
-        return to_natural(text, less_than=DEAD_VOLTAGE)
-    return to_natural(text, less_than=DEAD_VALUE)
+    Raises OSError for OWN_ERRORS only. Can block for ten seconds.
+    """
+    sensors = processes = None
+    if settings and function.ordinal is not None:
+        sensors = read_sensors(function)
+        processes = processes_on(settings, function.ordinal)
+
+    # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
+    telemetry = read_telemetry(function)
+    if sensors and (telemetry.all_ones or telemetry.error):
+        sensors = {}
+    return Reading(function, telemetry, monotonic(), is_poll, sensors, processes)
 
 
 # ==== HEALTH: per chip, with a reason. Pure =======================================================
@@ -1368,6 +1435,12 @@ def judge(
 # ==== CHIPS: followed over time ===================================================================
 
 
+@lru_cache
+def board_of_card(card: str) -> str:
+    """Return "p150" for "p150a"."""
+    return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
+
+
 class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends.
 
@@ -1433,8 +1506,7 @@ class Chip(NamedTuple):
     @property
     def board_type(self) -> str:
         """Return the card type without its trailing letter, or the architecture."""
-        card = self.card_type or self.function.arch or "unknown"
-        return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
+        return board_of_card(self.card_type or self.function.arch or "unknown")
 
     @property
     def memory(self) -> int:
@@ -2112,14 +2184,15 @@ def _name(value: object) -> str:
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same answers
 def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
     """Return what stands in an answer, None if it is another vendor's; raises ValueError."""
-    content = base64.b64decode(encoded)
+    content = base64.b64decode(encoded, validate=True)
     if not is_our_domain and ADDRESSES.encode() not in content:
         return None
 
     try:
-        return read_answer(pb.ContainerAllocateResponse.FromString(content))
+        answer = read_answer(pb.ContainerAllocateResponse.FromString(content))
     except DecodeError as error:
         raise ValueError(str(error)) from None
+    return answer if is_our_domain or answer.is_ours else None
 
 
 def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
@@ -2134,8 +2207,11 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
     directories, locks = [], ""
     for mount in answer.mounts:
         parent, name = os.path.split(mount.host_path)
-        # The host's own hugetlbfs, of hugepages = "host", is nobody's.
-        if basename(parent) == OWN_DIRECTORY and name not in ("", ".", ".."):
+        hugetlbfs, own = os.path.split(parent)
+        # The host's own hugetlbfs, of hugepages = "host", is nobody's. And no mount of the
+        # administrator's may be emptied, such as /var/lib/tt-device-plugin/models.
+        is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
+        if is_private and name not in ("", ".", ".."):
             directories.append(mount.host_path)
         elif mount.container_path == SHM != mount.host_path:
             locks = mount.host_path
@@ -2197,13 +2273,12 @@ class Cgroups:
     def __init__(self, sysfs_root: str) -> None:
         self._mount = f"{sysfs_root}/fs/cgroup"
         self._is_v2 = False
-        self._directories: dict[str, list[str]] = {}  # of pods, by UID with "_" for "-"
+        self._directories: Mapping[str, list[str]] = {}  # of pods, by UID with "_" for "-"
         self._populated: dict[str, bool] = {}  # by UID; of the pods that were asked for since then
 
     def refresh(self) -> None:
         """List the pods' directories, and drop all former findings; raises OSError."""
-        self._directories = {}
-        self._populated = {}
+        found = defaultdict(list)
         for root in self._find_roots():
             qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
 
@@ -2211,7 +2286,11 @@ class Cgroups:
                 for name in names_in(directory):
                     if match := POD_DIRECTORY.fullmatch(name):
                         uid = (match[1] or match[2]).replace("-", "_")
-                        self._directories.setdefault(uid, []).append(f"{directory}/{name}")
+                        found[uid].append(f"{directory}/{name}")
+
+        # Not before all are listed: the view is still that of the last refresh after an error.
+        self._directories = found
+        self._populated = {}
 
     def _find_roots(self) -> list[str]:
         """Return the kubepods directories that root owns, in the mount or one directory below."""
@@ -2266,21 +2345,22 @@ class Cgroups:
     def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
         waiting = [directory]
-        try:
-            if self._is_v2:
-                with open(f"{directory}/cgroup.events", "rb", 0) as file:
-                    return b"populated 1" in file.read()
+        while waiting:
+            directory = waiting.pop()
+            try:
+                if self._is_v2:
+                    with open(f"{directory}/cgroup.events", "rb", 0) as file:
+                        return b"populated 1" in file.read()
 
-            while waiting:
-                directory = waiting.pop()
                 # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
                 with open(f"{directory}/tasks", "rb", 0) as file:
                     if file.read(1):
                         return True
                 with os.scandir(directory) as entries:
                     waiting += [each.path for each in entries if each.is_dir(follow_symlinks=False)]
-        except OSError as error:
-            return error.errno not in ABSENT
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    return True
         return False
 
 
@@ -2321,9 +2401,9 @@ class HoldState:
         return self.hold.pod or self.hold.key
 
     @property
-    def is_known(self) -> bool:
-        """Return whether the kubelet has it, as far as can be seen: it may not be written yet."""
-        return self.is_in_checkpoint or not self.hold.pod
+    def has_left(self) -> bool:
+        """Return whether a checkpoint has named it, but the present one does not."""
+        return bool(self.hold.pod) and not self.is_in_checkpoint
 
     def to_saved(self) -> Json:
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
@@ -2472,6 +2552,9 @@ class HoldBook:
             state.cgroup_seen |= self._cgroups.exists(pod)
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
+            # A static pod comes back under its UID, and would seem to have run on.
+            if not state.is_in_checkpoint:
+                self._note_end(state)
 
         # An entry's state stays while it is not current, or the next refresh would take a pod that
         # has ended for one whose cgroup does not exist yet.
@@ -2499,9 +2582,12 @@ class HoldBook:
     def note_ended_pods(self) -> None:
         """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
         for state in self._states.values():
-            pod = state.hold.pod
-            if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
-                state.start = Start.OVER
+            self._note_end(state)
+
+    def _note_end(self, state: HoldState) -> None:
+        pod = state.hold.pod
+        if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
+            state.start = Start.OVER
 
     def add(self, hold: Hold, now: float) -> None:
         """Add an answer that is given now."""
@@ -2556,14 +2642,22 @@ class HoldBook:
             if is_same and self._may_call(state, now):
                 callers.append(state)
 
+        # An entry is missing for a moment, or for good: the kubelet has given its IDs away since.
+        present = [state for state in callers if not state.has_left]
+        given_at = max((state.answered_at or 0.0 for state in present), default=0.0)
+        callers = [
+            state
+            for state in callers
+            if not state.has_left or (state.answered_at or 0.0) >= given_at
+        ]
         return Call(resource, ids, chips.union(*(state.hold.chips for state in callers)), callers)
 
     def _may_call(self, state: HoldState, now: float) -> bool:
         if self._states.get(state.hold.key) is not state:
             return False  # it was dropped
-        if not state.is_in_checkpoint and now - state.left_at < MISSING_FOR:
-            return True
-        return state.is_known and self.is_current(state, now)
+        if state.has_left:
+            return now - state.left_at < MISSING_FOR
+        return self.is_current(state, now)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
@@ -2700,10 +2794,12 @@ def advertise(
         configured = offer.resources.get(hold.resource)
         if not hold.is_ours and not configured:
             continue
-        for device_id in hold.ids:
+        for device_id in sorted(hold.ids):
             held.add((hold.resource, device_id))
             device = configured.devices.get(device_id) if configured else None
-            if device is None or not device.addresses <= hold.chips:
+            # After a reboot, a board is incomplete until its chips report their serial number.
+            is_same = device and device.addresses <= hold.chips and not device.incomplete
+            if not is_same:
                 changed[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
 
     for hold in holds:
@@ -2784,9 +2880,9 @@ class Directories:
     def __init__(self, settings: Settings) -> None:
         self.resisting: dict[str, Resistance] = {}  # by path
         self._settings = settings  # only dev_root counts, which never changes
-        self._lock_paths: set[str] = set()  # that were ever made or named
+        self._lock_paths: set[str] = set()  # that can have locks in them
         self._tried_at: dict[str, float] = {}  # by path
-        self._began_at: float | None = None  # the first tidy(): what was there then …
+        self._began_at: float | None = None  # the first unnamed(): what was there then …
         self._inherited: frozenset[str] = frozenset()  # … can be that of a pod not known yet
 
     def make_for_hugepages(self, name: str, hugetlbfs: Iterable[Mount]) -> list[Mount]:
@@ -2804,14 +2900,15 @@ class Directories:
         parent = dirname(path)
         with _naming(parent):
             _make_directory(parent, 0o755)
-        # Whoever could replace the directory could redirect root. The container may own its own.
-        status = os.lstat(parent)
-        if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "other users can change it", parent)
-
+            _check_lock_dir(parent)
         with _naming(path), _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
             _set_mode(path, 0o1777, directory)
+
+    def note_locks(self, path: str) -> None:
+        """Have a directory emptied once no current hold names it, as users of a former daemon's."""
+        if path != SHM:  # the host's own
+            self._lock_paths.add(path)
 
     def put_right(self, hold: Hold) -> None:
         """Make what a hold names and is missing, with its mode; raises OSError.
@@ -2828,11 +2925,10 @@ class Directories:
             if not _is_directory(hold.locks, 0o1777):
                 self.make_for_locks(hold.locks)
 
-    def tidy(self, holds: Iterable[Hold], now: float, steps: Steps) -> None:
-        """Remove the directories that no current hold names; raises OutOfSteps.
+    def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
+        """Return the directories that no current hold names; raises OSError.
 
-        In the first seconds nothing that was there before: the checkpoint can be late. One that
-        resists is tried again later, and keeps nothing else from being removed.
+        In the first seconds none that was there before: the checkpoint can be late.
         """
         named = {path for hold in holds for path in (*hold.directories, hold.locks)}
         present = {*self._hugepage_paths(), *self._lock_paths}
@@ -2840,28 +2936,23 @@ class Directories:
             self._began_at, self._inherited = now, frozenset(present)
         if now - self._began_at < WRITTEN_WITHIN:
             present -= self._inherited
+        return present - named
 
-        unnamed = present - named
-        self.resisting = {path: self.resisting[path] for path in unnamed & self.resisting.keys()}
-        self._tried_at = {path: self._tried_at[path] for path in unnamed & self._tried_at.keys()}
+    def clear(
+        self, unnamed: Collection[str], left_behind: Collection[str], now: float, steps: Steps
+    ) -> None:
+        """Remove these directories, and empty those that are left behind; raises OutOfSteps.
+
+        One that resists is tried again later, and keeps nothing else from being removed.
+        """
+        paths = {*unnamed, *left_behind}
+        self.resisting = {path: self.resisting[path] for path in paths & self.resisting.keys()}
+        self._tried_at = {path: self._tried_at[path] for path in paths & self._tried_at.keys()}
         # The one that took all steps of the last time comes last.
-        for path in sorted(unnamed, key=lambda path: (self._tried_at.get(path, 0.0), path)):
+        for path in sorted(paths, key=lambda path: (self._tried_at.get(path, 0.0), path)):
             if path not in self.resisting or now >= self.resisting[path].next_try:
                 self._tried_at[path] = now
-                self._remove(path, now, steps)
-
-    def empty(self, path: str, steps: Steps) -> None:
-        """Empty the directory of a pod that does not run; raises OutOfSteps."""
-        try:
-            with (
-                _opened_own_directory(dirname(path)) as parent,
-                _opened_directory(basename(path), parent) as directory,
-            ):
-                _empty(directory, steps)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("%s cannot be emptied: %s", printable(path), error.strerror)
+                self._clear(path, now, steps, is_kept=path in left_behind)
 
     def _hugepage_paths(self) -> Iterator[str]:
         for hugetlbfs in hugetlbfs_mounts(self._settings):
@@ -2872,13 +2963,20 @@ class Directories:
                 for name in os.listdir(directory):
                     yield f"{parent}/{name}"
 
-    def _remove(self, path: str, now: float, steps: Steps) -> None:
-        """Remove a directory for hugepages, or empty one for locks; raises OutOfSteps."""
+    def _clear(self, path: str, now: float, steps: Steps, *, is_kept: bool) -> None:
+        """Remove a directory for hugepages, or empty it; raises OutOfSteps."""
         try:
             if path in self._lock_paths:
+                _check_lock_dir(dirname(path))
                 with _opened_directory(path) as directory:
                     _empty(directory, steps)
                 _set_mode(path, 0o1777)
+            elif is_kept:
+                with (
+                    _opened_own_directory(dirname(path)) as parent,
+                    _opened_directory(basename(path), parent) as directory,
+                ):
+                    _empty(directory, steps)
             else:
                 with _opened_own_directory(dirname(path)) as parent:
                     _remove_entry(basename(path), parent, steps)
@@ -2908,6 +3006,16 @@ def _make_hugepage_directory(path: str) -> None:
             with _naming(path):
                 _make_directory(path, 0o777, directory)
                 _set_mode(path, 0o777, directory)
+
+
+def _check_lock_dir(path: str) -> None:
+    """Raise OSError if others than root can change a directory of lock directories.
+
+    Whoever could replace one of these could redirect root. The container may own its own.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "other users can change it", path)
 
 
 def _empty(directory: int, steps: Steps) -> None:
@@ -3443,7 +3551,7 @@ def cdi_spec(
         binds.append({"hostPath": mount.host, "containerPath": mount.container, "options": options})
     if binds:
         spec["containerEdits"] = {"mounts": binds}
-    return json.dumps(spec, indent=1)
+    return json.dumps(spec)  # with an indent it would take ten times as long
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
@@ -3490,11 +3598,11 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
         product += "-SHARED"
     complete = [device for device in devices if not device.incomplete]
     memory = {sum(chip.memory for chip in device.chips) for device in complete}
-    chip_places = places(chips)
-    counts = Counter(place.board for place in chip_places.values())
-    whole_boards = {
-        place.board for place in chip_places.values() if counts[place.board] == place.board_size
-    }
+    numbers: Counter[object] = Counter()  # of chips, by board
+    for device in devices:
+        numbers[device.place.board] += sum(chip.is_present for chip in device.chips)
+    sizes = {device.place.board: device.place.board_size for device in devices}
+    whole_boards = [board for board, number in numbers.items() if number == sizes[board]]
     numa_nodes = {chip.function.numa_node for chip in chips} - {None}
 
     labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
@@ -4109,6 +4217,7 @@ def _chip_row(
 
 SLOW_AFTER = 0.1  # seconds after which the other chips no longer wait for a read
 Wake = Callable[[], None]  # makes the loop take a turn
+ReadChip = Callable[[PciFunction], Reading]
 
 
 @contextmanager
@@ -4120,143 +4229,133 @@ def log_and_continue(subject: str) -> Iterator[None]:
         log.exception("internal error (%s); continuing", subject)
 
 
-class ReadJob(NamedTuple):
-    """A chip to be read."""
+class ReadState(Enum):
+    """How long a read of a chip that has not ended has taken so far."""
 
-    function: PciFunction
-    is_poll: bool
-    settings: Settings | None  # for its sensors and processes; None: only telemetry is read
+    RUNNING = 1
+    SLOW = 2  # longer than SLOW_AFTER: neither other chips nor READY wait for it
+    BLOCKED = 3  # longer than READ_TIMEOUT: the chip is unhealthy until the read ends
 
 
-class ReadResult(NamedTuple):
-    """A read that has ended. Without a reading and an error, it was an internal error."""
-
-    job: ReadJob
-    reading: Reading | None = None
-    error: OSError | None = None  # the daemon's own
+def _take(waiting: deque[PciFunction]) -> Iterator[PciFunction]:
+    """Yield the chips that wait, until none is left; two threads can take from one deque."""
+    with suppress(IndexError):
+        while True:
+            yield waiting.popleft()
 
 
 class TelemetryReaders:
-    """Reads chips one after the other on a thread; behind a blocked read, another thread goes on.
+    """Reads chips on threads, never a chip on two at once.
 
-    The driver answers within microseconds, or blocks. So a thread starts with a deque of jobs. If
-    it has not ended after SLOW_AFTER, the jobs that are left are taken from it and given to another
-    thread, and so on. After READ_TIMEOUT the loop is woken once more: then the read counts as
-    blocked. When it ends, its thread wakes the loop. Threads put results into a queue, and share
-    nothing else.
+    The driver answers within microseconds, or blocks. So one thread reads all chips of a poll in
+    turn: threads that contend for the interpreter take several times the processor time. If it has
+    not ended after SLOW_AFTER, a read is slow, and each chip that waits behind it gets a thread of
+    its own. A thread ends when no chip waits. Threads share nothing but the chips that wait and the
+    results.
     """
 
-    def __init__(
-        self, wake: Wake, read: Callable[[PciFunction], Telemetry] = read_telemetry
-    ) -> None:
-        self.pending: dict[str, float] = {}  # since when chips are being read, or wait for that
+    def __init__(self, wake: Wake, read: Callable[..., Reading] = read_chip) -> None:
         self._wake = wake
         self._read = read
-        self._results = queue.SimpleQueue[ReadResult]()
+        self._since: dict[str, float] = {}  # when each read began, by address, until collect()
+        self._results = queue.SimpleQueue[tuple[str, Reading | OSError | None]]()
 
     def submit(
         self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, except those that are being read.
-
-        With settings, also their sensors and processes.
-        """
-        jobs = deque[ReadJob]()
+        """Read these chips, except those that are being read; see read_chip()."""
+        waiting = deque[PciFunction]()
         for function in functions:
-            if function.bdf not in self.pending:
-                self.pending[function.bdf] = monotonic()
-                jobs.append(ReadJob(function, is_poll, settings))
+            if function.bdf not in self._since:
+                self._since[function.bdf] = monotonic()
+                waiting.append(function)
 
-        if jobs:
+        if waiting:
+            read = partial(self._read, is_poll=is_poll, settings=settings)
             # Not during this turn of the loop, which would wait: Python runs one thread at a time.
-            asyncio.get_running_loop().call_soon(self._start, jobs)
+            asyncio.get_running_loop().call_soon(self._start, waiting, read)
 
-    def _start(self, jobs: deque[ReadJob]) -> None:
+    def _start(self, waiting: deque[PciFunction], read: ReadChip) -> None:
+        """Read these chips on a new thread. The time of their reads begins now."""
+        for function in waiting:
+            self._since[function.bdf] = monotonic()
+
         loop = asyncio.get_running_loop()
-        for job in jobs:  # others waited behind a slow read: their time starts now
-            self.pending[job.function.bdf] = monotonic()
-
+        thread = threading.Thread(target=self._run, args=(waiting, read, loop), daemon=True)
         try:
-            threading.Thread(target=self._run, args=(jobs, loop), daemon=True).start()
+            thread.start()
         except (RuntimeError, MemoryError) as error:
-            for job in jobs:
-                self._results.put(ReadResult(job, error=OSError(errno.EAGAIN, str(error))))
+            for function in _take(waiting):
+                self._results.put((function.bdf, OSError(errno.EAGAIN, str(error))))
             self._wake()
         else:
-            loop.call_later(SLOW_AFTER, self._relieve, jobs)
+            loop.call_later(SLOW_AFTER, self._relieve, thread, waiting, read)
 
-    def _relieve(self, jobs: deque[ReadJob]) -> None:
-        """Give the chips that wait behind a slow read to another thread."""
-        waiting = deque[ReadJob]()
-        with suppress(IndexError):
-            while True:
-                waiting.append(jobs.popleft())
-        if waiting:
-            self._start(waiting)
+    def _relieve(
+        self, thread: threading.Thread, waiting: deque[PciFunction], read: ReadChip
+    ) -> None:
+        """If a thread has not ended, give each chip that waits for it a thread of its own."""
+        if not thread.is_alive():
+            return
+        for function in _take(waiting):
+            self._start(deque([function]), read)
 
-        # The loop looks now, as READY does not wait for this chip any longer, and again when the
-        # read counts as blocked.
-        if self.slow(monotonic()):
-            self._wake()
-            asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
+        # The loop takes a turn now, as nothing waits for this read from here on, and when the read
+        # counts as blocked.
+        self._wake()
+        asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
 
-    def _run(self, jobs: deque[ReadJob], loop: asyncio.AbstractEventLoop) -> None:
-        """Read chips until none is left; the main function of a thread."""
-        with suppress(IndexError):
-            while True:
-                job = jobs.popleft()
-                result = ReadResult(job)
-                with log_and_continue(f"reading {job.function.bdf}"):
-                    result = self._read_chip(job)
-                self._results.put(result)
+    def _run(
+        self, waiting: deque[PciFunction], read: ReadChip, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Read chips until none waits; the main function of a thread."""
+        for function in _take(waiting):
+            result: Reading | OSError | None = None  # None: an internal error, which is logged
+            with log_and_continue(f"reading {function.bdf}"):
+                try:
+                    result = read(function)
+                except OSError as error:  # the daemon's own
+                    result = error
+            self._results.put((function.bdf, result))
 
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._wake)
 
-    def _read_chip(self, job: ReadJob) -> ReadResult:
-        function = job.function
-        sensors = processes = None
-        try:
-            if job.settings and function.ordinal is not None:
-                sensors = read_sensors(function)
-                processes = processes_on(job.settings, function.ordinal)
-            # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
-            telemetry = self._read(function)
-        except OSError as error:
-            return ReadResult(job, error=error)
-
-        if sensors and (telemetry.all_ones or telemetry.error):
-            sensors = {}
-        reading = Reading(function, telemetry, monotonic(), job.is_poll, sensors, processes)
-        return ReadResult(job, reading)
-
     def collect(self) -> list[Reading]:
-        """Return the results since the last call; raises the daemon's own OSError."""
+        """Return the readings since the last call; raises the daemon's own OSError."""
         readings = []
-        error = None
+        failure = None
         while not self._results.empty():
-            result = self._results.get()
-            del self.pending[result.job.function.bdf]
-            if result.reading:
-                readings.append(result.reading)
-            error = result.error or error
+            bdf, result = self._results.get()
+            del self._since[bdf]
+            if isinstance(result, Reading):
+                readings.append(result)
+            elif isinstance(result, OSError):
+                failure = result
 
-        if error:  # then the loop has all chips read again
-            raise error
+        if failure:  # then the loop has all chips read again
+            raise failure
         return readings
 
-    def slow(self, now: float) -> dict[str, float]:
-        """Return for how long each slow read has been under way, by address."""
-        ages = {bdf: now - since for bdf, since in self.pending.items()}
-        return {bdf: age for bdf, age in ages.items() if age >= SLOW_AFTER}
-
-    def has_unblocked(self, now: float) -> bool:
-        """Return whether a read is under way that does not count as blocked."""
-        return any(now - since < READ_TIMEOUT for since in self.pending.values())
+    def under_way(self, now: float) -> dict[str, ReadState]:
+        """Return the state of each read that has not been collected, by the chip's address."""
+        states = {}
+        for bdf, since in self._since.items():
+            if now - since >= READ_TIMEOUT:
+                states[bdf] = ReadState.BLOCKED
+            elif now - since >= SLOW_AFTER:
+                states[bdf] = ReadState.SLOW
+            else:
+                states[bdf] = ReadState.RUNNING
+        return states
 
     def is_settled(self, now: float) -> bool:
         """Return whether every read has ended or is slow."""
-        return all(now - since >= SLOW_AFTER for since in self.pending.values())
+        return ReadState.RUNNING not in self.under_way(now).values()
+
+    def has_unblocked(self, now: float) -> bool:
+        """Return whether a read is under way that does not count as blocked."""
+        return any(state is not ReadState.BLOCKED for state in self.under_way(now).values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -4770,11 +4869,6 @@ class Host:
         self.wake = wake
         self._decision: Decision | None = None
 
-    @property
-    def can_remove_directories(self) -> bool:
-        """Return whether the holds are all that there are."""
-        return self.holds.has_read and self.holds.problem is None
-
     @contextmanager
     def looking_often(self) -> Iterator[None]:
         """Have the loop look often at pods, as a container waits for the end of one."""
@@ -4797,11 +4891,12 @@ class Host:
     def take_readings(self, now: float) -> None:
         """Record what was read of chips, and which reads are late; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
-        for bdf, seconds in self.readers.slow(now).items():
-            # READY does not wait for a chip whose reads block.
-            self.inventory.states[bdf].start_listing()
-            if seconds >= READ_TIMEOUT:
-                self.inventory.states[bdf].block()
+        for bdf, state in self.readers.under_way(now).items():
+            chip = self.inventory.states[bdf]
+            if state is not ReadState.RUNNING:
+                chip.start_listing()  # READY does not wait for a chip whose reads are slow
+            if state is ReadState.BLOCKED:
+                chip.block()
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
         """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
@@ -4825,6 +4920,13 @@ class Host:
         if self._decision is None or observation != self._decision.observation:
             self._decision = decide(observation, self._decision)
         return self._decision
+
+    def unnamed_directories(self, decision: Decision, now: float) -> set[str]:
+        """Return the directories that can be removed; raises OSError."""
+        # Without a checkpoint, the holds may not be all that there are.
+        if not self.holds.has_read or self.holds.problem:
+            return set()
+        return self.directories.unnamed(decision.holds, now)
 
     def note_problem(self, subject: str, problem: Reason | None) -> None:
         """Record why pods cannot get devices, None if they can; a new problem is logged."""
@@ -5019,12 +5121,11 @@ class Allocator:
 
         deadline = monotonic() + EMPTY_WITHIN
         while True:
+            now = monotonic()
             try:
-                steps = Steps()
-                if host.can_remove_directories:
-                    host.directories.tidy(decision.holds, monotonic(), steps)
-                for path in host.holds.left_behind(call, decision.holds):
-                    host.directories.empty(path, steps)
+                unnamed = host.unnamed_directories(decision, now)
+                left_behind = host.holds.left_behind(call, decision.holds)
+                host.directories.clear(unnamed, left_behind, now, Steps())
                 return
             except OutOfSteps:
                 if monotonic() > deadline:
@@ -5043,7 +5144,7 @@ def _new_name(chips: Sequence[Chip]) -> str:
 
 def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
     """Return why a start waits for these holds' pods."""
-    callers = [state.hold for state in call.callers if state.is_known]
+    callers = [state.hold for state in call.callers if not state.has_left]
     pods = dict.fromkeys(map(decision.label, others))
     if {hold.key for hold in others} & {hold.key for hold in callers}:
         # kubernetes #137534: the first one's start went on.
@@ -5072,6 +5173,15 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
 #     all          a gRPC server that stops unlinks the path of its socket: another reason for a new
 #                  name. A kubelet that starts deletes all sockets, then creates its own. Its path
 #                  exists from bind() on, and refuses connections until listen(), microseconds later
+#
+# Which ListAndWatch stream is the kubelet's: debugging tools can open streams at any time, and gRPC
+# does not say who calls (on a unix socket context.peer() is "unix:" for everyone). But a kubelet
+# calls in a fixed order (connectClient in plugin/v1beta1/handler.go): it connects and calls
+# GetDevicePluginOptions before it answers Register, and opens its stream when it does. So its
+# stream is the first one after the last GetDevicePluginOptions before the answer. All others get
+# the list, too, but neither their opening nor their end means anything. Only a tool that opens a
+# stream in the millisecond between these two calls is taken for the kubelet. Then the end of the
+# kubelet's own stream goes unnoticed until the tool's has ended.
 
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
@@ -5089,14 +5199,60 @@ PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
 Context = grpc.aio.ServicerContext[Any, Any]
-_endpoint_numbers = count(1)
+Ended = tuple[Phase, str]  # of a registration: the phase that follows, and the reason
+_socket_numbers = count(1)
 
 
 def new_socket_name(resource: str) -> str:
     """Return a name that no socket has had, of at most 42 bytes: see PLUGIN_DIR_MAX."""
     # The largest process ID is 4194304 (proc(5)).
-    number = f"{os.getpid()}-{next(_endpoint_numbers) % 100_000}"
+    number = f"{os.getpid()}-{next(_socket_numbers) % 100_000}"
     return f"{SOCKET_PREFIX}{without_domain(resource)[:20]}.{number}.sock"
+
+
+def remove_dead_sockets(directory: str) -> None:
+    """Remove the sockets of daemons that were killed."""
+    for name in names_in(directory):
+        if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
+            with suppress(OSError):
+                os.unlink(f"{directory}/{name}")
+
+
+class Seen(NamedTuple):
+    """What a registration depends on, as the loop sees it in one turn."""
+
+    kubelet: FileIdentity | None = None  # kubelet.sock
+    own_socket: FileIdentity | None = None  # the plugin's
+    checkpoint: FileIdentity | None = None  # the kubelet's, as it was read last
+    has_others_ids: bool = False  # the checkpoint has IDs that another plugin has listed
+
+
+def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
+    """Return how a registration ends by what the loop sees now, None if it goes on.
+
+    `at_register` has the sockets as they were at Register, and the checkpoint as it was before the
+    kubelet was sent the present list.
+
+        kubelet.sock   own socket     checkpoint        the registration
+        ----------------------------------------------------------------------------------------
+        missing        any            any               goes on: an open stream keeps working, and
+                                                        there is no kubelet to register with
+        another one    any            any               has ended with the former kubelet
+        the same       not the same   any               ends: no new connection finds the plugin
+        the same       the same       newer, and has    is the other plugin's now
+                                      others' IDs
+        the same       the same       any other         goes on
+    """
+    if seen.kubelet is None:
+        return None
+    if seen.kubelet != at_register.kubelet:
+        return Phase.STARTING, "the kubelet has restarted; registering again"
+    if seen.own_socket is None or seen.own_socket != at_register.own_socket:
+        return Phase.STARTING, "the plugin's socket was deleted; registering again"
+    if seen.has_others_ids and seen.checkpoint != at_register.checkpoint:
+        reason = "another device plugin has registered this resource; stop that plugin"
+        return Phase.FAILED, reason
+    return None
 
 
 class AdvertisedList:
@@ -5121,44 +5277,58 @@ class AdvertisedList:
             yield sent
 
 
+class Stream:
+    """A ListAndWatch stream, from before it opens."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.sent: DeviceList | None = None  # the last list
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.is_set() and not self.ended.is_set()
+
+
 class Endpoint(rpc.DevicePluginServicer):
-    """One socket of a resource, and the kubelet's calls on it."""
+    """The socket of one registration, and the calls on it."""
 
     def __init__(
         self, resource: str, path: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
         self.path = path
-        self.file: FileIdentity | None = None  # of its socket, once that is bound
-        self.kubelet: FileIdentity | None = None  # of kubelet.sock, to which Register was sent
-        self.is_streaming = False  # the kubelet has a ListAndWatch stream
-        self.ended: asyncio.Future[tuple[Phase, str]] = asyncio.get_running_loop().create_future()
+        self.stream = Stream()  # the kubelet's
+        self.is_registered = False  # Register was answered
+        self.at_register = Seen()  # see why_lost()
+        self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._resource = resource
         self._devices = devices
         self._allocator = allocator
 
-    def end(self, phase: Phase, reason: str) -> None:
-        """Note why it is of no use any more."""
-        if not self.ended.done():
-            self.ended.set_result((phase, reason))
+    def judge(self, seen: Seen) -> None:
+        """Set `lost` if the registration is, by what the loop sees now."""
+        # Until the kubelet is sent the present list, no checkpoint shows what becomes of it.
+        if self.stream.sent is not self._devices.message:
+            self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
+
+        ended = why_lost(self.at_register, seen)
+        if ended and not self.lost.done():
+            self.lost.set_result(ended)
 
     async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
+        if not self.is_registered:  # the kubelet's stream is still to come
+            self.stream = Stream()
         return PLUGIN_OPTIONS
 
     async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
-        # The first stream after Register is the kubelet's. The end of another program's stream,
-        # such as a debugging tool's, means nothing.
-        is_kubelets = self.kubelet is not None and not self.is_streaming
-        if is_kubelets:
-            self.is_streaming = True
-
+        stream = Stream() if self.stream.opened.is_set() else self.stream
+        stream.opened.set()
         try:
             async for message in self._devices.messages():
+                stream.sent = message
                 yield message
         finally:
-            if is_kubelets:
-                self.is_streaming = False
-                reason = "kubelet closed the ListAndWatch stream; registering again"
-                self.end(Phase.FAILED, reason)
+            stream.ended.set()
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
         response = pb.PreferredAllocationResponse()
@@ -5196,7 +5366,10 @@ class Endpoint(rpc.DevicePluginServicer):
 
 
 async def completed(work: Awaitable[Result]) -> Result:
-    """Wait for the end of something, however often this task is cancelled meanwhile."""
+    """Wait for the end of something, however often this task is cancelled meanwhile.
+
+    A gRPC server that is cancelled while it starts or stops keeps its socket and its threads.
+    """
     future = asyncio.ensure_future(work)
     cancellation = None
     while not future.done():
@@ -5212,11 +5385,15 @@ async def completed(work: Awaitable[Result]) -> Result:
     return future.result()
 
 
-def grpc_message(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, grpc.aio.AioRpcError):
-        text = error.details() or error.code().name
-    return printable(" ".join(text.split()))
+async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a future or of some work, which ends early if the future is first."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({future, task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    return future.result() if future.done() else task.result()
 
 
 def connection_error(path: str) -> int:
@@ -5227,12 +5404,43 @@ def connection_error(path: str) -> int:
     return 0 if number == errno.EAGAIN else number  # EAGAIN: connections wait to be accepted
 
 
-def remove_dead_sockets(directory: str) -> None:
-    """Remove the sockets of daemons that were killed."""
-    for name in names_in(directory):
-        if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
-            with suppress(OSError):
-                os.unlink(f"{directory}/{name}")
+async def why_not_listening(kubelet: str) -> str | None:
+    """Return why no kubelet listens on its socket; one that is starting has a moment to do so."""
+    for pause in (0.0, *LISTEN_PAUSES):
+        await asyncio.sleep(pause)
+        number = connection_error(kubelet)
+        if not number:
+            return None
+        if number == errno.ENOENT:
+            return f"{kubelet} does not exist"
+    return "its socket refuses connections"
+
+
+def bind(server: grpc.aio.Server, path: str) -> None:
+    """Bind a server to a unix socket; raises OSError, without the reason, which gRPC hides."""
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError:
+        raise OSError(f"cannot create sockets in {dirname(path)}") from None
+
+
+def grpc_message(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, grpc.aio.AioRpcError):
+        text = error.details() or error.code().name
+    return printable(" ".join(text.split()))
+
+
+def register_failure(error: grpc.aio.AioRpcError) -> str:
+    """Return why Register has failed.
+
+    A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
+    """
+    if error.code() == Status.DEADLINE_EXCEEDED:
+        return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
+    if error.code() == Status.UNAVAILABLE:
+        return f"cannot reach the kubelet: {grpc_message(error)}"
+    return f"kubelet rejected Register: {grpc_message(error)}"
 
 
 class KubeletSession:
@@ -5246,13 +5454,10 @@ class KubeletSession:
         self._wake = wake
 
         self._devices = AdvertisedList()
-        self._endpoint: Endpoint | None = None
-        self._kubelet: FileIdentity | None = None  # kubelet.sock as the loop has seen it
-        self._kubelet_exists = asyncio.Event()
+        self._seen = Seen()  # in the last turn
+        self._endpoint: Endpoint | None = None  # while Register is under way or has succeeded
         self._disturbed = asyncio.Event()  # what the last attempt depended on has changed
-        self._checkpoint: FileIdentity | None = None  # as the loop has read it
-        self._checkpoint_at_register: FileIdentity | None = None
-        self._is_exiting = False
+        self._is_exiting = False  # the daemon ends
         self._task = asyncio.create_task(self._run())
 
     def update(
@@ -5261,54 +5466,33 @@ class KubeletSession:
         kubelet: FileIdentity | None,
         checkpoint: FileIdentity | None,
         *,
+        has_others_ids: bool,
         is_disturbed: bool,
-        has_rival: bool,
     ) -> None:
-        """Take the loop's observations: each turn calls this.
+        """Take what the loop has seen in this turn; raises OSError.
 
-        `is_disturbed`: files have come or gone in the directory; `has_rival`: this checkpoint has
-        IDs of the resource that another plugin has given.
+        `kubelet`: kubelet.sock; `has_others_ids`: the checkpoint has IDs of this resource that
+        another plugin has listed; `is_disturbed`: files of others have come or gone in the
+        directory.
         """
         self._devices.update(devices)
+        endpoint = self._endpoint
+        own_socket = file_identity(endpoint.path) if endpoint else None
+        former, self._seen = self._seen, Seen(kubelet, own_socket, checkpoint, has_others_ids)
+        if endpoint:
+            endpoint.judge(self._seen)
+
         # While it is registered, files of others do not matter. If they did, two plugins that take
         # a resource from each other would never back off.
-        is_registered = self.registration.phase is Phase.REGISTERED
-        if kubelet not in (None, self._kubelet) or (is_disturbed and not is_registered):
+        has_changed = is_disturbed or kubelet not in (None, former.kubelet)
+        if has_changed and not (endpoint and endpoint.is_registered):
             self._disturbed.set()
-        self._kubelet = kubelet
-        if kubelet:
-            self._kubelet_exists.set()
-        else:
-            self._kubelet_exists.clear()
-
-        self._checkpoint = checkpoint
-        if self._endpoint:
-            self._end_if_lost(self._endpoint)
-            # A checkpoint from before the registration shows nothing: kubelets can be late.
-            is_newer = checkpoint != self._checkpoint_at_register
-            if has_rival and is_newer and self.registration.phase is Phase.REGISTERED:
-                reason = "another device plugin has registered this resource; stop that plugin"
-                self._endpoint.end(Phase.FAILED, reason)
-
-    def _end_if_lost(self, endpoint: Endpoint) -> None:
-        """End an endpoint that the kubelet cannot reach, or that an ended kubelet has had."""
-        if endpoint.kubelet and self._kubelet not in (None, endpoint.kubelet):
-            endpoint.end(Phase.STARTING, "another kubelet has started; registering again")
-            self._disturbed.set()
-            return
-
-        if endpoint.file and file_identity(endpoint.path) == endpoint.file:
-            return
-        # Without kubelet.sock there is nothing to register with, and an open stream works on.
-        if endpoint.is_streaming and self._kubelet is None:
-            return
-        endpoint.end(Phase.STARTING, "the plugin's socket was deleted; registering again")
-        self._disturbed.set()
 
     async def _run(self) -> None:
-        """Serve until that ends; pause; and again.
+        """Register, serve until that ends, pause, and start over.
 
-        The pauses become longer, until one ends early because something has changed.
+        The pauses double, until one ends early because something has changed. The loss of a
+        registration is no failure: the next attempt follows at once.
         """
         pause = BACKOFF[0]
         while True:
@@ -5317,92 +5501,83 @@ class KubeletSession:
             phase, reason = Phase.FAILED, "internal error; registering again"
             with log_and_continue(f"the session of {self.name}"):
                 try:
-                    phase, reason = await self._serve()
+                    phase, reason = await self._attempt()
                 except OSError as error:  # of the daemon itself, such as too many open files
                     reason = str(error)
             self._set(phase, reason)
 
             if monotonic() - began > LASTING:
                 pause = BACKOFF[0]
-            if await wait_for_event(self._disturbed, pause):
+            if phase is Phase.STARTING or await wait_for_event(self._disturbed, pause):
                 pause = BACKOFF[0]
             else:
                 pause = min(2 * pause, BACKOFF[1])
 
-    async def _serve(self) -> tuple[Phase, str]:
-        """Wait for a kubelet, register with it and serve; return why that has ended.
+    async def _attempt(self) -> Ended:
+        """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
+        kubelet = f"{self._directory}/{KUBELET_SOCKET}"
+        if reason := await why_not_listening(kubelet):
+            return Phase.WAITING, f"waiting for kubelet ({reason})"
 
-        The socket is bound only now, as a kubelet that starts deletes all sockets. Raises OSError.
-        """
-        if refusal := await self._wait_for_kubelet():
-            return refusal
+        # The socket is bound only now, as a kubelet that starts deletes all sockets.
+        async with self._serving() as endpoint:
+            # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
+            self._seen = self._seen._replace(
+                kubelet=file_identity(kubelet), own_socket=file_identity(endpoint.path)
+            )
+            endpoint.at_register = self._seen
+            self._endpoint = endpoint
+            return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[Endpoint]:
+        """Serve on a new socket; raises OSError."""
         path = f"{self._directory}/{new_socket_name(self.name)}"
         endpoint = Endpoint(self.name, path, self._devices, self._allocator)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
         try:
-            try:
-                server.add_insecure_port(f"unix:{path}")
-            except RuntimeError:  # gRPC hides the error of bind()
-                return Phase.FAILED, f"cannot create sockets in {self._directory}"
+            bind(server, path)
             await completed(server.start())
-
-            if failure := await self._register(endpoint):
-                return failure
-            # The kubelet has this time to open its stream.
-            await asyncio.wait({endpoint.ended}, timeout=REGISTER_TIMEOUT)
-            if not endpoint.is_streaming and not endpoint.ended.done():
-                reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
-                return Phase.FAILED, reason
-            return await endpoint.ended
+            yield endpoint
         finally:
             self._endpoint = None
-            # The kubelet must have seen the end of its stream before the next Register: see the
-            # table above. A new kubelet has had none.
-            has_stream = endpoint.is_streaming and endpoint.kubelet == self._kubelet
-            grace = LAST_GRACE if self._is_exiting else None
-            await completed(server.stop(grace))
-            if has_stream and not self._is_exiting:
+            is_same_kubelet = endpoint.at_register.kubelet == self._seen.kubelet
+            must_notice = endpoint.stream.is_open and is_same_kubelet
+            # An error would take the place of a cancellation, and the session would never end.
+            with log_and_continue(f"the server of {self.name}"):
+                await completed(server.stop(LAST_GRACE if self._is_exiting else None))
+            # A kubelet must have seen the end of its stream before the next Register.
+            if must_notice and not self._is_exiting:
                 await asyncio.sleep(STREAM_DELAY)
 
-    async def _wait_for_kubelet(self) -> tuple[Phase, str] | None:
-        """Wait until kubelet.sock exists; return why it cannot be used."""
-        path = f"{self._directory}/{KUBELET_SOCKET}"
-        if not self._kubelet_exists.is_set():
-            self._set(Phase.WAITING, f"waiting for kubelet ({path} does not exist)")
-            await self._kubelet_exists.wait()
+    async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
+        """Register an endpoint, and follow the kubelet's stream to its end."""
+        if failure := await self._register(endpoint):
+            return Phase.FAILED, failure
 
-        for pause in (*LISTEN_PAUSES, None):
-            if not connection_error(path):
-                return None
-            if pause:
-                await asyncio.sleep(pause)
-        return Phase.WAITING, "waiting for kubelet (its socket refuses connections)"
+        if not await wait_for_event(endpoint.stream.opened, REGISTER_TIMEOUT):
+            reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
+            return Phase.FAILED, reason
+        await endpoint.stream.ended.wait()
+        return Phase.FAILED, "kubelet closed the ListAndWatch stream; registering again"
 
-    async def _register(self, endpoint: Endpoint) -> tuple[Phase, str] | None:
+    async def _register(self, endpoint: Endpoint) -> str | None:
         """Register an endpoint; return why that fails."""
-        path = f"{self._directory}/{KUBELET_SOCKET}"
-        endpoint.file = file_identity(endpoint.path)
-        # The loop may not have seen this kubelet.sock yet; it would take it for another kubelet's.
-        endpoint.kubelet = self._kubelet = file_identity(path)
-        self._endpoint = endpoint
-        self._checkpoint_at_register = self._checkpoint
         request = pb.RegisterRequest(
             version="v1beta1",
             endpoint=basename(endpoint.path),
             resource_name=self.name,
             options=PLUGIN_OPTIONS,
         )
-        async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
+        kubelet = f"unix:{self._directory}/{KUBELET_SOCKET}"
+        async with grpc.aio.insecure_channel(kubelet, CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
             except grpc.aio.AioRpcError as error:
-                reason = f"kubelet rejected Register: {grpc_message(error)}"
-                if error.code() == Status.DEADLINE_EXCEEDED:
-                    reason = f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
-                return Phase.FAILED, reason
+                return register_failure(error)
+            endpoint.is_registered = True
 
         number = pluralize(len(self._devices.message.devices), "device ID")
         log.info("%s: %s, %s", self.name, REGISTERED_TEXT, number)
@@ -5412,11 +5587,13 @@ class KubeletSession:
         return None
 
     def _set(self, phase: Phase, text: str) -> None:
-        if text and text != self.registration.text:
+        """Record how the last attempt has ended; log and report it if it is something new."""
+        former = self.registration
+        self.registration = former._replace(phase=phase, text=text)
+        if self.registration != former:
             level = logging.WARNING if phase is Phase.FAILED else logging.INFO
             log.log(level, "%s: %s", self.name, text)
-        self.registration = self.registration._replace(phase=phase, text=text)
-        self._wake()
+            self._wake()
 
     async def close(self, *, is_exiting: bool = False) -> None:
         """End it; `is_exiting`: no other session of the resource follows, as the daemon ends."""
@@ -5433,7 +5610,7 @@ class KubeletSessions:
         self.allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._closing: dict[str, Task] = {}
+        self._closing: dict[str, Task] = {}  # sessions of resources that have ended
 
     @property
     def have_started(self) -> bool:
@@ -5453,18 +5630,18 @@ class KubeletSessions:
         *,
         is_disturbed: bool,
     ) -> None:
-        """Bring the sessions in line with these resources; raises OSError."""
+        """Bring the sessions in line with these resources; raises OSError.
+
+        `others`: resources of which the checkpoint has IDs that another plugin has listed;
+        `is_disturbed`: files of others have come or gone in the directory.
+        """
         for name in self.by_name.keys() - resources.keys():
             log.info("%s: no devices left; no longer registered", name)
-            task = asyncio.create_task(self.by_name.pop(name).close())
-            task.add_done_callback(lambda _: self._wake())
-            self._closing[name] = task
+            self._closing[name] = asyncio.create_task(self._close(self.by_name.pop(name)))
 
         kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
         for name, resource in resources.items():
-            # A resource that returns waits until its former session has ended completely.
-            closing = self._closing.get(name)
-            if closing and not closing.done():
+            if name in self._closing:  # it returns once its former session has ended completely
                 continue
 
             if name not in self.by_name:
@@ -5474,9 +5651,14 @@ class KubeletSessions:
                 resource.device_list,
                 kubelet,
                 checkpoint,
+                has_others_ids=name in others,
                 is_disturbed=is_disturbed,
-                has_rival=name in others,
             )
+
+    async def _close(self, session: KubeletSession) -> None:
+        await session.close()
+        del self._closing[session.name]
+        self._wake()
 
     async def close(self) -> None:
         closing = (session.close(is_exiting=True) for session in self.by_name.values())
@@ -6016,12 +6198,16 @@ class Daemon:
                 problem = problem or directory_problem(error)
         host.note_problem("directories", problem)
 
-        self._must_tidy = False
-        if host.can_remove_directories:
-            try:
-                host.directories.tidy(decision.holds, now, Steps())
-            except OutOfSteps:
-                self._must_tidy = True
+        # Pods of a former daemon can have left theirs.
+        for resource in decision.resources.values():
+            if locks := lock_path(resource, resource.devices, host.settings):
+                host.directories.note_locks(locks)
+
+        try:
+            host.directories.clear(host.unnamed_directories(decision, now), (), now, Steps())
+            self._must_tidy = False
+        except OutOfSteps:
+            self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
         settings = self.host.settings

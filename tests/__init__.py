@@ -13,14 +13,14 @@ Layout, by chapter of ttdp.py:
     CONFIGURATION                     test_config
     INVENTORY                         test_inventory
     HEALTH, CHIPS                     test_health, test_places, test_exclude
-    ALLOCATIONS                       test_evidence, test_ownership
+    HOLDS                             test_holds, test_ownership, test_hugepages
     RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
     DECISION                          each of the above; test_exclude
     REPORTS, CONNECTIONS              test_metrics, test_list
     THREADS, FILES, KERNEL EVENTS     test_readers, test_files, test_events
     SYSTEMD                           test_systemd
-    NODE, REQUESTS, DAEMON            test_daemon, test_turns, test_hugepages, test_garbage
+    HOST, REQUESTS, DAEMON            test_daemon, test_turns, test_hugepages, test_garbage
     REGISTRATION, POD RESOURCES       test_session, test_ownership
     COMMAND LINE                      test_cli, test_list, test_check
     several, in random order          test_sequences; make fuzz makes more of them

@@ -532,6 +532,8 @@ async def bench(options: argparse.Namespace) -> int:
         bench = Bench(home, options.pyz, options.quick)
         await bench.prepare()
         for measurement in MEASUREMENTS:
+            if options.only not in ("", measurement.__name__):
+                continue
             print(f"{measurement.__name__.replace('_', ' ')} ...", file=sys.stderr)
             rows += await within(PATIENCE, "the measurement hangs", measurement(bench))
     print(table(rows))
@@ -555,6 +557,8 @@ def main() -> int:
         "--pyz", type=lambda text: Path(text).absolute(), metavar="PATH", help="measure this zipapp"
     )
     parser.add_argument("--quick", action="store_true", help="a fifth of the samples")
+    names = [measurement.__name__ for measurement in MEASUREMENTS]
+    parser.add_argument("--only", default="", choices=names, help="measure only this")
     try:
         return run(bench(parser.parse_args()))
     except (Broken, TimeoutError) as error:

@@ -540,7 +540,7 @@ def test_the_longest_directory_has_room_for_every_socket(resource: str, pid: int
     """A Unix socket's address has 107 bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.getpid", lambda: pid)
-        patch.setattr(ttdp, "_endpoint_numbers", itertools.count(99_999))
+        patch.setattr(ttdp, "_socket_numbers", itertools.count(99_999))
         name = ttdp.new_socket_name(resource)
     assert len(f"{'/' * ttdp.PLUGIN_DIR_MAX}/{name}") <= ttdp.SOCKET_PATH_MAX
 

@@ -204,13 +204,18 @@ async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path
 
 
 async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path: Path) -> None:
-    """With mode 0750, also its ancestors."""
-    path = tmp_path / "a" / "b"
+    """With mode 0750, as soon as the directory around it exists again."""
+    path = tmp_path / "kubelet" / "device-plugins"
+    path.parent.mkdir()
     async with watched(path) as found:
         for _ in range(3):
             assert path.stat().st_mode & 0o777 == 0o750
             shutil.rmtree(path.parent)
             found.directory.check()  # each turn of the loop does
+            assert found.directory.problem and not path.parent.exists()
+
+            path.parent.mkdir()
+            found.directory.check()
             found.directory.take_changes()
             (path / "kubelet.sock").touch()
             while not await found.change():

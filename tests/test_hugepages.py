@@ -1,35 +1,40 @@
-"""Hugepage directories: one for each device, clean when a pod starts, and nobody else's."""
+"""Directories for hugepages and locks: they exist while a current hold names them."""
 
 from __future__ import annotations
 
-import errno
+import functools
+import itertools
 import json
 import os
+import shutil
 import stat
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ttdp
+from tests.chips import bdf, hold
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.pods import Container
 from tests.world.processes import until
-from tests.world.simulation import RunningDaemon
-from ttdp import HugepageDirectories, Mount, Settings, SharedResource, Sharing
+from tests.world.simulation import RunningDaemon, settings_of
+from ttdp import Directories, Hold, Mount, OutOfSteps, Settings, SharedResource, Sharing, Steps
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
-N150 = "tenstorrent.com/n150"
-P300 = "tenstorrent.com/p300"
-A = "0000:01:00.0"
-PAGE = "device_0_tenstorrent"  # as tt-umd names it
-SHARED = Sharing(lock_dir="", resources=(SharedResource("n150", 2),))
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
+DOMAIN = "tenstorrent.com"
+N150 = f"{DOMAIN}/n150"
+HUGETLBFS = ("hugepages-1G", "hugepages")
+PAGES = [f"device_0_channel_{number}_tenstorrent" for number in range(4)]  # as tt-umd names them
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root, for another user")
 OTHER = 1000  # a user
 
 
@@ -40,19 +45,30 @@ def node(node: SimulatedNode) -> SimulatedNode:
     return node
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evidence ends sooner than after half a minute."""
-    monkeypatch.setattr(ttdp, "EVIDENCE_LASTS", 0.5)
+    """What lasts for half a minute lasts for half a second, as this kubelet writes at once."""
+    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.5)
     monkeypatch.setattr(ttdp, "ROUND", 0.1)
-
-
-def directory_of(node: SimulatedNode, bdf: str = A, hugetlbfs: str = "hugepages-1G") -> Path:
-    return node.root / "dev" / hugetlbfs / HugepageDirectories.NAME / bdf
 
 
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def around(node: SimulatedNode, hugetlbfs: str = HUGETLBFS[0]) -> Path:
+    """The daemon's own directory in a hugetlbfs."""
+    return node.root / "dev" / hugetlbfs / ttdp.OWN_DIRECTORY
+
+
+def mounts(kubelet: Kubelet, pod: str, container: str = "main") -> dict[str, Path]:
+    """The host paths of a container's mounts, by their path in the container."""
+    found = kubelet.allocation(pod, container).mounts
+    return {mount.container_path: Path(mount.host_path) for mount in found}
+
+
+def pages_of(kubelet: Kubelet, pod: str, container: str = "main") -> Path:
+    return mounts(kubelet, pod, container)["/dev/hugepages-1G"]
 
 
 def status(daemon: RunningDaemon) -> str:
@@ -60,98 +76,68 @@ def status(daemon: RunningDaemon) -> str:
     return [note for note in daemon.notes if note.startswith("STATUS=")][-1]
 
 
-async def ready(daemon: RunningDaemon) -> None:
-    await until(lambda: daemon.notified("READY=1"))
-
-
-async def hugepages_of(kubelet: Kubelet, pod: str) -> dict[str, str]:
-    """Admit a pod; return the host paths of its mounts by their path in the container."""
-    got = await kubelet.admit(pod, "main", {N150: 1})
-    return {mount.container_path: mount.host_path for mount in got.mounts}
-
-
-async def run(kubelet: Kubelet, pod: str, resource: str = N150) -> None:
-    await kubelet.admit(pod, "main", {resource: 1})
+async def run(kubelet: Kubelet, pod: str, resource: str = N150, **options: Any) -> Path:
+    """Run a pod; return its directory of 1 GiB pages."""
+    await kubelet.registered(resource)
+    await kubelet.admit(pod, "main", {resource: 1}, **options)
     await kubelet.running(pod, "main")
+    return pages_of(kubelet, pod)
 
 
-# -- directories -----------------------------------------------------------------------------------
+def leave_pages(directory: Path) -> None:
+    """A pod that was killed leaves its files, with the node's pages."""
+    for name in PAGES:
+        (directory / name).touch()
 
 
-async def test_each_device_has_directories_before_the_kubelet_starts(
-    node: SimulatedNode, start: StartDaemon
-) -> None:
-    """0777 and not sticky, in one that only root enters, in each hugetlbfs; also if removed."""
-    node.add("n150")
-    await ready(await start())
-    for chip in node.chips:
-        for hugetlbfs in ("hugepages-1G", "hugepages"):
-            own = directory_of(node, chip.bdf, hugetlbfs)
-            assert mode_of(own) == 0o777 and mode_of(own.parent) == 0o700
-    own = directory_of(node)
-    own.rmdir()
-    await until(own.is_dir)
-    assert mode_of(own) == 0o777
+async def for_a_while(daemon: RunningDaemon) -> None:
+    """Wait for longer than anything lasts that is not current, and for some turns after it."""
+    began = time.monotonic()
+    await until(lambda: daemon.daemon.host.polled_at > began + 2 * ttdp.WRITTEN_WITHIN)
 
 
-async def test_a_pod_keeps_its_directory_when_the_configuration_gives_its_chip_to_a_board(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """After a reboot it is created again, before the container restarts."""
-    _, second = node.add("p300c")
-    daemon = await start(state_dir=str(short_tmp))
-    await kubelet.registered(P300)
-    await run(kubelet, "first", P300)
-    await run(kubelet, "train", P300)
-    assert second.bdf in kubelet.allocated(P300)
-    own = directory_of(node, second.bdf)
-    first_uid = kubelet.uid("first")
-    kubelet.delete("first")
-    daemon.reload(unit="board")
-    await kubelet.registered(f"{P300}-board")
-    counts = daemon.daemon.host.allocations.counting
-    await until(lambda: first_uid not in {each.pod for each in counts(time.monotonic())})
-    own.rmdir()
-    await until(own.is_dir)
-    assert mode_of(own) == 0o777
+# -- which directory a container gets --------------------------------------------------------------
 
 
-async def test_a_container_gets_the_directories_of_its_first_device(
+async def test_each_container_has_directories_of_its_own(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """At the paths where tt-umd looks; configured mounts come in addition, or in their place."""
-    first, second = (*node.chips, *node.add("n150"))
-    mounts = (Mount("/srv", "/models"), Mount("/mine", "/dev/hugepages"))
-    daemon = await start()
-    await kubelet.registered(N150)
-    got = await kubelet.admit("both", "main", {N150: 2})
-    assert {mount.host_path for mount in got.mounts} == {
-        str(directory_of(node, first.bdf)),
-        str(directory_of(node, first.bdf, "hugepages")),
+    """One in each hugetlbfs: root's, 0777 and not sticky, in one that only root enters."""
+    node.add("n150")
+    await start()
+    await run(kubelet, "one")
+    await run(kubelet, "two")
+
+    for hugetlbfs in HUGETLBFS:
+        one, two = (mounts(kubelet, pod)[f"/dev/{hugetlbfs}"] for pod in ("one", "two"))
+        assert one != two and one.parent == two.parent == around(node, hugetlbfs)
+        assert mode_of(one) == mode_of(two) == 0o777 and mode_of(one.parent) == 0o700
+
+
+async def test_configured_mounts_come_in_addition_or_in_the_place_of_a_directory(
+    kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """A mount at /dev/hugepages replaces that directory."""
+    await start(mounts=(Mount("/srv", "/models"), Mount("/mine", "/dev/hugepages")))
+    own = await run(kubelet, "pod")
+    assert mounts(kubelet, "pod") == {
+        "/models": Path("/srv"),
+        "/dev/hugepages": Path("/mine"),
+        "/dev/hugepages-1G": own,
     }
-    kubelet.delete("both")
-    daemon.reload(mounts=mounts)
-    await until(lambda: daemon.daemon.host.settings.mounts)
-    await kubelet.wait_for(lambda: not kubelet.allocated(N150))
-    found = await hugepages_of(kubelet, "one")
-    assert found["/models"] == "/srv" and found["/dev/hugepages"] == "/mine"
-    assert Path(found["/dev/hugepages-1G"]).name in (first.bdf, second.bdf)
 
 
 @pytest.mark.parametrize("mode", ["host", "none"])
-async def test_other_modes_use_no_directories(
+async def test_other_modes_make_no_directories(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, mode: str
 ) -> None:
-    """The host's own, or nothing; none is made, and what is at their place does not matter."""
-    obstacle = directory_of(node).parent
-    obstacle.touch()
-    daemon = await start(hugepages=mode)
+    """Containers have the host's own, or none."""
+    await start(hugepages=mode)
     await kubelet.registered(N150)
-    found = await hugepages_of(kubelet, "pod")
-    own = {f"/dev/{name}": f"{node.root}/dev/{name}" for name in ("hugepages-1G", "hugepages")}
-    assert found == (own if mode == "host" else {})
-    await kubelet.running("pod", "main")
-    assert obstacle.read_bytes() == b"" and "hugepage" not in status(daemon)
+    await kubelet.admit("pod", "main", {N150: 1})
+    own = {f"/dev/{name}": node.root / "dev" / name for name in HUGETLBFS}
+    assert mounts(kubelet, "pod") == (own if mode == "host" else {})
+    assert not around(node).exists()
 
 
 async def test_with_cdi_containers_have_the_hosts_directory(
@@ -161,26 +147,648 @@ async def test_with_cdi_containers_have_the_hosts_directory(
     (short_tmp / "cdi").mkdir()
     await start(device_list_strategy="cdi", cdi_dir=str(short_tmp / "cdi"))
     await kubelet.registered(N150)
-    assert await hugepages_of(kubelet, "pod") == {}
+    await kubelet.admit("pod", "main", {N150: 1})
+    assert mounts(kubelet, "pod") == {}
     spec = (short_tmp / "cdi" / ttdp.CDI_FILE).read_text()
-    assert f'"{node.root}/dev/hugepages-1G"' in spec and HugepageDirectories.NAME not in spec
+    assert f'"{node.root}/dev/hugepages-1G"' in spec and ttdp.OWN_DIRECTORY not in spec
 
 
-async def test_without_a_directory_allocate_is_refused_with_the_reason(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+async def test_without_a_directory_allocate_is_refused_with_path_and_reason(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
-    """Log and status report it; it works again as soon as the directory can be made."""
-    obstacle = directory_of(node).parent
+    """It works again as soon as the directory can be made."""
+    obstacle = around(node)
     obstacle.touch()
-    daemon = await start()
+    await start()
     await kubelet.registered(N150)
-    await until(lambda: "hugepage directories cannot be used" in caplog.text)
-    await until(lambda: "hugepage directories cannot be used" in status(daemon))
-    with pytest.raises(AdmissionError, match=rf"no hugepage directory for device {A}"):
+    with pytest.raises(AdmissionError, match=f"{obstacle}: Not a directory"):
         await kubelet.admit("pod", "main", {N150: 1})
+
     obstacle.unlink()
-    await until(lambda: "hugepage directories" not in status(daemon))
-    assert await hugepages_of(kubelet, "next")
+    assert (await run(kubelet, "next")).is_dir()
+
+
+async def test_an_init_container_and_those_after_it_have_one_directory(
+    kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """The node has pages for one of them; what the first one leaves, the next one finds."""
+    await start()
+    await kubelet.registered(N150)
+    containers = [
+        Container("prepare", {N150: 1}, "init"),
+        Container("side", {N150: 1}, "restartable"),
+        Container("main", {}),
+    ]
+    await kubelet.admit_pod("train", containers)
+    own = pages_of(kubelet, "train", "prepare")
+    await kubelet.running("train", "prepare")
+    leave_pages(own)
+    await kubelet.running("train", "main")
+
+    assert pages_of(kubelet, "train", "side") == own
+    assert sorted(path.name for path in own.iterdir()) == PAGES
+
+
+@pytest.mark.parametrize("end", ["ends", "is deleted by force"])
+async def test_a_successor_has_another_directory(
+    kubelet: Kubelet, start: StartDaemon, end: str
+) -> None:
+    """Though the checkpoint has the former pod still when its chip is given to the next one."""
+    await start()
+    former = await run(kubelet, "former")
+    kubelet.delete("former") if end == "ends" else kubelet.force_delete("former")
+    (entry,) = kubelet.file.read().entries  # type: ignore[union-attr]
+    assert entry.uid == kubelet.uid("former")
+
+    await kubelet.admit("next", "main", {N150: 1})
+    assert pages_of(kubelet, "next") != former
+    if end != "ends":
+        kubelet.end("former")
+
+
+async def test_the_directory_of_a_pod_with_a_cgroup_is_named_to_no_other(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """Its container may be created just then: only what nobody can have used is named again."""
+    await start()
+    await kubelet.registered(N150)
+    kubelet.hold_volumes()
+    await kubelet.admit("first", "main", {N150: 1})
+    first = pages_of(kubelet, "first")
+    cgroup = kubelet.runtime.pod_cgroup(kubelet.pods.get("first"))
+    await until((node.root / "sys/fs/cgroup" / cgroup).exists)
+    kubelet.force_delete("first")
+    await kubelet.admit("second", "main", {N150: 1})
+    assert pages_of(kubelet, "second") != first
+    kubelet.hold_volumes(False)
+    kubelet.end("first")
+    await kubelet.running("second", "main")
+
+
+SHARED = Sharing(lock_dir="", resources=(SharedResource("n150", 2),))
+
+
+async def test_containers_that_share_a_device_have_one_directory(
+    kubelet: Kubelet, start: StartDaemon, hurried: None
+) -> None:
+    """It is there until the last of them has ended."""
+    daemon = await start(sharing=SHARED)
+    shared = await run(kubelet, "one")
+    leave_pages(shared)
+    assert await run(kubelet, "two") == shared
+    kubelet.delete("one")
+    assert await run(kubelet, "three") == shared
+    await for_a_while(daemon)
+    assert sorted(path.name for path in shared.iterdir()) == PAGES
+
+    kubelet.delete("two")
+    kubelet.delete("three")
+    await until(lambda: not shared.exists())
+
+
+# -- a successor finds the node's pages free -------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps_cgroup", [True, False])
+async def test_the_pages_of_a_pod_that_crashed_are_free_when_the_next_one_starts(
+    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, keeps_cgroup: bool
+) -> None:
+    """It is admitted at once: the kubelet gives a chip away before the former pod's cgroup goes."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600)
+    daemon = await start(interval=3600)
+    kubelet.keep_cgroups(keeps_cgroup)
+    former = await run(kubelet, "pod-0")
+    for number in range(3):
+        await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+        leave_pages(former)
+        kubelet.delete(f"pod-{number}")
+        following = await run(kubelet, f"pod-{number + 1}")
+        assert following != former and not any(following.iterdir())
+        assert not former.exists() or not any(former.iterdir())
+        former = following
+
+
+async def test_a_pod_that_waits_sees_no_page_of_its_predecessor(
+    kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The former one was deleted by force and runs on; until its end it keeps its files."""
+    caplog.set_level("INFO")
+    await start()
+    former = await run(kubelet, "former")
+    leave_pages(former)
+    kubelet.force_delete("former")
+    await kubelet.admit("next", "main", {N150: 1})
+    await until(lambda: "container start waits" in caplog.text)
+    assert sorted(path.name for path in former.iterdir()) == PAGES
+
+    kubelet.end("former")
+    await kubelet.running("next", "main")
+    assert not former.exists() or not any(former.iterdir())
+    following = pages_of(kubelet, "next")
+    assert following != former and not any(following.iterdir())
+
+
+async def test_a_static_pod_that_returns_finds_no_page_of_its_former_life(
+    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest was moved away and back: the same UID, soon after."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600)
+    await start(interval=3600)
+    former = await run(kubelet, "static", static=True)
+    leave_pages(former)
+    uid = kubelet.uid("static")
+    kubelet.force_delete("static")
+    kubelet.end("static")
+    kubelet.manager.prune()
+    kubelet.manager.write_checkpoint_now()
+    following = await run(kubelet, "static", static=True)
+
+    assert kubelet.uid("static") == uid and following != former
+    assert not any(following.iterdir())
+    assert not former.exists() or not any(former.iterdir())
+
+
+async def test_a_containers_own_files_stay_when_it_starts_again(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
+) -> None:
+    """Over restarts of the daemon, with its state file and without."""
+    daemon = await start(state_dir=str(short_tmp))
+    own = await run(kubelet, "train")
+    leave_pages(own)
+
+    for settings in ({"state_dir": str(short_tmp)}, {}):
+        await daemon.stop()
+        restarted = time.monotonic()
+        daemon = await start(**settings)
+        await kubelet.wait_for(functools.partial(kubelet.find, "registered", since=restarted))
+        await for_a_while(daemon)
+        kubelet.crash("train", "main")
+        await kubelet.wait_for(functools.partial(kubelet.find, "running", since=restarted))
+        assert sorted(path.name for path in own.iterdir()) == PAGES
+
+
+async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
+    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runtimes resolve the paths of an answer each time that they create a container."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600)
+    await start(interval=3600)
+    own = await run(kubelet, "train")
+    own.rmdir()
+    crashed = time.monotonic()
+    kubelet.crash("train", "main")
+    await kubelet.wait_for(functools.partial(kubelet.find, "running", since=crashed))
+    assert mode_of(own) == 0o777
+
+
+# -- a directory exists while a current hold names it ----------------------------------------------
+
+
+class Witness(list[str]):
+    """The messages to systemd, and a directory's mode when the first READY=1 came."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.mode: int | None = None
+        self._directory = directory
+
+    def append(self, note: str) -> None:
+        if note == "READY=1" and self.mode is None:
+            self.mode = mode_of(self._directory) if self._directory.exists() else 0
+        super().append(note)
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"hugepages": "host"}, {"hugepages": "none"}, {"device_list_strategy": "cdi"}]
+)
+async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_starts(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, mode: dict[str, str]
+) -> None:
+    """Whatever the configuration says by now. A runtime would make it 0755, for root alone."""
+    daemon = await start()
+    own = await run(kubelet, "train")
+    daemon.reload(**mode)
+    await until(lambda: daemon.notes.count("READY=1") == 2)
+    assert mode_of(own) == 0o777
+    await kubelet.power_cut()
+    await daemon.stop()
+    for hugetlbfs in HUGETLBFS:
+        shutil.rmtree(around(node, hugetlbfs))
+
+    booted = RunningDaemon(node, settings_of(node, directory, **mode))
+    booted.notes = witness = Witness(own)
+    async with booted:
+        await until(lambda: booted.notified("READY=1"))
+        assert witness.mode == 0o777
+        await kubelet.start()
+        await kubelet.running("train", "main")
+
+
+async def test_a_directory_with_a_wrong_mode_is_put_right(
+    kubelet: Kubelet, start: StartDaemon, hurried: None
+) -> None:
+    """A runtime made it, while the daemon was not there."""
+    await start()
+    own = await run(kubelet, "train")
+    own.chmod(0o755)
+    own.parent.chmod(0o755)
+    await until(lambda: mode_of(own) == 0o777)
+    assert mode_of(own.parent) == 0o700
+
+
+async def test_the_directory_of_a_pod_that_has_ended_is_removed_with_all_that_is_in_it(
+    kubelet: Kubelet, start: StartDaemon, hurried: None
+) -> None:
+    """Without a successor; so the pages of a pod that was killed return."""
+    await start()
+    own = await run(kubelet, "train")
+    leave_pages(own)
+    (own / "a/b").mkdir(parents=True)
+    (own / "a/b/link").symlink_to("/")
+    kubelet.delete("train")
+    await until(lambda: not own.exists())
+
+
+@pytest.mark.parametrize("how", ["missing", "garbage"])
+async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
+    kubelet: Kubelet, start: StartDaemon, hurried: None, how: Any
+) -> None:
+    """Until it can be read again, it is not known which pods there are."""
+    daemon = await start(interval=0.05)
+    own = await run(kubelet, "train")
+    kubelet.corrupt(how)
+    await until(lambda: daemon.daemon.host.holds.problem)
+    kubelet.force_delete("train")
+    kubelet.end("train")
+    await for_a_while(daemon)
+    assert own.exists()
+
+    kubelet.manager.prune()
+    kubelet.manager.write_checkpoint_now()
+    await until(lambda: not own.exists())
+
+
+@pytest.mark.parametrize("name", ["0000:01:00.0-00ff", "0000:01:00.0"])
+async def test_what_was_there_at_the_start_of_the_daemon_stays_for_half_a_minute(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:  # fmt: skip
+    """The checkpoint can be late. Then it goes, whatever its name: former ones are devices'."""
+    own = around(node) / name
+    own.mkdir(parents=True)
+    own.parent.chmod(0o700)
+    monkeypatch.setattr(ttdp, "ROUND", 0.1)
+    daemon = await start(interval=0.05)
+    await run(kubelet, "train")
+    polls = daemon.daemon.host.polled_at
+    await until(lambda: daemon.daemon.host.polled_at > polls + 0.5)
+    assert own.exists()
+
+    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.1)
+    await until(lambda: not own.exists())
+
+
+async def test_nothing_is_removed_before_a_checkpoint_was_read(
+    node: SimulatedNode, start: StartDaemon, hurried: None
+) -> None:
+    """The kubelet has not started yet."""
+    own = around(node) / "x"
+    own.mkdir(parents=True)
+    own.parent.chmod(0o700)
+    daemon = await start(interval=0.05)
+    await until(lambda: daemon.notified("READY=1"))
+    await for_a_while(daemon)
+    assert own.exists()
+
+
+async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Log and status show path and reason; devices and watchdog go on."""
+    daemon = await start(interval=0.05)
+    own = await run(kubelet, "train")
+    own.rmdir()
+    own.symlink_to("/")
+    await until(lambda: "directory for containers cannot be used" in status(daemon))
+    polls = daemon.daemon.host.polled_at
+    await until(lambda: daemon.daemon.host.polled_at > polls + 0.2)
+    assert "cannot read" not in caplog.text and "internal error" not in caplog.text
+    node.chips[0].vanish()
+    await kubelet.wait_for(lambda: not kubelet.healthy(N150))
+
+    own.unlink()
+    await until(lambda: "directory for containers" not in status(daemon))
+    assert mode_of(own) == 0o777
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+def locked(short_tmp: Path, **more: Any) -> dict[str, Sharing]:
+    entries = (SharedResource("n150", 2),)
+    return {"sharing": Sharing(lock_dir=f"{short_tmp}/locks", resources=entries, **more)}
+
+
+async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_the_last_one(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
+) -> None:
+    """It would take memory until the next boot; and later containers find it open to all."""
+    daemon = await start(**locked(short_tmp))
+    await run(kubelet, "one")
+    await run(kubelet, "two")
+    shm = mounts(kubelet, "two")["/dev/shm"]
+    assert shm == short_tmp / "locks/n150" and mode_of(shm) == 0o1777
+    (shm / "lock").touch()
+    kubelet.delete("one")
+    await for_a_while(daemon)
+    assert (shm / "lock").exists()
+
+    shm.chmod(0o700)
+    await until(lambda: mode_of(shm) == 0o1777)
+    kubelet.delete("two")
+    await until(lambda: not any(shm.iterdir()))
+    assert mode_of(shm) == 0o1777
+
+
+async def test_locks_are_removed_after_users_that_ended_while_the_daemon_was_not_there(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
+) -> None:
+    """The next daemon has no hold that names their directory, but its configuration does."""
+    daemon = await start(**locked(short_tmp))
+    await run(kubelet, "train")
+    lock = mounts(kubelet, "train")["/dev/shm"] / "lock"
+    lock.touch()
+    await daemon.stop()
+    kubelet.remove_pod("train")
+    await start(**locked(short_tmp))
+    await until(lambda: not lock.exists())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"resource_domain": "example.org"}, {"sharing": Sharing(lock_dir="")}]
+)
+async def test_a_pod_keeps_its_dev_shm_whatever_its_resource_is_called_by_now(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None, changes: dict[str, Any]
+) -> None:
+    """Until it has ended; by the path, which stands in its answer."""
+    daemon = await start(**locked(short_tmp))
+    await run(kubelet, "train")
+    shm = mounts(kubelet, "train")["/dev/shm"]
+    (shm / "lock").touch()
+    daemon.reload(**changes)
+    await until(lambda: daemon.notes.count("READY=1") == 2)
+    await for_a_while(daemon)
+    assert (shm / "lock").exists()
+
+    kubelet.delete("train")
+    await until(lambda: not (shm / "lock").exists())
+
+
+# -- directories without a daemon ------------------------------------------------------------------
+
+
+@pytest.fixture
+def dev() -> Iterator[Path]:
+    """A /dev, in memory as hugetlbfs is."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def parent(dev: Path) -> Path:
+    """The daemon's own directory in a hugetlbfs."""
+    path = dev / "hugepages" / ttdp.OWN_DIRECTORY
+    path.mkdir(parents=True)
+    path.chmod(0o700)
+    return path
+
+
+@pytest.fixture
+def directories(dev: Path, parent: Path) -> Directories:
+    """As a daemon has them some time after its start."""
+    found = Directories(Settings(dev_root=str(dev)))
+    tidy(found, now=0.0)
+    return found
+
+
+def named(*paths: Path) -> Hold:
+    return hold("n150", bdf(1), buses=[1])._replace(directories=tuple(map(str, paths)))
+
+
+def tidy(
+    directories: Directories, *holds: Hold, now: float = 1000.0, steps: int = ttdp.STEPS
+) -> bool:
+    """Remove what these holds do not name, in one turn; return whether all was tried."""
+    try:
+        directories.clear(directories.unnamed(holds, now), (), now, Steps(steps))
+    except OutOfSteps:
+        return False
+    return True
+
+
+def turns(directories: Directories, steps: int = ttdp.STEPS) -> int:
+    """Return the number of turns until all was removed."""
+    number = 1
+    while not tidy(directories, steps=steps):
+        number += 1
+    return number
+
+
+def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Path) -> None:
+    """Whatever it is, and whatever it is called."""
+    for name in ("0000:01:00.0", "0000:01:00.0-00ff", "unknown"):
+        (parent / name).mkdir()
+    (parent / "file").touch()
+    (parent / "link").symlink_to("/")
+    tidy(directories, named(parent / "0000:01:00.0"))
+    assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
+
+
+def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, parent: Path) -> None:
+    """What came later is not: it was made for an answer of this daemon."""
+    (parent / "before").mkdir()
+    directories = Directories(Settings(dev_root=str(dev)))
+    tidy(directories, now=100.0)
+    (parent / "after").mkdir()
+    tidy(directories, now=129.0)
+    assert [path.name for path in parent.iterdir()] == ["before"]
+    tidy(directories, now=130.0)
+    assert not any(parent.iterdir())
+
+
+def test_nothing_is_made_where_the_hosts_directory_is_gone(
+    directories: Directories, parent: Path
+) -> None:
+    """hugetlbfs is not mounted there any more: the files would be in memory."""
+    shutil.rmtree(parent.parent)
+    directories.put_right(named(parent / "x"))
+    assert not parent.parent.exists()
+
+
+def test_nothing_is_made_outside_the_daemons_own_directories(
+    tmp_path: Path, directories: Directories
+) -> None:
+    """A hold can be that of a daemon with another root."""
+    elsewhere = tmp_path / "elsewhere/hugepages" / ttdp.OWN_DIRECTORY / "x"
+    directories.put_right(named(elsewhere))
+    assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize("depth", [300, 20_000])
+def test_a_tree_is_removed_however_deep_it_is(
+    directories: Directories, parent: Path, depth: int
+) -> None:
+    """A container can make more levels than there are descriptors, or bytes in a path."""
+    (parent / "x").mkdir()
+    directory = os.open(parent / "x", os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("deeper", dir_fd=directory)
+        os.close(os.open("file", os.O_CREAT, dir_fd=directory))
+        inner = os.open("deeper", os.O_RDONLY, dir_fd=directory)
+        os.close(directory)
+        directory = inner
+    os.close(directory)
+
+    assert turns(directories) <= 4 * depth / ttdp.STEPS + 1
+    assert not any(parent.iterdir())
+
+
+def test_many_files_are_removed_in_several_turns(directories: Directories, parent: Path) -> None:
+    """A turn has one budget, whatever is to be removed: the loop has other work."""
+    for name in ("one", "two"):
+        (parent / name).mkdir()
+        for number in range(1500):
+            (parent / name / str(number)).touch()
+    assert turns(directories, steps=500) == 6
+    assert not any(parent.iterdir())
+
+
+def test_a_large_directory_delays_no_other_one(directories: Directories, parent: Path) -> None:
+    """The one that took all steps comes last in the next turn."""
+    for name, number in {"a": 100, "b": 3, "c": 100}.items():
+        (parent / name).mkdir()
+        for file in range(number):
+            (parent / name / str(file)).touch()
+    tidy(directories, now=1000.0, steps=10)
+    tidy(directories, now=1001.0, steps=10)
+    assert not (parent / "b").exists()
+    tidy(directories, now=1002.0, steps=10)
+    assert all(len([*(parent / name).iterdir()]) < 100 for name in "ac")
+
+
+def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
+    directories: Directories, parent: Path
+) -> None:
+    """The pages of the chip's former pod, whose hold is current still. Its directory stays."""
+    for name, number in {"large": 100, "left": 4}.items():
+        (parent / name).mkdir()
+        for file in range(number):
+            (parent / name / str(file)).touch()
+    for now in (1000.0, 1001.0):
+        with pytest.raises(OutOfSteps):
+            directories.clear([f"{parent}/large"], [f"{parent}/left"], now, Steps(10))
+
+    assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
+
+
+def test_no_link_leads_out_of_a_directory(
+    directories: Directories, parent: Path, tmp_path: Path
+) -> None:
+    """Links are removed, not followed."""
+    precious = tmp_path / "precious"
+    (precious / "inner").mkdir(parents=True)
+    (precious / "file").touch()
+    (parent / "x/inner").mkdir(parents=True)
+    (parent / "x/link").symlink_to(precious)
+    (parent / "x/inner/link").symlink_to(precious)
+    (parent / "y").symlink_to(precious)
+    tidy(directories)
+    assert not any(parent.iterdir())
+    assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
+
+
+def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
+    directories: Directories, parent: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One line reports it, and `check` as long as it is there."""
+    for path in ("a/stuck", "a/other", "b/file"):
+        (parent / path).parent.mkdir(exist_ok=True)
+        (parent / path).touch()
+    tried: list[float] = []
+    genuine = os.unlink
+
+    def unlink(path: Any, **keywords: Any) -> None:
+        if path == "stuck":
+            tried.append(now)
+            raise PermissionError(1, "Operation not permitted")
+        genuine(path, **keywords)
+
+    monkeypatch.setattr("os.unlink", unlink)
+    for now in range(1000, 3000):
+        tidy(directories, now=now)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
+    assert [path.name for path in parent.rglob("*")] == ["a", "stuck"]
+    (reason,) = (each.reason for each in directories.resisting.values())
+    assert caplog.messages == [f"{parent}/a cannot be emptied: {reason}"]
+
+    monkeypatch.setattr("os.unlink", genuine)
+    tidy(directories, now=4000.0)
+    assert not directories.resisting and not any(parent.iterdir())
+
+
+WITHOUT_CAPABILITIES = """
+import json, sys, ttdp
+directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
+for now in (0.0, 1000.0):
+    directories.clear(directories.unnamed((), now), (), now, ttdp.Steps())
+print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
+"""
+
+
+@needs_root
+def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Path) -> None:
+    """The service is root without capabilities. What lies beside it is removed."""
+    for name in ("closed", "full", "open"):
+        (parent / name / "inner").mkdir(parents=True)
+        (parent / name / "inner/page").touch()
+        (parent / name / "page").touch()
+    for path, mode in {"closed": 0o700, "full/inner": 0o700, "open/inner": 0o777}.items():
+        os.chown(parent / path, OTHER, OTHER)
+        (parent / path).chmod(mode)
+    for path in ("closed", "full", "open"):
+        (parent / path).chmod(0o700 if path == "closed" else 0o777)
+
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
+    done = subprocess.run(
+        [*without, WITHOUT_CAPABILITIES, dev],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(ttdp.__file__).parent,
+    )
+    denied = "Permission denied"
+    assert json.loads(done.stdout) == {str(parent / name): denied for name in ("closed", "full")}
+    assert (parent / "closed/page").exists() and not (parent / "full/page").exists()
+    assert not (parent / "open").exists()
+
+
+@needs_root
+def test_a_mode_that_a_container_has_changed_is_left_to_it(
+    directories: Directories, parent: Path
+) -> None:
+    """If its user has made the directory its own, who else may use it is that user's choice."""
+    directories.put_right(named(parent / "x"))
+    (parent / "x").chmod(0o700)
+    directories.put_right(named(parent / "x"))
+    assert mode_of(parent / "x") == 0o777
+    os.chown(parent / "x", OTHER, OTHER)
+    (parent / "x").chmod(0o700)
+    directories.put_right(named(parent / "x"))
+    assert mode_of(parent / "x") == 0o700
 
 
 def another_users(parent: Path, precious: Path) -> None:
@@ -195,380 +803,51 @@ def a_link(parent: Path, precious: Path) -> None:
 @needs_root
 @pytest.mark.parametrize("make", [another_users, a_link])
 def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
-    tmp_path: Path, make: Any
+    directories: Directories, parent: Path, dev: Path, make: Callable[[Path, Path], None]
 ) -> None:
-    """Whoever made it could put anything in the place of a device's directory."""
-    precious = tmp_path / "precious"
-    (precious / A).mkdir(mode=0o700, parents=True)
-    (precious / A / "file").touch()
-    precious.chmod(0o700)
-    parent = tmp_path / "hugepages" / HugepageDirectories.NAME
-    parent.parent.mkdir()
+    """Whoever made it could put anything in the place of a container's directory."""
+    precious = dev / "precious"
+    (precious / "x").mkdir(parents=True)
+    (precious / "x/file").touch()
+    parent.rmdir()
     make(parent, precious)
 
-    directories = HugepageDirectories(Settings(dev_root=str(tmp_path)))
-    with pytest.raises(OSError, match=HugepageDirectories.NAME):
-        directories.mounts(A)
-    directories.clean_unused(())
-    assert (parent / A / "file").exists() and [*parent.iterdir()] == [parent / A]
+    mounts = [Mount(str(parent.parent), "/dev/hugepages")]
+    with pytest.raises(OSError, match=str(parent)):
+        directories.make_for_hugepages("y", mounts)
+    with pytest.raises(OSError, match=str(parent)):
+        directories.put_right(named(parent / "y"))
+    tidy(directories)
+    assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
 
 
-@pytest.mark.parametrize("obstacle", ["cleaning", "a link"])
-async def test_what_cannot_be_cleaned_stops_nothing_else(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, obstacle: str,
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Pods wait, and the reason is shown; devices, files and watchdog go on."""
-    daemon = await start(interval=0.05)
-    await kubelet.registered(N150)
-    await run(kubelet, "train")
-    parent = directory_of(node).parent
-    with monkeypatch.context() as patch:
-        if obstacle == "a link":
-            parent.rename(parent.with_name("elsewhere"))
-            parent.symlink_to("elsewhere")
-        else:
-            (parent / A / PAGE).touch()
-
-            genuine = os.rename
-
-            def refuse(source: Any, target: Any, **keywords: Any) -> None:
-                if "closed" in str(target):
-                    raise OSError(30, "Read-only file system")
-                genuine(source, target, **keywords)
-
-            def remove(*_: Any) -> None:
-                raise OSError(30, "Read-only file system")
-
-            patch.setattr("ttdp._remove_files", remove)
-            patch.setattr("os.rename", refuse)
-        kubelet.delete("train")
-        await until(lambda: "hugepage directories cannot be used" in status(daemon))
-        polls = daemon.daemon.host.polled_at
-        await until(lambda: daemon.daemon.host.polled_at > polls + 0.2)
-        assert "cannot read" not in caplog.text and "internal error" not in caplog.text
-        node.chips[0].vanish()
-        await kubelet.wait_for(lambda: not kubelet.healthy(N150))
-
-    if obstacle == "a link":
-        parent.unlink()
-    await until(lambda: "hugepage directories" not in status(daemon))
+def test_the_hosts_dev_shm_is_never_emptied(directories: Directories) -> None:
+    """With lock_dir = "/dev/shm" containers have the host's own."""
+    directories.note_locks("/dev/shm")
+    directories.note_locks("/run/ttdp/shm/n150")
+    assert directories.unnamed((), 1000.0) == {"/run/ttdp/shm/n150"}
 
 
-# -- whose files are removed, and when -------------------------------------------------------------
-
-
-async def test_the_files_of_a_pod_that_has_ended_are_removed(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+@pytest.mark.parametrize("what", ["another user's", "open to all", "a link"])
+def test_a_lock_directory_that_others_can_change_is_not_used(
+    directories: Directories, tmp_path: Path, what: str
 ) -> None:
-    """Without a successor; also subdirectories. The directory itself stays."""
-    await start()
-    await kubelet.registered(N150)
-    await run(kubelet, "train")
-    own = directory_of(node)
-    (own / PAGE).touch()
-    (own / "a" / "b").mkdir(parents=True)
-    (own / "a" / "b" / "c").symlink_to("/")
-    kubelet.delete("train")
-    await until(lambda: not any(own.iterdir()))
-    assert own.is_dir()
-
-
-async def test_a_pod_that_lives_keeps_its_files_for_as_long_as_it_lives(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """Over restarts of its container and of the daemon, though evidence would have ended."""
-    daemon = await start(state_dir=str(short_tmp))
-    await kubelet.registered(N150)
-    await run(kubelet, "train")
-    page = directory_of(node) / PAGE
-    page.touch()
-    begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 2 * ttdp.WRITTEN_WITHIN)
-    kubelet.crash("train", "main")
-    await kubelet.wait_for(lambda: len(kubelet.find("running")) == 2)
-    assert page.exists()
-    await daemon.stop()
-    daemon = await start(state_dir=str(short_tmp))
-    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2)
-    kubelet.crash("train", "main")
-    await kubelet.wait_for(lambda: len(kubelet.find("running")) == 3)
-    assert page.exists()
-
-
-async def test_a_restarted_daemon_knows_which_containers_have_started(
-    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those that started a moment before: that is saved at once."""
-    monkeypatch.setattr(ttdp, "ROUND", 3600)
-    daemon = await start(state_dir=str(short_tmp), interval=3600)
-    await kubelet.registered(N150)
-    await run(kubelet, "train")
-    node_state = daemon.daemon.node
-    (record,) = node_state.allocations._records.values()
-    node_state.save_state([], time.monotonic())
-
-    def saved() -> bool:
-        (row,) = json.loads((short_tmp / "state.json").read_text())["allocations"]
-        return bool(row["start_was_allowed"])
-
-    await until(saved)
-    record.start_was_allowed = False
-    node_state.save_state([], time.monotonic())
-    assert not saved()
-    node_state.allow_start(record.allocation)
-    await until(saved)
-
-
-async def test_a_restarted_daemon_without_its_state_removes_nothing_of_a_pod_that_runs(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """It does not know whether the container has started, so it takes it to have."""
-    daemon = await start()
-    await kubelet.registered(N150)
-    await run(kubelet, "train")
-    page = directory_of(node) / PAGE
-    page.touch()
-    await daemon.stop()
-    await start()
-    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2)
-    kubelet.crash("train", "main")
-    await kubelet.wait_for(lambda: len(kubelet.find("running")) == 2)
-    assert page.exists()
-
-
-async def test_containers_of_a_pod_find_the_files_of_those_before_them(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """Only the first one's start removes files, those of former pods."""
-    page = directory_of(node) / PAGE
-    await start()
-    await kubelet.registered(N150)
-    containers = [
-        Container("prepare", {N150: 1}, "init"),
-        Container("side", {N150: 1}, "restartable"),
-        Container("main", {}),
-    ]
-    await kubelet.admit_pod("train", containers)
-    await kubelet.running("train", "prepare")
-    page.touch()
-    await kubelet.running("train", "main")
-    assert page.exists()
-
-
-async def test_a_successor_starts_with_clean_pages(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once, not when the evidence for the former pod has ended; also after a forced deletion."""
-    monkeypatch.setattr(ttdp, "EVIDENCE_LASTS", 3600)
-    await start()
-    await kubelet.registered(N150)
-    page = directory_of(node) / PAGE
-    for number, end in enumerate((kubelet.delete, kubelet.force_delete, kubelet.delete)):
-        await kubelet.admit(f"pod-{number}", "main", {N150: 1})
-        await kubelet.running(f"pod-{number}", "main")
-        assert not page.exists()
-        page.touch()
-        end(f"pod-{number}")
-        if end == kubelet.force_delete:
-            kubelet.end(f"pod-{number}")
-
-
-async def test_users_of_a_shared_device_keep_each_others_files(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """They have one directory, which is cleaned when none of them is left."""
-    await start(sharing=SHARED)
-    await kubelet.registered(N150)
-    page = directory_of(node) / PAGE
-    await run(kubelet, "one")
-    page.touch()
-    await run(kubelet, "two")
-    assert page.exists()
-    kubelet.delete("one")
-    begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 2 * ttdp.WRITTEN_WITHIN)
-    assert page.exists()
-    kubelet.delete("two")
-    await until(lambda: not page.exists())
-
-
-async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_the_last_one(
-    kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """It would take memory until the next boot; and later containers find it open to all."""
-    shm = short_tmp / "locks" / "n150"
-    sharing = Sharing(lock_dir=str(shm.parent), resources=(SharedResource("n150", 2),))
-    await start(sharing=sharing)
-    await kubelet.registered(N150)
-    await run(kubelet, "one")
-    await run(kubelet, "two")
-    (shm / "lock").touch()
-    shm.chmod(0o700)
-    kubelet.delete("one")
-    begin = time.monotonic()
-    await until(lambda: time.monotonic() > begin + 2 * ttdp.WRITTEN_WITHIN)
-    assert (shm / "lock").exists()
-    kubelet.delete("two")
-    await until(lambda: not any(shm.iterdir()) and mode_of(shm) == 0o1777)
-
-
-async def test_nothing_is_removed_before_a_checkpoint_was_read(
-    node: SimulatedNode, start: StartDaemon
-) -> None:
-    """Until then it is not known which pods run."""
-    page = directory_of(node) / PAGE
-    page.parent.mkdir(parents=True)
-    page.parent.parent.chmod(0o700)
-    page.touch()
-    daemon = await start(interval=0.05)
-    await ready(daemon)
-    polls = daemon.daemon.host.polled_at
-    await until(lambda: daemon.daemon.host.polled_at > polls + 0.3)
-    assert page.exists()
-
-
-# -- directories that a container has changed ------------------------------------------------------
-
-
-@pytest.fixture
-def directories(tmp_path: Path) -> HugepageDirectories:
-    (tmp_path / "hugepages").mkdir()
-    found = HugepageDirectories(Settings(dev_root=str(tmp_path)))
-    found.mounts(A)
-    return found
-
-
-@pytest.fixture
-def own(tmp_path: Path, directories: HugepageDirectories) -> Iterator[Path]:
-    path = tmp_path / "hugepages" / HugepageDirectories.NAME / A
-    (path / PAGE).touch()
-    yield path
-
-
-def given_away(path: Path) -> None:
-    os.chown(path, OTHER, OTHER)
-
-
-def with_too_many_files(path: Path) -> None:
-    for number in range(20):
-        (path / str(number)).touch()
-
-
-def with_too_deep_directories(path: Path) -> None:
-    """A container could make more than there are descriptors, or levels of recursion."""
-    path.joinpath(*"x" * 50).mkdir(parents=True)
-
-
-def replaced(path: Path) -> None:
-    (path / PAGE).unlink()
-    path.rmdir()
-    path.symlink_to("/")
-
-
-@needs_root
-@pytest.mark.parametrize(
-    "spoil", [given_away, with_too_many_files, with_too_deep_directories, replaced]
-)
-def test_a_directory_that_cannot_be_cleaned_is_put_aside(
-    directories: HugepageDirectories, own: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch, spoil: Any,
-) -> None:  # fmt: skip
-    """The device has a new one; the log and `check` name the one that keeps its pages."""
-    if spoil == with_too_many_files:
-        monkeypatch.setattr(ttdp, "MAX_FILES", 10)
-    spoil(own)
-    directories.renew(A)
-    assert mode_of(own) == 0o777 and own.stat().st_uid == 0 and not any(own.iterdir())
-    (aside,) = directories.put_aside()
-    assert aside.startswith(f"{own}.closed-") and aside in caplog.text
-
-    # Later rounds try again: other processes may have gone, and the rest is less.
-    for _ in range(3):
-        directories.clean_unused(())
-    can_be_removed = spoil in (given_away, with_too_many_files)
-    assert [*directories.put_aside()] == ([] if can_be_removed else [aside])
-
-
-def test_a_mode_that_was_changed_is_set_again(directories: HugepageDirectories, own: Path) -> None:
-    """By a container; or the runtime created what a pod from before a reboot has mounted."""
-    own.chmod(0o755)
-    own.parent.chmod(0o755)
-    directories.mounts(A)
-    directories.renew(A)
-    assert mode_of(own) == 0o777 and mode_of(own.parent) == 0o700
-    assert not any(own.iterdir()) and not [*directories.put_aside()]
-
-
-def test_what_is_no_directory_is_never_mounted(directories: HugepageDirectories, own: Path) -> None:
-    """A container that had the host's hugetlbfs can have left a link there."""
-    replaced(own)
-    (mount,) = directories.mounts(A)
-    assert Path(mount.host) == own and not own.is_symlink() and mode_of(own) == 0o777
-
-
-@needs_root
-def test_one_file_that_cannot_be_removed_keeps_no_others(
-    directories: HugepageDirectories, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A container's user can close a directory to root, which has no capabilities here."""
-    genuine = ttdp._opened_directory
-
-    def closed(path: str, parent: int | None = None) -> Any:
-        if path == "closed":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return genuine(path, parent)
-
-    (own / "closed").mkdir()
-    for number in range(5):
-        (own / str(number)).touch()
-    monkeypatch.setattr("ttdp._opened_directory", closed)
-    directories.renew(A)
-    (aside,) = directories.put_aside()
-    assert os.listdir(aside) == ["closed"]
-
-
-def test_a_former_pod_that_has_the_directory_open_finds_nothing_of_the_next(
-    directories: HugepageDirectories, own: Path
-) -> None:
-    """It could have passed the descriptor on to another pod, by a socket."""
-    former = os.open(own, os.O_RDONLY)
-    directories.renew(A)
-    (own / PAGE).touch()
-    with pytest.raises(FileNotFoundError):
-        os.open(PAGE, os.O_RDONLY, dir_fd=former)
-    os.close(former)
-
-
-def test_no_link_leads_out_of_a_directory(
-    directories: HugepageDirectories, own: Path, tmp_path: Path
-) -> None:
-    """Links are removed, not followed."""
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").touch()
-    (own / "link").symlink_to(precious)
-    (own / "file").symlink_to(precious / "file")
-    directories.renew(A)
-    assert (precious / "file").exists() and not any(own.iterdir())
-
-
-def test_the_daemons_own_error_puts_nothing_aside(
-    directories: HugepageDirectories, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without descriptors the directory stays, to be cleaned later."""
-
-    genuine = os.open
-
-    def exhausted(path: Any, *arguments: Any, **keywords: Any) -> int:
-        if path == A:
-            raise OSError(24, "Too many open files")
-        return genuine(path, *arguments, **keywords)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
-        patch.setattr("os.open", exhausted)
-        directories.renew(A)
-    assert (own / PAGE).exists() and not [*directories.put_aside()]
+    """Only `lock_dir` itself must be root's: a container may own its /dev/shm."""
+    lock_dir = tmp_path / "locks"
+    if what == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        lock_dir.symlink_to("elsewhere")
+    else:
+        lock_dir.mkdir()
+        lock_dir.chmod(0o777)
+    if what == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("NOT RUN: needs root, for another user")
+        lock_dir.chmod(0o755)
+        os.chown(lock_dir, OTHER, OTHER)
+    with pytest.raises(OSError, match="other users can change it"):
+        directories.make_for_locks(f"{lock_dir}/n150")
+    assert not (lock_dir / "n150").exists()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -203,10 +204,13 @@ def test_a_chip_without_telemetry_is_dead_if_its_configuration_space_is(chip: Ch
     """It looks like late firmware otherwise; a space that cannot be read shows nothing."""
     chip.silence()
     function = function_of(chip)
+
     chip.write("config", b"")
     assert read_telemetry(function) == Telemetry()
+
     chip.remove("config")
     assert read_telemetry(function) == Telemetry()
+
     chip.die(bus=True)
     assert read_telemetry(function) == Telemetry(all_ones=True)
 
@@ -237,8 +241,10 @@ def test_a_value_that_is_missing_takes_no_other_with_it(
         chip.fail(attribute, "ENODATA")
     else:
         chip.write(attribute, dead_value(attribute, "").encode())
+
     with kernel_errors():
         found = read_telemetry(function)
+
     assert not (found.all_ones or found.error)
     for name, value in VALUES.items():
         assert value(found) == (None if name == attribute else value(sound))
@@ -260,15 +266,25 @@ def test_a_card_type_that_the_driver_does_not_know_is_not_a_dead_chip(
 
 
 @pytest.mark.parametrize("torn", ["FFFFFFFFB3C4AC04", "B3C4AC04FFFFFFFF", "0" * 16])
-def test_a_torn_identity_is_discarded(torn: str) -> None:
-    """A half of all ones was read during a reset; so was a version of zeros."""
-    raw = {"tt_serial": torn, "tt_asic_id": torn, "tt_fw_bundle_ver": "0.0.0.0"}
+@pytest.mark.parametrize("version", ["0.0.0.0", "255.255.255.255"])
+def test_an_identity_that_was_read_during_a_reset_is_discarded(torn: str, version: str) -> None:
+    """The driver reads each half of a serial by itself, and it can be all ones."""
+    raw = {"tt_serial": torn, "tt_asic_id": torn, "tt_fw_bundle_ver": version}
     assert parse(raw).identity == Identity()
 
 
-FORMS = dict(zip(VALUES, ["[a-z][a-z0-9-]*", "[0-9A-F]{16}", "[0-9A-F]{16}", r"\d+(\.\d+)+",
-                          r"\d+", r"\d+", r"\d+", r"-?\d+"], strict=True))  # fmt: skip
-NEARLY = ["1_000", "+7", " 7", "٣", "0x10", "-1", "1e3", "nan", "9" * 5000, "1.2.3.4", "n150\n"]
+FORMS = {
+    "tt_card_type": "(?!unknown$)[a-z][a-z0-9-]*",
+    "tt_serial": "[0-9A-F]{16}",
+    "tt_asic_id": "[0-9A-F]{16}",
+    "tt_fw_bundle_ver": r"\d+(\.\d+)+",
+    "tt_therm_trip_count": r"\d+",
+    "temp1_input": r"\d+",
+    "temp1_max": r"\d+",
+    "tt_heartbeat": r"-?\d+",
+}
+NEARLY = ["1_000", "+7", " 7", "٣", "0x10", "-1", "1e3", "nan", "9" * 5000, "1.2.3.4", "n150\n",
+          "unknown", "1.٣.0.0", f"{'9' * 400} GT/s", f"TOTAL_ERR_COR {'9' * 400}"]  # fmt: skip
 texts = st.one_of(
     st.text(st.characters(codec="latin-1"), max_size=40),
     st.text("0123456789abcdefABCDEFx_+-. \n", max_size=18),
@@ -284,6 +300,7 @@ texts = st.one_of(
 def test_only_values_of_the_drivers_form_count(raw: dict[str, str]) -> None:
     """From any texts, without an exception."""
     telemetry = parse(raw)
+
     for attribute, value in VALUES.items():
         if value(telemetry) is not None:
             assert re.fullmatch(FORMS[attribute], raw[attribute], re.ASCII)
@@ -327,6 +344,7 @@ def test_garbage_in_attributes_never_raises(
     ("attribute", "error"),
     [
         ("tt_heartbeat", "ENODATA"),
+        ("tt_heartbeat", "ENODEV"),
         ("tt_heartbeat", "EIO"),
         ("temp1_input", "EIO"),
         ("tt_therm_trip_count", "EACCES"),
@@ -335,10 +353,12 @@ def test_garbage_in_attributes_never_raises(
 def test_a_read_that_fails_is_reported_with_its_attribute_and_errno(
     chip: Chip, attribute: str, error: str
 ) -> None:
-    """Nothing else is read then."""
+    """The values of the other attributes do not count then."""
     chip.fail(attribute, error)
+
     with kernel_errors():
         found = read_telemetry(function_of(chip))
+
     assert found == Telemetry(error=ReadError(attribute, getattr(errno, error)))
 
 
@@ -356,6 +376,7 @@ def test_the_daemons_own_errors_are_not_the_chips(
     """Out of descriptors or memory, a read raises."""
     function = function_of(chip)
     monkeypatch.setattr("os.open", failing(number))
+
     with pytest.raises(OSError, match=os.strerror(number)):
         read_telemetry(function)
 
@@ -380,7 +401,9 @@ def test_a_scan_that_fails_changes_nothing(
 def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip) -> None:
     """ENODEV, not a chip without telemetry."""
     function = function_of(chip)
+
     chip.vanish()
+
     assert read_telemetry(function) == Telemetry(error=ReadError("tenstorrent!0", errno.ENODEV))
 
 
@@ -388,7 +411,9 @@ def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: Simulate
     """A name of before leads nowhere."""
     first, second = node.add("n150") + node.add("n150")
     before = function_of(first)
+
     node.swap_ordinals(first.bdf, second.bdf)
+
     assert read_telemetry(before).identity == Identity()
     asic_id = second.facts.telemetry["tt_asic_id"]
     assert read_telemetry(function_of(second)).identity.asic_id == asic_id
@@ -419,7 +444,10 @@ def test_a_dead_chip_has_only_the_values_of_its_link(chip: Chip) -> None:
         ("aer_dev_fatal", "Undefined 1\nTOTAL_ERR_FATAL 12", 12),
         ("aer_dev_nonfatal", "Undefined 1", None),
         ("power1_input", "0", 0),
-        ("fan1_input", "-1", None),
+        ("power1_max", "4293967295", 4293.967295),  # one less than a dead chip's
+        ("curr1_input", "12500", 12.5),
+        ("fan1_input", "1800", 1800),
+        ("tt_aiclk", "1000", 1e9),
         ("in0_max", "65535", None),  # all ones of its 16 bits
         ("in0_max", "900", 0.9),
     ],
@@ -427,9 +455,19 @@ def test_a_dead_chip_has_only_the_values_of_its_link(chip: Chip) -> None:
 def test_sensors_are_read_as_the_kernel_writes_them(
     chip: Chip, attribute: str, text: str, value: float | None
 ) -> None:
-    """Speeds with their unit, errors by their sum; a text of another form has no value."""
+    """Speeds with their unit, errors by their sum, all others by the unit of their attribute."""
     chip.write(attribute, f"{text}\n".encode())
+
     assert read_sensors(function_of(chip)).get(attribute) == pytest.approx(value)
+
+
+@hypothesis_settings(deadline=None)
+@given(st.sampled_from(SENSORS), texts)
+def test_a_sensor_has_a_finite_value_or_none(sensor: ttdp.Sensor, text: str) -> None:
+    """Of any text, without an exception."""
+    value = sensor.parse(text)
+
+    assert value is None or 0 <= value < math.inf
 
 
 # -- device files ----------------------------------------------------------------------------------

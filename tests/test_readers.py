@@ -19,36 +19,46 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import open_below
-from ttdp import Kind, PciFunction, Reading, Telemetry, TelemetryReaders
+from ttdp import Inventory, Kind, PciFunction, Reading, ReadState, Telemetry, TelemetryReaders
 
 
-def function(bus: int, ordinal: int = 0) -> PciFunction:
-    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", ordinal=ordinal, path=f"/dev/{ordinal}")
+def function(bus: int) -> PciFunction:
+    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", ordinal=bus, path=f"/dev/{bus}")
 
 
 ONE, TWO, THREE = (function(bus) for bus in (1, 2, 3))
 
 
 class Chips:
-    """Chips that answer at once unless they are held."""
+    """Chips that answer at once unless they are held or have an error."""
 
     def __init__(self) -> None:
+        self.began: dict[str, float] = {}  # when the last read of each chip began
         self.reads: list[str] = []
         self.readings: list[Reading] = []
+        self.errors: dict[str, Exception] = {}
         self.read_twice_at_once: list[str] = []
+        self.wakes: list[list[ReadState]] = []  # the states of reads whenever the loop was woken
         self._held: dict[str, threading.Event] = {}
         self._busy: set[str] = set()
-        self.readers = TelemetryReaders(lambda: None, self._read)
+        self.readers = TelemetryReaders(self._wake, self._read)
 
-    def _read(self, function: PciFunction) -> Telemetry:
+    def _wake(self) -> None:
+        self.wakes.append([*self.states().values()])
+
+    def _read(self, function: PciFunction, *, is_poll: bool, settings: object) -> Reading:
         if function.bdf in self._busy:
             self.read_twice_at_once.append(function.bdf)
         self._busy.add(function.bdf)
+        self.began[function.bdf] = time.monotonic()
         self.reads.append(function.bdf)
         if gate := self._held.get(function.bdf):
             gate.wait(4 * PATIENCE)  # longer than any test waits
+
         self._busy.discard(function.bdf)
-        return Telemetry(heartbeat=len(self.reads))
+        if error := self.errors.get(function.bdf):
+            raise error
+        return Reading(function, Telemetry(), time.monotonic(), is_poll)
 
     def hold(self, *functions: PciFunction) -> None:
         for each in functions:
@@ -66,20 +76,35 @@ class Chips:
         self.readings += self.readers.collect()
         return [reading.function.bdf for reading in self.readings]
 
+    def states(self) -> dict[str, ReadState]:
+        return self.readers.under_way(time.monotonic())
+
+    def failure(self) -> OSError | None:
+        """Collect, and return the error that this raises."""
+        try:
+            self.answered()
+        except OSError as error:
+            return error
+        return None
+
 
 @pytest.fixture
 async def chips() -> AsyncIterator[Chips]:
     """No test has two threads read one chip at once."""
     chips = Chips()
     yield chips
+
     chips.release()
     assert chips.read_twice_at_once == []
 
 
-async def test_each_is_read_once_in_order_on_one_thread_that_ends(
+# -- threads ---------------------------------------------------------------------------------------
+
+
+async def test_chips_that_answer_are_read_in_turn_on_one_thread_that_ends(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as chips answer; what is asked for twice is read once."""
+    """A chip that is submitted twice is read once."""
     started = []
     genuine = threading.Thread.start
 
@@ -91,41 +116,44 @@ async def test_each_is_read_once_in_order_on_one_thread_that_ends(
     monkeypatch.setattr(ttdp, "SLOW_AFTER", PATIENCE)
     threads = _thread._count()
     chips.hold(ONE)
+
     chips.submit(ONE, TWO, THREE)
     await until(lambda: chips.reads)
     chips.submit(THREE, TWO, ONE)
     chips.release()
     await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf, THREE.bdf])
-    assert len(started) == 1 and chips.readers.is_settled(time.monotonic())
+
+    assert len(started) == 1
+    assert chips.readers.is_settled(time.monotonic())
     await until(lambda: _thread._count() <= threads)
 
 
 async def test_a_read_that_blocks_delays_no_other_chip(chips: Chips) -> None:
-    """Another thread goes on; the age of the read is known."""
+    """Those behind it have threads of their own after a moment."""
     chips.hold(TWO)
+
     chips.submit(ONE, TWO, THREE)
-    await until(lambda: chips.answered() == [ONE.bdf, THREE.bdf])
-    assert chips.readers.slow(time.monotonic()).keys() == {TWO.bdf}
-    assert chips.readers.is_settled(time.monotonic())
+    await until(lambda: sorted(chips.answered()) == [ONE.bdf, THREE.bdf])
+
+    assert chips.states() == {TWO.bdf: ReadState.SLOW}
     chips.release()
     await until(lambda: TWO.bdf in chips.answered())
-    assert chips.readers.slow(time.monotonic()) == {}
+    assert chips.states() == {}
 
 
-async def test_thirty_one_blocked_reads_keep_thirty_one_threads(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though each poll asks again; the last chip is read."""
-    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.01)
+async def test_thirty_one_blocked_reads_keep_thirty_one_threads(chips: Chips) -> None:
+    """Polls do not start more of them, and the last chip is read at each."""
     threads = _thread._count()
     stuck = [function(bus) for bus in range(1, 32)]
+    sound = function(32)
     chips.hold(*stuck)
-    chips.submit(*stuck, function(32))
-    for _ in range(5):
-        chips.submit(*stuck, is_poll=True)
-    await until(lambda: chips.answered() == ["0000:20:00.0"])
+
+    for number in range(1, 4):
+        chips.submit(*stuck, sound, is_poll=True)
+        await until(lambda: chips.answered() == [sound.bdf] * number)  # noqa: B023
+
     await until(lambda: _thread._count() <= threads + len(stuck))
-    assert len(chips.reads) == 32
+    assert len(chips.reads) == len(stuck) + 3
     chips.release()
     await until(lambda: _thread._count() <= threads)
 
@@ -133,12 +161,93 @@ async def test_thirty_one_blocked_reads_keep_thirty_one_threads(
 async def test_a_poll_during_a_read_has_nothing_read_after_it(chips: Chips) -> None:
     """Two readings, a moment apart, would show a stalled heartbeat."""
     chips.hold(ONE)
+
     chips.submit(ONE, is_poll=True)
     await until(lambda: chips.reads)
     chips.submit(ONE, is_poll=True)
     chips.release()
-    await until(lambda: chips.answered() and not chips.readers.pending)
+    await until(lambda: chips.answered() and not chips.states())
+
     assert chips.reads == [ONE.bdf]
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(chips: Chips) -> None:
+    """Each state has its consequence: see is_settled() and has_unblocked()."""
+    readers = chips.readers
+    chips.hold(ONE)
+    chips.submit(ONE)
+    await until(lambda: chips.reads)
+
+    since = chips.began[ONE.bdf]
+    looks = [
+        (readers.under_way(at)[ONE.bdf], readers.is_settled(at), readers.has_unblocked(at))
+        for at in (since, since + 0.1, since + 2.0)
+    ]
+
+    assert looks == [
+        (ReadState.RUNNING, False, True),
+        (ReadState.SLOW, True, True),
+        (ReadState.BLOCKED, True, False),
+    ]
+
+
+async def test_a_chip_behind_a_blocked_one_is_not_late(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a read begins with it."""
+    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.5)
+    chips.hold(ONE, TWO)
+
+    chips.submit(ONE, TWO)
+    await until(lambda: TWO.bdf in chips.reads)
+
+    states = chips.readers.under_way(chips.began[ONE.bdf] + ttdp.READ_TIMEOUT)
+    assert states[ONE.bdf] is ReadState.BLOCKED
+    assert states[TWO.bdf] is not ReadState.BLOCKED
+
+
+async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when_it_ends(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that ends at once wakes it at its end only."""
+    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.5)
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 1.0)
+    chips.hold(TWO)
+
+    chips.submit(ONE)
+    await until(lambda: chips.wakes)
+    assert chips.answered() == [ONE.bdf]
+
+    chips.submit(TWO)
+    await until(lambda: len(chips.wakes) == 3)
+    chips.release()
+    await until(lambda: len(chips.wakes) == 4)
+
+    first, *others = chips.wakes
+    assert first == [ReadState.RUNNING]
+    assert others == [[ReadState.SLOW], [ReadState.BLOCKED], [ReadState.BLOCKED]]
+
+
+async def test_a_blocked_read_costs_a_handful_of_turns(
+    node: SimulatedNode, start: StartDaemon, ticking: None
+) -> None:
+    """The loop is not woken every tenth of a second until the read counts as blocked."""
+    blocked, other = node.add("n150") + node.add("n150")
+    daemon = await start(WATCHDOG, interval=3600)
+    await until(lambda: daemon.notified("READY=1"))
+    blocked.block("tt_heartbeat")
+    daemon.forget_notes()
+
+    other.vanish()
+    await until(lambda: kind_of(daemon.chip(blocked.bdf)) is Kind.BLOCKED)
+
+    assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
+
+
+# -- errors that are not a chip's ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -147,94 +256,68 @@ async def unhandled() -> AsyncIterator[list[str]]:
     found: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(str(context)))
     yield found
+
     assert found == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+@pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.usefixtures("unhandled")
 async def test_without_threads_the_daemon_itself_has_an_error(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch, error: Exception
+    chips: Chips, monkeypatch: pytest.MonkeyPatch, error: Exception, is_behind: bool
 ) -> None:
-    """Also if it is the one behind a slow read. The chips are read when there are threads again."""
+    """Also of a chip behind a slow read. It is read when there are threads again."""
+    available = [1] if is_behind else []
+    genuine = threading.Thread.start
 
-    def exhausted(_: threading.Thread) -> None:
-        raise error
+    def start(thread: threading.Thread) -> None:
+        if not available:
+            raise error
+        available.pop()
+        genuine(thread)
 
-    def fails() -> bool:
-        try:
-            chips.answered()
-        except OSError as own:
-            return own.errno == errno.EAGAIN and str(error) in str(own)
-        return False
-
+    chips.hold(ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", exhausted)
-        chips.submit(ONE)
-        await until(fails)
+        patch.setattr("threading.Thread.start", start)
+        chips.submit(ONE, TWO)
+        failure = await until(chips.failure)
 
-    chips.hold(TWO)
-    chips.submit(TWO, THREE)
-    await until(lambda: chips.reads)
-    with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", exhausted)
-        await until(fails)
-    assert chips.readers.pending.keys() == {TWO.bdf}
-    chips.submit(ONE, TWO, THREE)
-    await until(lambda: chips.answered() == [ONE.bdf, THREE.bdf])
-
-
-async def test_a_blocked_read_costs_a_handful_of_turns(
-    node: SimulatedNode, start: StartDaemon, ticking: None
-) -> None:
-    """Not one every tenth of a second, until it counts as blocked after two seconds."""
-    blocked, other = node.add("n150") + node.add("n150")
-    daemon = await start(WATCHDOG, interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
-    blocked.block("tt_heartbeat")
-    daemon.forget_notes()
-    other.vanish()
-    await until(lambda: kind_of(daemon.chip(blocked.bdf)) is Kind.BLOCKED)
-    assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
+    assert chips.wakes
+    assert (failure.errno, failure.strerror) == (errno.EAGAIN, str(error))
+    assert chips.states().keys() == ({ONE.bdf} if is_behind else set())
+    chips.release()
+    chips.submit(ONE, TWO)
+    await until(lambda: sorted(chips.answered()) == [ONE.bdf, TWO.bdf])
 
 
 async def test_an_internal_error_in_a_read_concerns_this_read_only(
-    caplog: pytest.LogCaptureFixture,
+    chips: Chips, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged; the chip can be read again, and others are."""
-    attempts: list[PciFunction] = []
-
-    def read(function: PciFunction) -> Telemetry:
-        attempts.append(function)
-        if attempts == [ONE]:
-            raise ZeroDivisionError
-        return Telemetry()
-
-    readers = TelemetryReaders(lambda: None, read)
-    readings: list[Reading] = []
-    for _ in range(2):
-        readers.submit([ONE, TWO], is_poll=True)
-        await until(lambda: readings.extend(readers.collect()) or not readers.pending)  # type: ignore[func-returns-value]
-    assert [each.function for each in readings] == [TWO, ONE, TWO]
+    """It is logged; the others are read, and the chip is at the next poll."""
+    chips.errors[ONE.bdf] = ZeroDivisionError()
+    chips.submit(ONE, TWO)
+    await until(lambda: chips.answered() == [TWO.bdf] and not chips.states())
     assert "internal error (reading 0000:01:00.0)" in caplog.text
 
+    chips.errors.clear()
+    chips.submit(ONE, TWO)
+    await until(lambda: chips.answered() == [TWO.bdf, ONE.bdf, TWO.bdf])
 
-async def test_the_daemons_own_error_is_raised_once_the_others_are_collected() -> None:
-    """Without descriptors, no chip is judged by this read."""
 
-    def read(function: PciFunction) -> Telemetry:
-        raise OSError(errno.EMFILE, "Too many open files")
+async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
+    """Without descriptors no chip is judged by this read, and each can be read again."""
+    for each in (ONE, TWO):
+        chips.errors[each.bdf] = OSError(errno.EMFILE, "Too many open files")
 
-    readers = TelemetryReaders(lambda: None, read)
-    readers.submit([ONE], is_poll=True)
+    chips.submit(ONE, TWO)
+    failure = await until(lambda: None if len(chips.reads) < 2 else chips.failure())
+    await until(lambda: not chips.failure() and not chips.states())
 
-    def fails() -> bool:
-        try:
-            return bool(readers.collect())
-        except OSError as error:
-            return error.errno == errno.EMFILE
+    assert failure.errno == errno.EMFILE
+    assert chips.readings == []
 
-    await until(fails)
-    assert not readers.pending
+
+# -- what is read ----------------------------------------------------------------------------------
 
 
 class Poll:
@@ -246,55 +329,73 @@ class Poll:
         self._settings = settings_of(node, node.root / "plugins")
 
     def begin(self, **options: Any) -> list[PciFunction]:
-        bus = ttdp.scan(self._settings, {}, driver_is_loaded=True)
-        found = [each for each in bus.values() if each]
-        self.readers.submit(found, is_poll=True, **options)
-        return found
+        inventory = Inventory({})
+        inventory.scan(self._settings)
+        self.readers.submit(inventory.present, is_poll=True, **options)
+        return inventory.present
 
-    def slow(self) -> dict[str, float]:
-        """Collect, and return the reads that take long."""
+    def states(self) -> set[ReadState]:
+        """Collect, and return the states of the reads under way."""
         for reading in self.readers.collect():
             self.readings[reading.function.bdf] = reading
-        return self.readers.slow(time.monotonic())
-
-    async def end(self) -> None:
-        while self.readers.pending:
-            self.slow()
-            await asyncio.sleep(0.001)
+        return set(self.readers.under_way(time.monotonic()).values())
 
     async def poll(self, *, details: bool = False) -> list[PciFunction]:
         found = self.begin(settings=self._settings if details else None)
-        await self.end()
+        await until(lambda: not self.states())
         return found
 
 
 async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
-    """Also one that fails, or that has blocked until its chip has vanished."""
+    """Nor does one that fails, or that has blocked until its chip has vanished."""
     (chip,) = node.add("p150a")
     poll = Poll(node)
+
     with kernel_errors():
         await poll.poll(details=True)
         chip.fail("tt_serial", "EIO")
         await poll.poll(details=True)
         chip.block("tt_heartbeat")
         poll.begin()
-        await until(poll.slow)
+        await until(lambda: poll.states() == {ReadState.SLOW})
         chip.vanish()
-        await poll.end()
+        await until(lambda: not poll.states())
+
     assert open_below(node.root) == 0
 
 
-@pytest.mark.parametrize("is_dead", [False, True])
-async def test_sensors_are_read_on_demand_and_not_of_a_dead_chip(
-    node: SimulatedNode, is_dead: bool
-) -> None:
-    """A chip that dies while they are read would show 65.535 V."""
+async def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
+    """A poll leaves them out. A process that has the device file open twice is one."""
     (chip,) = node.add("p150a")
+    chip.set_pids([7, 9, 7])
     poll = Poll(node)
+
     await poll.poll()
-    assert poll.readings[chip.bdf].sensors is None
-    if is_dead:
-        chip.die()
+    reading = poll.readings[chip.bdf]
+    assert (reading.sensors, reading.processes) == (None, None)
+
     (found,) = await poll.poll(details=True)
-    wanted = {} if is_dead else ttdp.read_sensors(found)
-    assert poll.readings[chip.bdf].sensors == wanted
+    reading = poll.readings[chip.bdf]
+    assert reading.sensors == ttdp.read_sensors(found) != {}
+    assert [row["pid"] for row in reading.processes or ()] == [7, 9]
+
+
+async def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them would be those of a dead chip."""
+    (chip,) = node.add("p150a")
+    genuine = ttdp.read_sensors
+
+    def read_and_die(function: PciFunction) -> dict[str, float]:
+        values = genuine(function)
+        chip.die()
+        return values
+
+    monkeypatch.setattr(ttdp, "read_sensors", read_and_die)
+    poll = Poll(node)
+
+    await poll.poll(details=True)
+
+    reading = poll.readings[chip.bdf]
+    assert (reading.telemetry, reading.sensors) == (Telemetry(all_ones=True), {})

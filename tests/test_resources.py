@@ -12,12 +12,16 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import SUBSYSTEMS, allocation, bdf, chip, count_calls, decide
-from ttdp import Allocation, Chip, Device, Fault, Resource, Settings, SharedResource, Sharing
+from tests.chips import SUBSYSTEMS, bdf, chip, count_calls, decide, hold
+from ttdp import Chip, Device, Hold, Kind, Resource, Settings, SharedResource, Sharing
 
-ILL = "it is ill"
-GONE = "PCI device is gone (power-cycle the host if a rescan does not find it)"
-GONE += "; run: echo 1 > /sys/bus/pci/rescan"
+
+def ill(bus: int) -> str:
+    return f"it is ill; run: tt-device-plugin fix {bdf(bus)}"
+
+
+def gone(bus: int) -> str:
+    return f"PCI device is gone; run: tt-device-plugin fix {bdf(bus)}"
 
 
 def listed(*arguments: Any) -> dict[str, Resource]:
@@ -62,7 +66,7 @@ def test_the_list_has_health_and_numa_nodes() -> None:
     """A device without a known node has no topology; a board has each node of its chips once."""
     nodes = [1, 0, None, 1, 0, 0, 1, 1]
     galaxy = [chip(0x41 + n, "galaxy-wormhole", numa_node=node) for n, node in enumerate(nodes)]
-    chips = [chip(1), chip(2, fault=Fault.HOT), chip(3, numa_node=0), *galaxy]
+    chips = [chip(1), chip(2, fault=Kind.STALLED), chip(3, numa_node=0), *galaxy]
     resources = decide(chips, BOARD).resources.values()
     found = [each for resource in resources for each in resource.device_list.devices]
     assert [(d.ID, d.health, [node.ID for node in d.topology.nodes]) for d in found] == [
@@ -102,7 +106,7 @@ def test_a_board_is_one_device_under_one_id() -> None:
 def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     """So is its completion."""
     part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
-    name = next(iter(part.incomplete))
+    name = f"tenstorrent.com/p300-board {PAIR}"
     lines = [line for _, line in ttdp.changes(None, part)]
     assert f"{name} is unhealthy: only 1 of 2 chips found" in lines
     assert f"{name} is complete" in [line for _, line in ttdp.changes(part, whole)]
@@ -114,23 +118,30 @@ def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     [
         ([p300(1)], "only 1 of 2 chips found"),
         ([p300(1, None), p300(2)], "only 1 of 2 chips found"),
-        ([p300(1), p300(2, fault=Fault.HOT)], f"{bdf(2)}: {ILL}"),
-        ([p300(1), p300(2, present=False)], f"{bdf(2)}: {GONE}"),
-        ([p300(1, fault=Fault.HOT)], f"{bdf(1)}: {ILL}"),
+        ([p300(1), p300(2, fault=Kind.STALLED)], f"{bdf(2)}: {ill(2)}"),
+        ([p300(1), p300(2, present=False)], f"{bdf(2)}: {gone(2)}"),
+        ([p300(1, fault=Kind.STALLED)], f"{bdf(1)}: {ill(1)}"),
         ([p300(1, present=False), p300(2, present=False), p300(5), p300(6)], None),
-        (
-            [p300(1), p300(2), p300(5), p300(6)],
-            "4 chips report this serial number, but such a board has 2",
-        ),
         (tray(0x8, range(3, 9)), "only 6 of 8 chips found"),
     ],
-    ids=["never seen", "not known yet", "hot", "gone", "alone", "moved", "wrong serial", "a tray"],
+    ids=["never seen", "not known yet", "stalled", "gone", "alone", "moved", "a tray"],
 )
 def test_a_board_is_as_healthy_as_its_chips(chips: list[Chip], reason: str | None) -> None:
     """A chip that was never seen makes it no smaller; one without a serial waits for it."""
     (found,) = reasons(chips, BOARD).values()
     assert [*found.values()] == [reason]
-    assert reasons([p300(1, None)], BOARD) == {}
+
+
+def test_a_chip_whose_board_is_not_known_waits() -> None:
+    """It is no device; `list` has the reason."""
+    four = [p300(1), p300(2), p300(5), p300(6)]
+    for chips, reason in (
+        ([p300(1, None)], "waiting for the board's serial number"),
+        (four, f"4 chips report the serial number {PAIR}, but a p300 has 2"),
+    ):
+        decision = decide(chips, BOARD)
+        assert not decision.resources
+        assert decision.offer.unplaced == {each.bdf: reason for each in chips}
 
 
 def shared(*entries: SharedResource, more: Any = None, **others: Any) -> Settings:
@@ -167,55 +178,50 @@ def test_an_entry_shares_devices_of_its_own_name_only() -> None:
 
 def test_the_summary_counts_devices_and_has_the_first_reason() -> None:
     """Replicas are not counted; an ellipsis stands for further reasons."""
-    hot = [each._replace(verdict=ttdp.Verdict(Fault.HOT, "it is ill")) for each in FOUR]
-    for chips, settings, summary in (
+    stalled = [chip(bus, ordinal=bus - 1, fault=Kind.STALLED) for bus in (1, 2, 3, 4)]
+    for chips, settings, text in (
         (FOUR, None, "4 × tenstorrent.com/n150, 4 healthy"),
-        ([*FOUR[:3], hot[3]], None, f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {ILL})"),
-        (hot[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {ILL}, …)"),
+        (
+            [*FOUR[:3], stalled[3]],
+            None,
+            f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {ill(4)})",
+        ),
+        (stalled[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {ill(1)}, …)"),
         (FOUR[:1], TWICE, "1 × tenstorrent.com/n150, 2 replicas each, 1 healthy"),
     ):
         (found,) = listed(chips, settings).values()
-        assert found.summary == summary
-    held = [allocation("n150-old", BDFS[0], buses=[1])]
-    assert listed(FOUR[:1], None, held)["n150-old"].summary.endswith("n150-old, 1 healthy")
+        assert ttdp.summary(found) == text
+    held = [hold("n150-old", BDFS[0], buses=[1])]
+    assert ttdp.summary(listed(FOUR[:1], None, held)["n150-old"]).endswith("n150-old, 1 healthy")
 
 
-def test_an_id_that_is_only_retained_is_the_last_choice() -> None:
-    """Allocate refuses it, until another look shows that its pod has ended."""
-    first = shared(SharedResource("n150", 2, "half", (BDFS[0],)))
-    found = listed(FOUR, first, [allocation("n150", BDFS[0], buses=[1])])["n150"]
-    assert {*found.devices} == {*BDFS}
-    assert ttdp.preferred_allocation(found, BDFS, [], 3) == BDFS[1:]
-
-
-def test_a_replica_that_is_withheld_is_reported_beside_one_that_is_held() -> None:
-    """Fewer replicas after a reload: the list, the status and the view agree."""
-    held = [allocation("n150", f"{BDFS[0]}::{n}", buses=[1], pod=f"u{n}") for n in (0, 3)]
-    decision = decide(FOUR[:1], TWICE, held)
+def test_a_replica_that_is_withheld_makes_its_device_withheld() -> None:
+    """A pod has the chip under another name: status and view agree with the list."""
+    decision = decide(FOUR[:1], TWICE, [hold("n150", BDFS[0], buses=[1])])
     (resource,) = decision.resources.values()
     unhealthy = [name for name, each in resource.devices.items() if each.reason]
-    assert unhealthy == [f"{BDFS[0]}::1"]
-    assert [*decision.withheld] == [f"tenstorrent.com/n150 {BDFS[0]}"]
-    assert "0 healthy" in resource.summary and decision.owners[BDFS[0]][1].holder
+    assert unhealthy == [f"{BDFS[0]}::0", f"{BDFS[0]}::1"]
+    assert "0 healthy" in ttdp.summary(resource)
+    assert decision.devices[BDFS[0]][1].holder == "default/train"
 
 
 def test_an_id_that_is_not_listed_has_no_chips() -> None:
-    """A container can be started again when its resource is gone; an ID is never without chips."""
+    """A container can be started again when its resource is gone."""
     found = listed(FOUR[:2])["n150"]
     assert [each.bdf for each in found.chips(["gone", BDFS[1]])] == [BDFS[1]]
-    both = allocation("n150", BDFS[0], "gone", buses=[1])
-    assert ttdp.chips_by_id(both, found) == {BDFS[0]: {BDFS[0]}, "gone": {BDFS[0]}}
 
 
 def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     """The message names what is missing; the device is shared once it exists."""
     half = SharedResource("n150", 2, "half", (bdf(9), "7", "0"))
-    assert decide(FOUR, shared(half)).in_vain == [f"sharing: n150 has no device '{bdf(9)}', '7'"]
+    assert decide(FOUR, shared(half)).offer.without_effect == [
+        f"sharing: n150 has no device '{bdf(9)}', '7'"
+    ]
     later = decide([*FOUR, chip(9, ordinal=7)], shared(half))
-    assert later.in_vain == []
+    assert later.offer.without_effect == []
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
     none = decide(FOUR, shared(SharedResource("p150", 2)))
-    assert none.in_vain == ["sharing: there is no resource p150; available: n150"]
+    assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
@@ -245,8 +251,9 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
 
 
 ARCH = Settings(resource_naming="arch")
-HELD = allocation("n150", bdf(1), buses=[1])
-HELD_REASON = f"held until default/train ends (as tenstorrent.com/n150 {bdf(1)})"
+HELD = hold("n150", bdf(1), buses=[1])
+HELD_BY = "held until default/train ends (as tenstorrent.com/%s)"
+HELD_REASON = HELD_BY % f"n150 {bdf(1)}"
 REPLICAS = [f"{bdf(1)}::0", f"{bdf(1)}::1"]
 
 
@@ -269,21 +276,22 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
     assert found["n150"][bdf(1)] is None
     unhealthy = {name: [key for key, why in each.items() if why] for name, each in found.items()}
     assert {name: keys for name, keys in unhealthy.items() if keys} == withheld
-    held = decide(FOUR, settings, [HELD]).withheld.values()
-    assert [*held] == [HELD_REASON] * len(withheld)
+    texts = {why for each in found.values() for why in each.values() if why}
+    assert texts == ({HELD_REASON} if withheld else set())
+
     ended = decide(FOUR, settings)
-    assert not ended.withheld and ended.resources == ttdp.configured_resources(FOUR, settings)
+    assert ended.resources is ended.offer.resources
 
 
 @pytest.mark.parametrize(
     ("chips", "reason"),
     [
         ([chip(1), chip(2)], None),
-        ([chip(1, fault=Fault.HOT), chip(2)], ILL),
-        ([chip(1, present=False), chip(2)], GONE),
-        ([chip(2)], GONE),
+        ([chip(1, fault=Kind.STALLED), chip(2)], ill(1)),
+        ([chip(1, present=False), chip(2)], gone(1)),
+        ([chip(2)], gone(1)),
     ],
-    ids=["healthy", "hot", "gone", "not on this node"],
+    ids=["healthy", "stalled", "gone", "not on this node"],
 )
 @pytest.mark.parametrize("settings", [Settings(), ARCH, TWICE, HALF])
 def test_an_id_that_a_pod_holds_is_as_healthy_as_the_chips_of_the_pods_answer(
@@ -295,7 +303,7 @@ def test_an_id_that_a_pod_holds_is_as_healthy_as_the_chips_of_the_pods_answer(
 
 def test_an_id_that_a_pod_holds_is_never_withheld() -> None:
     """Even if another pod holds the chip under another name: both run already."""
-    other = allocation("wormhole", bdf(1), buses=[1], pod="u2")
+    other = hold("wormhole", bdf(1), buses=[1], pod="u2")
     found = reasons(FOUR, ARCH, [HELD, other])
     assert found == {"n150": {bdf(1): None}, "wormhole": dict.fromkeys(BDFS)}
 
@@ -309,7 +317,7 @@ def test_a_board_that_was_moved_and_is_then_absent_is_an_unhealthy_device() -> N
     other = [p300(bus, "0000046131842099") for bus in (9, 10)]
     resource = listed([*absent, *other], BOARD)["p300-board"]
     assert {key: each.reason for key, each in resource.devices.items()} == {
-        PAIR: f"{bdf(5)}: {GONE}",
+        PAIR: f"{bdf(5)}: {gone(5)}",
         "0000046131842099": None,
     }
     for available in (["0000046131842099"], [PAIR, "0000046131842099"]):
@@ -319,59 +327,57 @@ def test_a_board_that_was_moved_and_is_then_absent_is_an_unhealthy_device() -> N
 
 
 @pytest.mark.parametrize(
-    ("chips", "reason"), [([p300(1), p300(2, None)], None), ([p300(1)], f"{bdf(2)}: {GONE}")]
+    ("chips", "reason"), [([p300(1), p300(2, None)], None), ([p300(1)], f"{bdf(2)}: {gone(2)}")]
 )
 @pytest.mark.parametrize("settings", [Settings(), BOARD])
 def test_a_board_that_a_pod_holds_has_all_its_chips_before_their_serials_are_known(
     chips: list[Chip], reason: str | None, settings: Settings
 ) -> None:
     """After a reboot a kubelet admits the pod again only if its device is healthy."""
-    held = allocation("p300-board", PAIR, buses=[1, 2])
+    held = hold("p300-board", PAIR, buses=[1, 2])
     assert reasons(chips, settings, [held])["p300-board"][PAIR] == reason
 
 
-def test_the_newest_allocation_decides_what_an_id_stands_for() -> None:
-    """A pod deleted by force still runs on the chips that the ID stood for before."""
-    old = allocation("p300-board", PAIR, buses=[1, 2])
-    new = allocation("p300-board", PAIR, buses=[5, 6], pod="u2")
-    for order, buses in (([old, new], (5, 6)), ([new, old], (1, 2))):
-        found = listed(MOVED, BOARD, order)["p300-board"].devices[PAIR]
-        assert found.addresses == {*map(bdf, buses)}
-
-
 def test_replicas_of_a_shared_device_do_not_withhold_each_other() -> None:
-    """Only IDs that the configuration no longer gives, or another resource's, withhold them."""
+    """Not even one that is listed only for its pod; other names of the chip do."""
     for resource, identifier, is_withheld in (
         ("n150", f"{bdf(1)}::0", False),
+        ("n150", f"{bdf(1)}::2", False),
         ("n150", bdf(1), True),
-        ("n150", f"{bdf(1)}::2", True),
         ("other", f"{bdf(1)}::0", True),
     ):
-        found = reasons(FOUR[:1], TWICE, [allocation(resource, identifier, buses=[1])])["n150"]
+        found = reasons(FOUR[:1], TWICE, [hold(resource, identifier, buses=[1])])["n150"]
         assert (found[f"{bdf(1)}::1"] is not None) is is_withheld
 
 
-def test_the_chips_of_an_answer_belong_to_its_ids() -> None:
-    """By the configuration, else by an address in the ID, else all that are left."""
-    resource = listed([p300(1), p300(2)], BOARD)["p300-board"]
-    cases: list[tuple[tuple[int, ...], dict[str, set[int]]]] = [
-        ((1, 2, 9), {PAIR: {1, 2}, "X": {9}}),
-        ((1, 9), {"X": {1, 9}, "Y": {1, 9}}),
-        ((1, 9), {f"{bdf(9)}::3": {9}, "X": {1}}),
-        ((7, 9), {PAIR: {7, 9}}),
-    ]
-    for buses, wanted in cases:
-        found = ttdp.chips_by_id(allocation("p300-board", *wanted, buses=buses), resource)
-        assert found == {key: frozenset(map(bdf, theirs)) for key, theirs in wanted.items()}
+def test_another_plugins_ids_are_listed_only_under_our_names() -> None:
+    """Whatever they are called: healthy while all chips of the answer are, or none is known."""
+    for resource, buses, chips, listed_ids in (
+        ("n150", [1], FOUR, {"0": None, BDFS[0]: HELD_BY % "n150 0"}),
+        ("n150", [], FOUR, {"0": None, BDFS[0]: None}),
+        ("n150", [1], [chip(1, fault=Kind.STALLED)], {"0": ill(1), BDFS[0]: ill(1)}),
+        ("other", [1], FOUR, {BDFS[0]: HELD_BY % "other 0"}),
+    ):
+        theirs = hold(resource, "0", buses=buses)._replace(is_ours=False)
+        found = reasons(chips[:1], Settings(), [theirs])
+        assert found == {"n150": listed_ids}
+
+
+def test_the_ids_of_a_hold_are_listed_in_one_order() -> None:
+    """Whatever the order of the answer and of the checkpoint: a list is not sent again for it."""
+    names = [f"{bdf(bus)}::{number}" for bus in (1, 2) for number in range(9)]
+    for ids_of_pod in (names, names[::-1]):
+        found = ids(FOUR, Settings(), [hold("old", *ids_of_pod, buses=[1, 2])])
+        assert found["old"] == names
 
 
 def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives_it() -> None:
     """The kubelet asks again for the ID of an init container that its pod reuses."""
     ttdp.check_request(listed(FOUR, Settings(), [HELD])["n150"], [[bdf(1)]])
-    renamed = allocation("wormhole", bdf(1), buses=[1])
+    renamed = hold("wormhole", bdf(1), buses=[1])
     for settings, held, reason in (
-        (TWICE, HELD, " is kept only for the pod that holds it"),
-        (ARCH, HELD, " is kept only for the pod that holds it"),
+        (TWICE, HELD, " is reserved for the pod that holds it"),
+        (ARCH, HELD, " is reserved for the pod that holds it"),
         (Settings(), renamed, ": held until default/train ends"),
     ):
         resource = listed(FOUR, settings, [held])["n150"]
@@ -392,7 +398,7 @@ configurations = st.builds(
     resource_naming=st.sampled_from(["board", "arch"]),
     sharing=st.builds(Sharing, resources=st.sampled_from(SHARED)),
 )
-states = st.sampled_from([{}, {}, {"fault": Fault.HOT}, {"present": False}, None])
+states = st.sampled_from([{}, {}, {"fault": Kind.STALLED}, {"present": False}, None])
 
 
 @st.composite
@@ -405,9 +411,9 @@ def nodes(draw: st.DrawFn) -> list[Chip]:
 
 
 @st.composite
-def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Allocation]:
+def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Hold]:
     """What a kubelet has given to pods: a chip to one of them, unless it is shared."""
-    found: list[Allocation] = []
+    found: list[Hold] = []
     owners: dict[str, tuple[str, str]] = {}
     for name, resource in resources.items():
         for identifier, device in resource.devices.items():
@@ -415,10 +421,10 @@ def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Allocation]:
             is_free = {owners.get(each, owner) for each in device.addresses} == {owner}
             if not device.reason and is_free and draw(st.booleans()):
                 owners |= dict.fromkeys(device.addresses, owner)
-                given = Allocation(name, frozenset([identifier]), device.addresses)
+                given = Hold(name, frozenset([identifier]), chips=device.addresses)
                 if found and found[-1].resource == name and draw(st.booleans()):
                     last = found.pop()
-                    given = Allocation(name, last.ids | given.ids, last.chips | given.chips)
+                    given = last._replace(ids=last.ids | given.ids, chips=last.chips | given.chips)
                 found.append(given._replace(pod=f"u{len(found)}", container="main"))
     return found
 
@@ -435,18 +441,22 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
     before: list[Chip], former: Settings, after: list[Chip], now: Settings, data: st.DataObject
 ) -> None:
     """Whatever happens to chips and configuration while pods hold devices."""
-    allocations = data.draw(pods({**decide(before, former).resources}))
-    found = {**decide(after, now, allocations).resources}
-    configured = ttdp.configured_resources(after, now)
-    for each in allocations:
+    holds = data.draw(pods({**decide(before, former).resources}))
+    decision = decide(after, now, holds)
+    found, configured = decision.resources, decision.offer.resources
+    for each in holds:
         held = [found[each.resource].devices[key] for key in each.ids]
-        assert frozenset[str]().union(*(device.addresses for device in held)) == each.chips
+        are_healthy = all(decision.chips[bdf].reason is None for bdf in each.chips)
+        for device in held:
+            assert device.addresses <= each.chips
+            assert device.reason is None or not are_healthy
+
     assert all(found[name].devices.keys() >= configured[name].devices.keys() for name in configured)
-    free = advertised(found, {(each.resource, key) for each in allocations for key in each.ids})
+    free = advertised(found, {(each.resource, key) for each in holds for key in each.ids})
     for name, device in free:
         replicas = {*ttdp.replica_ids(device.id, found[name].replicas)}
-        for each in allocations:
-            shares_device = each.resource == name and each.ids & replicas
+        for each in holds:
+            shares_device = each.shares_device(name, replicas)
             assert shares_device or not each.chips & device.addresses
     for (name, one), (other_name, other) in itertools.combinations(free, 2):
         is_same = (name, one.id) == (other_name, other.id)
@@ -459,6 +469,6 @@ def test_one_more_pod_on_a_node_full_of_replicas_costs_little(pods: int) -> None
     name = "galaxy-wormhole"
     chips = [chip(bus, name, ordinal=bus, numa_node=bus % 2) for bus in range(1, 33)]
     held = [(1 + number % 32, f"::{number % 100}", f"uid-{number}") for number in range(pods)]
-    given = [allocation(name, bdf(bus) + n, buses=[bus], pod=pod) for bus, n, pod in held]
+    given = [hold(name, bdf(bus) + n, buses=[bus], pod=pod) for bus, n, pod in held]
     arguments = (chips, shared(SharedResource(name, 100)), given)
     assert count_calls(lambda: decide(*arguments)) < 150_000

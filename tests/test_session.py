@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fnmatch
 import functools
+import gc
 import itertools
 import os
 import socket
@@ -24,7 +26,7 @@ from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, plugin_sockets, turns
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until, within
 from tests.world.simulation import RunningDaemon
 
 pytestmark = pytest.mark.usefixtures("ticking")
@@ -58,6 +60,58 @@ async def offers(kubelet: Kubelet, resource: str, *healthy: str) -> None:
     await kubelet.wait_for(lambda: kubelet.healthy(resource) == {*healthy})
 
 
+@contextlib.asynccontextmanager
+async def tool(directory: Path, *, asks_first: bool = False) -> AsyncIterator[None]:
+    """A debugging tool with a stream; `asks_first`: for the options, as a kubelet does."""
+    (socket_name,) = plugin_sockets(directory)
+    async with grpc.aio.insecure_channel(f"unix:{directory}/{socket_name}") as channel:
+        stub = rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
+        if asks_first:
+            await stub.GetDevicePluginOptions(pb.Empty())
+        stream = stub.ListAndWatch(pb.Empty())
+        assert (await stream.read()).devices
+        yield
+        stream.cancel()
+
+
+class Session:
+    """A session of n150 with a kubelet, without the daemon: its turns are made by hand."""
+
+    def __init__(self, kubelet: Kubelet) -> None:
+        allocator = ttdp.Allocator(ttdp.Host(ttdp.Settings(), lambda: None))
+        directory = str(kubelet.directory)
+        self.session = ttdp.KubeletSession(N150, allocator, directory, lambda: None)
+        self._kubelet = kubelet
+
+    def turn(self, *ids: str, checkpoint: int = 0, has_others_ids: bool = False) -> None:
+        """Make a turn of the loop, with this list and the checkpoint of this number."""
+        self.session.update(
+            ttdp.DeviceList(devices=[pb.Device(ID=each, health="Healthy") for each in ids]),
+            ttdp.file_identity(str(self._kubelet.socket)),
+            (0, 0, checkpoint),
+            has_others_ids=has_others_ids,
+            is_disturbed=False,
+        )
+
+    @property
+    def state(self) -> str:
+        return self.session.registration.text
+
+    async def close(self) -> None:
+        await self.session.close()
+
+
+@pytest.fixture
+async def session(kubelet: Kubelet) -> AsyncIterator[Session]:
+    """A session that has registered one device, and listed it."""
+    session = Session(kubelet)
+    session.turn("a")
+    await offers(kubelet, N150, "a")
+    await until(lambda: session.state == REGISTERED)
+    yield session
+    await session.close()
+
+
 @pytest.fixture
 def slow_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers take time to stop, as on a busy machine."""
@@ -75,21 +129,50 @@ def in_use() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(asyncio.all_tasks())
 
 
+# -- when a registration is lost -------------------------------------------------------------------
+
+STAMPS = {"missing": None, "same": (0, 0, 1), "other": (0, 0, 2)}  # beside those at Register
+WHY_LOST = {  # by kubelet.sock, own socket, checkpoint, others' IDs in it: the first that fits
+    "missing * * *": None,
+    "other * * *": "the kubelet has restarted; registering again",
+    "same missing * *": "the plugin's socket was deleted; registering again",
+    "same other * *": "the plugin's socket was deleted; registering again",
+    "same same other yes": "another device plugin has registered this resource; stop that plugin",
+    "same same * *": None,
+}
+
+
+def test_why_a_registration_is_lost() -> None:
+    """By whatever the loop can see of three files."""
+    at_register = ttdp.Seen(STAMPS["same"], STAMPS["same"], STAMPS["same"])
+    for combination in itertools.product(STAMPS, STAMPS, ("same", "other"), ("yes", "no")):
+        kubelet, own_socket, checkpoint, others = combination
+        row = next(each for each in WHY_LOST if fnmatch.fnmatch(" ".join(combination), each))
+
+        stamps = (STAMPS[kubelet], STAMPS[own_socket], STAMPS[checkpoint])
+        ended = ttdp.why_lost(at_register, ttdp.Seen(*stamps, others == "yes"))
+
+        assert (ended[1] if ended else None) == WHY_LOST[row], combination
+
+
 # -- kubelets that start ---------------------------------------------------------------------------
 
 
 async def test_a_kubelet_that_starts_is_registered_with_by_an_event_or_within_a_second(
     node: SimulatedNode, start: StartDaemon, directory: Path, inotify: bool,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Polls are an hour apart. One line reports that there is no inotify instance."""
+    """Polls and pauses are an hour long. One line reports that there is no inotify instance."""
+    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
     daemon = await start(interval=3600)
     await until(lambda: state(daemon).startswith("waiting for kubelet"))
+
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(N150)
         await kubelet.restart()
         await kubelet.registered(N150)
         assert kubelet.violations == []
+
     lines = [each for each in caplog.messages if "fs.inotify.max_user_*" in each]
     assert len(lines) == (not inotify)
 
@@ -99,11 +182,16 @@ async def test_thirty_restarts_leave_nothing_behind(
     node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
     version: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Registered after each start without a pause; no thread, task, socket or descriptor more."""
+    """Registered after each start without a pause; no thread, task, socket or descriptor more.
+
+    Every other kubelet starts before the end of the former one has been noticed.
+    """
     monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
-    await start(interval=3600)
+    monkeypatch.setattr("ttdp.STREAM_DELAY", 3600.0)  # nothing is open whose end is to be noticed
+    daemon = await start(interval=3600)
     kubelet = kubelet_of(node, directory, version=version)
     before = (0, 0, 0)
+
     for number in range(30):
         await kubelet.start()
         await kubelet.registered(N150)
@@ -112,6 +200,9 @@ async def test_thirty_restarts_leave_nothing_behind(
             before = in_use()
         if number < 29:
             await kubelet.kill()
+            if number % 2:
+                await until(lambda: state(daemon) != REGISTERED)
+
     await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
     assert len(plugin_sockets(directory)) == 1 and kubelet.violations == []
     await kubelet.stop()
@@ -145,18 +236,45 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
 async def test_a_stream_that_the_kubelet_closes_leads_to_a_new_registration(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
 ) -> None:
-    """To the kubelet all devices are unhealthy then. Other programs' streams end nothing."""
+    """To the kubelet all devices are unhealthy then."""
     await start(interval=3600)
     await kubelet.registered(N150)
-    address = f"unix:{directory}/{plugin_sockets(directory)[0]}"
-    async with grpc.aio.insecure_channel(address) as channel:
-        for _ in range(5):
-            stream = rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty())  # type: ignore[no-untyped-call]
-            assert (await stream.read()).devices
-            stream.cancel()
-    assert len(kubelet.find("registered")) == 1
+
     await kubelet.drop_streams()
+
     await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
+
+
+@pytest.mark.parametrize("moment", ["during Register", "later"])
+@pytest.mark.parametrize("asks_first", [False, True])
+async def test_the_stream_of_a_debugging_tool_means_nothing(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch, moment: str, asks_first: bool,
+) -> None:  # fmt: skip
+    """One ends, which ends no registration; another is open when the kubelet's ends, which does."""
+    may_answer = asyncio.Event()
+    register = kubelet.manager.plugins.register
+
+    async def register_later(request: pb.RegisterRequest) -> None:
+        await may_answer.wait()
+        await register(request)
+
+    monkeypatch.setattr(kubelet.manager.plugins, "register", register_later)
+    daemon = await start(interval=0.05, environ=WATCHDOG)
+    await kubelet.wait_for(lambda: kubelet.find("register"))
+    if moment == "later":
+        may_answer.set()
+        await kubelet.registered(N150)
+
+    async with tool(directory, asks_first=asks_first):
+        async with tool(directory, asks_first=asks_first):
+            may_answer.set()
+            await kubelet.registered(N150)
+        await turns(daemon)
+        assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1
+
+        await kubelet.drop_streams()
+        await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
 
 
 # -- sockets that are deleted ----------------------------------------------------------------------
@@ -165,9 +283,11 @@ async def test_a_stream_that_the_kubelet_closes_leads_to_a_new_registration(
 @pytest.mark.usefixtures("inotify", "slow_stops")
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_deleted_socket_is_bound_and_registered_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
-) -> None:
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, int],
+) -> None:  # fmt: skip
     """By an event, or within a second. Else kubelets would forget it, the old stream ends first."""
+    monkeypatch.setattr("ttdp.LAST_GRACE", 3600.0)  # it is the daemon's end that leaves calls time
     daemon = await start(interval=3600)
     async with kubelet_of(node, directory, version=version) as kubelet:
         for number in range(1, 4):
@@ -183,6 +303,27 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
 
 def registered_with_another(kubelet: Kubelet, endpoint: str) -> bool:
     return bool(kubelet.find("registered")[-1].fields["endpoint"] != endpoint)
+
+
+@pytest.mark.parametrize("has_tool", [False, True])
+async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch, has_tool: bool,
+) -> None:  # fmt: skip
+    """Before the next Register; also if a debugging tool has called what the kubelet calls."""
+    monkeypatch.setattr("ttdp.STREAM_DELAY", 1.0)
+    await start(interval=3600)
+    await kubelet.registered(N150)
+    (socket_name,) = plugin_sockets(directory)
+    if has_tool:
+        async with tool(directory, asks_first=True):
+            pass
+
+    (directory / socket_name).unlink()
+    await kubelet.wait_for(lambda: len(kubelet.find("register")) == 2)
+
+    (ended,) = kubelet.find("ended")
+    assert kubelet.find("register")[-1].at - ended.at > 0.5
 
 
 @pytest.mark.parametrize("names", ["kubelet.sock", "*.sock"])
@@ -237,6 +378,19 @@ async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
     assert sum("rejected Register: the plugin is not welcome" in m for m in caplog.messages) == 1
 
 
+async def test_pauses_are_short_again_after_a_registration_that_has_lasted(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve doublings would make the last pause three minutes long."""
+    monkeypatch.setattr("ttdp.BACKOFF", (0.05, 3600.0))
+    monkeypatch.setattr("ttdp.LASTING", 0.0)
+    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, times=12)
+
+    await start(interval=3600)
+
+    await kubelet.registered(N150)
+
+
 async def test_an_event_in_the_directory_ends_the_pause(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -272,6 +426,96 @@ async def test_a_kubelet_that_hangs_and_dies_blocks_nothing(
     await kubelet.registered(P150)
 
 
+async def test_a_kubelet_that_hangs_is_given_up_when_the_next_one_starts(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Register ends at once, not after its time."""
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 3600.0)
+    caplog.set_level("INFO")
+    directory.mkdir()
+    called = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1):
+            called.set()
+
+    hung = await asyncio.start_unix_server(hang, directory / "kubelet.sock")
+    await start(interval=3600)
+    await called.wait()
+
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(N150)
+
+    hung.close()
+    assert f"{N150}: the kubelet has restarted; registering again" in caplog.messages
+
+
+async def test_a_kubelet_that_opens_no_stream_is_tried_again(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts Register, and does nothing more."""
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    directory.mkdir()
+    requests: list[pb.RegisterRequest] = []
+
+    class Registration(rpc.RegistrationServicer):
+        async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
+            requests.append(request)
+            return pb.Empty()
+
+    server = grpc.aio.server()
+    rpc.add_RegistrationServicer_to_server(Registration(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{directory}/kubelet.sock")
+    await server.start()
+    daemon = await start(interval=3600)
+
+    await until(lambda: state(daemon).startswith("kubelet accepted Register but opened no"))
+    await until(lambda: len(requests) == 2)
+    await server.stop(None)
+
+
+async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket exists a moment before it accepts connections."""
+    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
+    connection_error = ttdp.connection_error
+    listens = asyncio.Event()
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.setblocking(False)
+        listening.bind(str(directory / "kubelet.sock"))
+
+        def listens_afterwards(path: str) -> int:
+            number = connection_error(path)
+            listening.listen()
+            listens.set()
+            return number
+
+        monkeypatch.setattr("ttdp.connection_error", listens_afterwards)
+        await start(interval=3600)
+        await listens.wait()
+
+        for _ in ("is anyone there?", "Register"):
+            connection, _ = await within(
+                PATIENCE, "no connection", asyncio.get_running_loop().sock_accept(listening)
+            )
+            connection.close()
+
+
+async def test_a_kubelet_that_cannot_be_reached_has_not_rejected(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """It closes connections: that is no answer to Register."""
+    directory.mkdir()
+    path = directory / "kubelet.sock"
+    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
+        daemon = await start(interval=3600)
+
+        await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
+
+
 async def test_a_kubelet_that_does_not_answer_is_tried_again(
     node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,13 +540,10 @@ async def test_a_session_can_be_closed_at_any_moment(
     kubelet: Kubelet, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
     """SIGTERM while a socket is bound, registered or closed leaves no socket and no traceback."""
-    allocator = ttdp.Allocator(ttdp.Host(ttdp.Settings(), lambda: None))
-    devices = ttdp.DeviceList(devices=[pb.Device(ID="a", health="Healthy")])
     tasks = len(asyncio.all_tasks())
     for steps in range(40):
-        session = ttdp.KubeletSession(N150, allocator, str(kubelet.directory), lambda: None)
-        identity = ttdp.file_identity(str(kubelet.socket))
-        session.update(devices, identity, None, is_disturbed=False, has_rival=False)
+        session = Session(kubelet)
+        session.turn("a")
         if moment == "while it ends":
             await kubelet.registered(N150)
             await kubelet.drop_streams()
@@ -314,6 +555,88 @@ async def test_a_session_can_be_closed_at_any_moment(
     await until(lambda: len(asyncio.all_tasks()) <= tasks)
     errors = [r.message for r in caplog.records if r.levelname == "ERROR"]
     assert not [m for m in errors if "Registration/Register" not in m]  # the kubelet's own
+
+
+async def test_a_session_can_be_closed_though_its_server_cannot_be_stopped(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is logged; the daemon does not wait for the session until systemd kills it."""
+    stop = Server.stop
+
+    async def fail(self: Server, grace: float | None) -> None:
+        await stop(self, grace)
+        raise RuntimeError("no threads")
+
+    monkeypatch.setattr(Server, "stop", fail)
+
+    closing = asyncio.create_task(session.close())
+    await asyncio.wait({closing}, timeout=PATIENCE)
+
+    assert closing.done()
+
+
+async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
+    kubelet: Kubelet, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other session of the resource follows, before which the kubelet must notice something."""
+    monkeypatch.setattr("ttdp.LAST_GRACE", PATIENCE)
+    monkeypatch.setattr("ttdp.STREAM_DELAY", 3600.0)
+    is_called, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def allocate(*_: object) -> list[ttdp.Edits]:
+        is_called.set()
+        await may_answer.wait()
+        return []
+
+    monkeypatch.setattr(ttdp.Allocator, "allocate", allocate)
+    (socket_name,) = plugin_sockets(kubelet.directory)
+    async with grpc.aio.insecure_channel(f"unix:{kubelet.directory}/{socket_name}") as channel:
+        call = rpc.DevicePluginStub(channel).Allocate(pb.AllocateRequest())  # type: ignore[no-untyped-call]
+        await is_called.wait()
+        closing = asyncio.create_task(session.session.close(is_exiting=True))
+        await until(lambda: not plugin_sockets(kubelet.directory))
+        may_answer.set()
+        assert await call == pb.AllocateResponse()
+
+    await kubelet.drop_streams()
+    await asyncio.wait_for(closing, PATIENCE)
+
+
+async def test_the_status_follows_registrations_at_once(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """No other event wakes the loop: the kubelet writes no checkpoint."""
+    monkeypatch.setattr("ttdp.ROUND", 3600.0)
+    kubelet.file.path = directory.with_name("elsewhere")
+
+    daemon = await start(interval=3600)
+    await until(lambda: any("registered with kubelet" in note for note in daemon.notes))
+
+    await kubelet.kill()
+    await until(lambda: any("its socket refuses connections" in note for note in daemon.notes))
+
+
+# -- sockets' names --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["n150", "a.name_of-63-characters".ljust(63, "x")])
+async def test_names_of_sockets_fit_into_an_address_and_are_recognised(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also with the largest process ID, and after 99,999 registrations."""
+    monkeypatch.setattr(os, "getpid", lambda: 4194304)
+    monkeypatch.setattr("ttdp._socket_numbers", itertools.count(99_998))
+
+    names = [ttdp.new_socket_name(f"tenstorrent.com/{name}") for _ in range(3)]
+
+    assert len({*names}) == 3 and all(each.startswith(f"tt-{name[:20]}.") for each in names)
+    assert max(map(len, names)) <= 107 - len("/") - ttdp.PLUGIN_DIR_MAX
+    directory.mkdir()
+    for each in names:
+        (directory / each).touch()
+    ttdp.remove_dead_sockets(str(directory))
+    assert not os.listdir(directory)
 
 
 # -- resources that end and return -----------------------------------------------------------------
@@ -336,9 +659,11 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
 @pytest.mark.usefixtures("slow_stops")
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_time(
-    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
-) -> None:
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, int],
+) -> None:  # fmt: skip
     """Two SIGHUPs in a row, or in one turn of the loop; also if the kubelet restarts meanwhile."""
+    monkeypatch.setattr("ttdp.ROUND", 3600.0)  # the end of the former session wakes the loop
     (chip,) = node.add("p150a")
     async with kubelet_of(node, directory, version=version) as kubelet:
         daemon = await start(interval=3600)
@@ -358,6 +683,28 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
         order = [e.kind for e in kubelet.events if e.fields.get("resource") == P150]
         order = [kind for kind in order if kind in ("registered", "ended")]
         assert all(one != other for one, other in itertools.pairwise(order)), order
+
+
+async def test_sessions_that_have_ended_leave_nothing_behind(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+) -> None:
+    """However many resources there have been."""
+    daemon = await start(interval=3600)
+    before = 0
+    for number in range(12):
+        if number == 2:
+            before = count_of_tasks()
+        domain = f"example-{number}.org"
+        daemon.reload(resource_domain=domain)
+        await kubelet.registered(f"{domain}/n150")
+
+    await until(lambda: count_of_tasks() <= before)
+
+
+def count_of_tasks() -> int:
+    """Return the number of tasks that are kept, also those that are done."""
+    gc.collect()
+    return sum(isinstance(each, asyncio.Task) for each in gc.get_objects())
 
 
 # -- another plugin under our name, and checkpoints that are late ----------------------------------
@@ -461,3 +808,25 @@ async def test_a_checkpoint_from_before_the_registration_shows_no_other_plugin(
             registrations = len(kubelet.find("registered"))
             await turns(daemon, 20)
         assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == registrations
+
+
+async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
+    kubelet: Kubelet, session: Session
+) -> None:
+    """Else an ID that we have listed ourselves, and list no longer, would be another plugin's."""
+    session.turn("a", checkpoint=1)
+
+    # The list changes, and the loop makes another turn before the kubelet is sent it.
+    session.turn("a", "b", checkpoint=2, has_others_ids=True)
+    session.turn("a", "b", checkpoint=3, has_others_ids=True)
+    await offers(kubelet, N150, "a", "b")
+    session.turn("a", "b", checkpoint=3, has_others_ids=True)
+    for number in range(20):  # the end of the registration would be noticed by then
+        session.turn(f"{number}", checkpoint=3)
+        await offers(kubelet, N150, f"{number}")
+    assert not kubelet.find("ended")
+
+    for _ in range(2):
+        session.turn("19", checkpoint=4, has_others_ids=True)
+    await until(lambda: session.state != REGISTERED)
+    assert session.state.startswith("another device plugin has registered this resource")

@@ -403,7 +403,7 @@ def ctr(command: str) -> str:
 def waits() -> int:
     """Return how often a container's start has waited for a pod, by the daemon's log."""
     journal = shell(f"journalctl --identifier={UNIT} --output=cat --no-pager")
-    return journal.count("container start waits for")
+    return journal.count("container start waits: ")
 
 
 def _kubelets_pods() -> set[str]:

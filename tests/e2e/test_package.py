@@ -713,28 +713,33 @@ def test_a_configuration_that_a_drop_in_names_is_checked(host: Host) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_a_kubelet_with_another_directory(host: Host) -> None:
-    """The configuration and the example of a drop-in move the service there."""
-    other = "/var/snap/microk8s/common/var/lib/kubelet"
-    example = host.path(f"/usr/share/{UNIT}/kubelet-dir.conf").read_text()
-    configuration = f'device_plugin_dir = "{other}/device-plugins"\n{CONFIGURATION}'
-    for drop_in, directory, text in (
-        (example.replace("/var/lib/k0s/kubelet", other), f"{other}/device-plugins", configuration),
-        ("", DIRECTORY, CONFIGURATION),
-    ):
-        host.systemctl("stop", "kubelet")
-        host.install_kubelet(directory)
-        host.write(CONFIG, text)
-        host.use_drop_in(drop_in)
-        since = time.monotonic()
-        host.shell(f"systemctl restart {UNIT} && systemctl start kubelet")
-        host.event(since, "registered", resource=RESOURCE)
-        if drop_in:
-            assert host("stat", "--format=%a %U", directory) == "750 root\n"
-            host.status_becomes("registered with kubelet")
-            checked = host("tt-device-plugin", "check")
-            assert f"{directory}/kubelet.sock" in checked, checked
-    host.shell("rm -r /var/snap")
+@pytest.mark.parametrize("is_link", [False, True], ids=["a directory", "a link"])
+def test_a_kubelet_that_is_installed_later(host: Host, is_link: bool) -> None:
+    """The service is READY without its directory, which MicroK8s makes a link, and never makes it."""
+    own = str(Path(DIRECTORY).parent)
+    elsewhere = "/var/snap/microk8s/common/var/lib/kubelet"
+    host.systemctl("stop", "kubelet")
+    host.shell(f"systemctl stop {UNIT} && rm -rf {own}")
+
+    assert host.restarts()
+    host.status_becomes(f"no kubelet is installed ({own} does not exist)")
+    assert not host.exists(own)
+
+    since = time.monotonic()
+    make = f"mkdir -p {elsewhere} && ln -s {elsewhere} {own}" if is_link else f"mkdir {own}"
+    host.shell(f"{make} && systemctl start kubelet")
+    host.event(since, "registered", resource=RESOURCE)
+    assert host("stat", "--format=%a %U", f"{DIRECTORY}/.") == "750 root\n"
+    host.status_becomes("registered with kubelet")
+
+    # It can be deleted as well, as by `kubeadm reset`.
+    since = time.monotonic()
+    host.shell(f"systemctl stop kubelet && rm -r {DIRECTORY} && systemctl start kubelet")
+    host.event(since, "registered", resource=RESOURCE)
+
+    host.systemctl("stop", "kubelet")
+    host.shell(f"systemctl stop {UNIT} && rm -rf {own} /var/snap && mkdir {own}")
+    host.shell(f"systemctl start {UNIT} kubelet")
 
 
 # -- removal ---------------------------------------------------------------------------------------

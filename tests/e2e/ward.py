@@ -109,7 +109,7 @@ class Ward(Node):
 
     def waits(self) -> int:
         """Return how many container starts have waited for a pod, by the daemon's log."""
-        return self.daemon.log.read_text().count("container start waits for")
+        return self.daemon.log.read_text().count("container start waits: ")
 
     def times_of_checks(self, holder: Pod, count: int) -> list[float]:
         """Return seconds that the check before a start of a pod's container takes, each time.

@@ -1,0 +1,1249 @@
+"""Holds: who has which chips. The rules are those at the head of HOLDS in ttdp.py.
+
+The checkpoint and the cgroups are real files, the clock is the test's.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import ttdp
+from generated import deviceplugin_pb2 as pb
+from tests.chips import bdf, chip, decide, hold
+from tests.world.checkpoint import Entry, Held, Snapshot
+from ttdp import Call, Hold, HoldBook, HoldState, Mount, Settings
+
+A, B = bdf(1), bdf(2)
+FIRST = "0b6cd6e4-9fd5-4b5c-8d4e-4a3a5f6f2d61"  # pods
+SECOND = "5d1f7a52-0c3e-4f0b-9d55-3a1b2c4d5e6f"
+DOMAIN = "tenstorrent.com"
+N150, N150A = f"{DOMAIN}/n150", f"{DOMAIN}/n150a"
+ALWAYS = 200  # seconds after which nothing changes any more
+MONITOR = f"{ttdp.CONMON}1234"  # CRI-O's, beside a container's cgroup
+
+
+def entry(
+    *buses: int,
+    pod: str = FIRST,
+    container: str = "main",
+    resource: str = N150,
+    ids: Iterable[str] = (),
+    directory: Path | None = None,
+    **settings: Any,
+) -> Entry:
+    """What the kubelet writes of an answer; ids: the chips' addresses, unless they are given."""
+    chips = [chip(bus, ordinal=bus) for bus in buses or (1,)]
+    mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
+    name = f"{chips[0].bdf}-{container}-{pod}"
+    answer = ttdp.container_edits(chips, {}, Settings(**settings), mounts, name)
+    held = Held({-1: [*ids] or [each.bdf for each in chips]}, answer)
+    return Entry(pod, container, resource, held)
+
+
+class World:
+    """A book of holds, and the checkpoint, the cgroups and the clock that a test gives it."""
+
+    def __init__(self, home: Path, saved: Iterable[HoldState] = (), now: float = 1000.0) -> None:
+        self.home = home
+        self.now = now
+        self.settings = Settings(
+            device_plugin_dir=str(home), sysfs_root=f"{home}/sys", dev_root=f"{home}/dev"
+        )
+        self.path = home / ttdp.CHECKPOINT
+        self.cgroups = home / "sys/fs/cgroup"
+        self.cgroups.mkdir(parents=True, exist_ok=True)
+        (self.cgroups / "cgroup.controllers").touch()
+        self.book = HoldBook(self.settings, saved)
+
+    def restarted(self) -> World:
+        """What the next daemon of this boot knows."""
+        saved = json.loads(json.dumps(self.book.to_saved()))
+        return World(self.home, [HoldState.from_saved(each) for each in saved], self.now)
+
+    # The kubelet
+
+    def answer(self, given: Entry) -> None:
+        """Answer Allocate; the kubelet has not written it yet."""
+        self.look()
+        found = ttdp.read_answer(given.held.answer).of(given.resource, given.held.ids)
+        self.book.add(found, self.now)
+
+    def write(self, *entries: Entry, registered: Any = None) -> None:
+        self.put(Snapshot([*entries], registered or {}).json())
+
+    def put(self, content: bytes) -> None:
+        """Replace the checkpoint, as the kubelet does."""
+        new = self.home / ".new"
+        new.write_bytes(content)
+        new.rename(self.path)
+
+    # The pods' cgroups, of version 2
+
+    def cgroup(self, pod: str) -> Path:
+        return self.cgroups / f"kubepods/burstable/pod{pod}"
+
+    def make_cgroup(self, pod: str = FIRST, *containers: str) -> None:
+        """Give a pod a cgroup with processes in these containers, and in no others."""
+        for name in containers:
+            (self.cgroup(pod) / name).mkdir(parents=True, exist_ok=True)
+            (self.cgroup(pod) / name / "cgroup.events").write_text("populated 1\n")
+        self.cgroup(pod).mkdir(parents=True, exist_ok=True)
+        for directory in self.cgroup(pod).iterdir():
+            if directory.is_dir() and directory.name not in containers:
+                shutil.rmtree(directory)
+        (self.cgroup(pod) / "cgroup.events").write_text(f"populated {int(bool(containers))}\n")
+
+    def remove_cgroup(self, pod: str = FIRST) -> None:
+        shutil.rmtree(self.cgroup(pod), ignore_errors=True)
+
+    # What the daemon sees
+
+    def look(self) -> set[str]:
+        """Look at everything; return the chips of the current holds."""
+        self.book.refresh(self.now, DOMAIN, look=True)
+        return {bdf for each in self.current() for bdf in each.chips}
+
+    def current(self) -> tuple[Hold, ...]:
+        return self.book.current(self.now)
+
+    def running(self) -> set[str]:
+        """The pods for which a stranger's container would wait."""
+        stranger = Call("example.com/any", frozenset(), frozenset(map(bdf, range(9))), ())
+        return {each.pod for each in self.book.waits_for(stranger, self.current())}
+
+    def seconds(self, holds: Callable[[], object]) -> float:
+        """Return for how long this holds, looking each second; at most ALWAYS."""
+        began = self.now
+        self.look()
+        while holds() and self.now < began + ALWAYS:
+            self.now += 1
+            self.look()
+        return self.now - began
+
+    def call(self, given: Entry) -> Call:
+        """PreStartContainer comes for a container."""
+        self.look()
+        ids = frozenset(given.held.ids)
+        chips = ttdp.read_answer(given.held.answer).chips
+        return self.book.call(given.resource, ids, chips, self.now)
+
+    def outcome(self, call: Call) -> str | set[str]:
+        """Return what becomes of a call now: the pods for which it waits, if it does."""
+        self.look()
+        if self.book.was_deleted(call, self.now):
+            return "refused"
+        if others := self.book.waits_for(call, self.current()):
+            return {each.pod for each in others}
+        self.book.allow(call, self.now)
+        return "allowed"
+
+    def start(self, given: Entry) -> str | set[str]:
+        return self.outcome(self.call(given))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+# -- which holds are current -----------------------------------------------------------------------
+
+
+def answered(world: World) -> None:
+    world.answer(entry())
+
+
+def answered_and_started(world: World) -> None:
+    world.answer(entry())
+    world.start(entry())
+
+
+def written(world: World) -> None:
+    world.answer(entry())
+    world.write(entry())
+
+
+def written_and_started(world: World) -> None:
+    written(world)
+    world.make_cgroup(FIRST, "pause")
+    world.start(entry())
+    world.make_cgroup(FIRST, "pause", "main")
+
+
+def written_with_a_cgroup(world: World) -> None:
+    written(world)
+    world.make_cgroup()
+    world.now += 60
+
+
+def written_and_over(world: World) -> None:
+    written_and_started(world)
+    world.look()
+    world.remove_cgroup()
+
+
+def written_and_back(world: World) -> None:
+    written_and_over(world)
+    world.look()
+    world.make_cgroup()
+
+
+def forgotten(world: World) -> None:
+    written_and_started(world)
+    world.now += 60
+    world.look()
+    world.write()
+
+
+def forgotten_soon(world: World) -> None:
+    written(world)
+    world.now += 10
+    world.look()
+    world.write()
+
+
+def forgotten_with_a_sandbox(world: World) -> None:
+    written(world)
+    world.make_cgroup(FIRST, "pause")
+    world.now += 60
+    world.look()
+    world.write()
+
+
+def forgotten_and_empty(world: World) -> None:
+    forgotten(world)
+    world.make_cgroup()
+
+
+def forgotten_while_created(world: World) -> None:
+    written_with_a_cgroup(world)
+    world.start(entry())
+    world.write()
+
+
+TABLE: list[tuple[Callable[[World], None], int, int]] = [
+    # a hold of which this is seen; how long it is current from then on, also after a reboot
+    (answered, 30, 0),
+    (answered_and_started, 121, 0),
+    (written, ALWAYS, ALWAYS),
+    (written_and_started, ALWAYS, ALWAYS),
+    (written_with_a_cgroup, ALWAYS, ALWAYS),
+    (written_and_over, 0, ALWAYS),
+    (written_and_back, ALWAYS, ALWAYS),
+    (forgotten, ALWAYS, 0),
+    (forgotten_soon, 20, 0),
+    (forgotten_with_a_sandbox, 0, 0),
+    (forgotten_and_empty, 0, 0),
+    (forgotten_while_created, 121, 0),
+]
+rows = pytest.mark.parametrize(
+    ("row", "seconds", "after_reboot"), TABLE, ids=[row.__name__ for row, *_ in TABLE]
+)
+
+
+@rows
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_hold_is_current_by_the_table(
+    world: World, row: Callable[[World], None], seconds: int, after_reboot: int, is_restarted: bool
+) -> None:
+    """A restart of the daemon, which has looked, changes no row and prolongs nothing."""
+    row(world)
+    if is_restarted:
+        world.look()
+        world = world.restarted()
+
+    assert world.seconds(world.current) == seconds
+
+
+@rows
+def test_after_a_reboot_the_checkpoint_alone_counts(
+    world: World, row: Callable[[World], None], seconds: int, after_reboot: int
+) -> None:
+    """Its pods are started again, in the kubelet's time; what was seen before means nothing."""
+    row(world)
+    world.look()
+    shutil.rmtree(world.cgroups)
+
+    rebooted = World(world.home, now=5.0)
+    assert rebooted.seconds(rebooted.current) == after_reboot
+
+
+def test_a_hold_that_was_written_late_is_one_hold(world: World) -> None:
+    """It is recognised by the answer's name; so is that its start was allowed."""
+    written_late = entry()
+    world.answer(written_late)
+    world.start(written_late)
+    world.now += 20
+    world.write(written_late)
+    world.make_cgroup()
+    world.look()
+
+    (found,) = world.current()
+    assert (found.pod, found.container, {*found.chips}) == (FIRST, "main", {A})
+    assert world.running() == {FIRST}
+
+
+def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: World) -> None:
+    """An older writing lands last; a sandbox that was there before is not taken for a start."""
+    written(world)
+    world.make_cgroup(FIRST, "pause")
+    world.now += 60
+    world.look()
+    world.write()
+    world.look()
+    world.now += ttdp.MISSING_FOR / 2
+    world.look()
+    world.write(entry())
+
+    assert world.look() == {A} and not world.running()
+
+
+def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: World) -> None:
+    """Under the same UID, perhaps with another chip: the former one's ends with its cgroup."""
+    former, returned = entry(1, pod="static"), entry(2, pod="static")
+    world.answer(former)
+    world.write(former)
+    world.make_cgroup("static", "pause")
+    world.start(former)
+    world.make_cgroup("static", "pause", "main")
+    world.look()
+    world.write()
+    world.remove_cgroup("static")
+    world.answer(returned)
+    world.write(returned)
+    world.make_cgroup("static", "pause")
+    world.look()
+
+    world.now += ttdp.WRITTEN_WITHIN
+    assert world.look() == {B}
+
+
+def test_nothing_is_kept_of_a_pod_that_has_ended(world: World) -> None:
+    """Memory and state file would grow with every pod."""
+    world.answer(entry(2))
+    written_and_started(world)
+    world.look()
+    world.book.apply_names({(N150, A, "main"): "default/train"})
+    assert world.book.names == {FIRST: "default/train"}
+
+    world.write()
+    world.remove_cgroup()
+    world.look()
+    world.now += ttdp.WRITTEN_WITHIN
+    assert not world.look()
+    assert not world.book.names and not world.book.to_saved()
+
+
+holds = st.builds(
+    Hold,
+    resource=st.text(),
+    ids=st.frozensets(st.text()),
+    name=st.text(),
+    chips=st.frozensets(st.text()),
+    device_files=st.lists(st.text()).map(tuple),
+    directories=st.lists(st.text()).map(tuple),
+    locks=st.text(),
+    is_ours=st.booleans(),
+    pod=st.text(),
+    container=st.text(),
+)
+states = st.builds(
+    HoldState,
+    hold=holds,
+    answered_at=st.none() | st.floats(0, 1e9),
+    is_in_checkpoint=st.booleans(),
+    cgroup_seen=st.booleans(),
+    start=st.sampled_from(ttdp.Start),
+    allowed_at=st.floats(0, 1e9),
+    containers=st.frozensets(st.text()),
+)
+
+
+@hypothesis_settings(deadline=None, max_examples=60)
+@given(states)
+def test_the_next_daemon_of_the_same_boot_knows_all_of_a_hold(state: HoldState) -> None:
+    """What cannot be read again goes through the state file as it is."""
+    assert HoldState.from_saved(json.loads(json.dumps(state.to_saved()))) == state
+
+
+# -- which pods run --------------------------------------------------------------------------------
+
+
+def waiting_to_start(world: World, *containers: str) -> Entry:
+    """A pod in the checkpoint, with processes in these containers and no allowed start."""
+    given = entry()
+    world.answer(given)
+    world.write(given)
+    world.make_cgroup(FIRST, *containers)
+    world.look()
+    return given
+
+
+def test_a_pod_runs_from_its_first_allowed_start_until_its_cgroup_is_empty(world: World) -> None:
+    """Before, it has only a sandbox. When a new sandbox comes, a new start must be allowed."""
+    given = waiting_to_start(world, "pause")
+    assert not world.running()
+
+    world.start(given)
+    assert world.running() == {FIRST}
+    world.make_cgroup(FIRST, "pause", "main")
+    world.look()
+    world.make_cgroup(FIRST, "pause")  # it has crashed: its pod lives
+    world.look()
+    assert world.running() == {FIRST}
+
+    world.make_cgroup(FIRST)
+    world.look()
+    world.book.note_ended_pods()
+    world.make_cgroup(FIRST, "another pause")
+    world.look()
+    assert not world.running()
+    world.start(given)
+    assert world.running() == {FIRST}
+
+
+def test_a_pod_that_is_awaited_runs_for_two_minutes_at_most(world: World) -> None:
+    """Runtimes without a pause process have no process meanwhile; each start has its own time."""
+    given = waiting_to_start(world)
+    world.start(given)
+    world.now += 100
+    world.start(given)
+
+    assert world.book.is_awaiting_containers
+    assert world.seconds(world.running) == 121
+    assert not world.book.is_awaiting_containers
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_awaited"),
+    [
+        ([], ["main"], False),
+        ([], [MONITOR], True),
+        (["side"], ["side"], True),
+        (["side"], [], True),
+        (["side"], [MONITOR], True),
+        (["side"], ["side", "main"], False),
+    ],
+)
+def test_a_start_is_over_when_the_new_containers_own_cgroup_was_seen_populated(
+    world: World, before: list[str], after: list[str], is_awaited: bool
+) -> None:
+    """Not another container's, nor that of CRI-O's monitor; another one can end just then."""
+    world.start(waiting_to_start(world, *before))
+    world.make_cgroup(FIRST, *after)
+    world.look()
+    assert world.book.is_awaiting_containers is is_awaited
+    assert world.running() == {FIRST}
+
+    world.make_cgroup(FIRST)
+    world.look()
+    assert world.running() == ({FIRST} if is_awaited else set())
+
+
+def test_a_start_is_over_with_the_pods_cgroup(world: World) -> None:
+    """Whoever comes next does not wait for a container that never came."""
+    world.start(waiting_to_start(world))
+    world.remove_cgroup()
+    world.look()
+
+    assert not world.book.is_awaiting_containers and not world.running()
+
+
+@pytest.mark.parametrize("has_cgroup", [False, True])
+def test_a_hold_that_is_found_counts_as_started_if_its_pods_cgroup_is_there(
+    world: World, has_cgroup: bool
+) -> None:
+    """The daemon was installed while pods ran; after a reboot it is up before them."""
+    if has_cgroup:
+        world.make_cgroup(FIRST, "pause", "main")
+    world.write(entry())
+    world.look()
+    world.make_cgroup(FIRST, "pause", "main")
+    world.look()
+
+    assert world.running() == ({FIRST} if has_cgroup else set())
+
+
+def test_a_pod_runs_on_the_chips_of_those_containers_whose_start_was_allowed(world: World) -> None:
+    """Another container's wait for their own."""
+    pod = [entry(1), entry(2, container="side")]
+    others = [entry(bus, pod=SECOND, resource=N150A) for bus in (1, 2)]
+    for each in (*pod, *others):
+        world.answer(each)
+    world.write(*pod, *others)
+    world.make_cgroup(FIRST, "pause")
+    world.start(pod[0])
+
+    assert [world.start(each) for each in others] == [{FIRST}, "allowed"]
+
+
+# -- starts ----------------------------------------------------------------------------------------
+
+
+def two_pods(world: World, **second: Any) -> tuple[Entry, Entry]:
+    """A pod that runs and was deleted by force, and one that has got its chip, with a sandbox."""
+    first, heir = entry(), entry(pod=SECOND, **second)
+    world.answer(first)
+    world.write(first)
+    world.make_cgroup(FIRST, "pause")
+    world.start(first)
+    world.make_cgroup(FIRST, "pause", "main")
+    world.look()
+    world.now += 1
+    world.answer(heir)
+    world.write(heir)
+    world.look()
+    world.make_cgroup(SECOND, "pause")
+    return first, heir
+
+
+@pytest.mark.parametrize(
+    "second",
+    [{}, {"resource": N150A}, {"ids": [f"{A}::0"]}, {"resource": f"{DOMAIN}/board", "ids": ["X"]}],
+    ids=["same", "renamed", "shared", "regrouped"],
+)
+def test_a_container_waits_until_the_other_pod_has_ended(
+    world: World, second: dict[str, Any]
+) -> None:
+    """Whatever the chip is called by now. A crash is no end, as the pod's container may return."""
+    _, heir = two_pods(world, **second)
+    call = world.call(heir)
+    assert world.outcome(call) == {FIRST}
+    world.make_cgroup(FIRST, "pause")
+    assert world.outcome(call) == {FIRST}
+
+    world.make_cgroup(FIRST)
+    assert world.outcome(call) == "allowed"
+    assert world.running() == {SECOND}
+
+
+def test_containers_that_share_a_device_do_not_wait_for_each_other(world: World) -> None:
+    """But for those that have the same chip under another resource."""
+    one, two = entry(ids=[f"{A}::0"]), entry(pod=SECOND, ids=[f"{A}::1"])
+    renamed = entry(pod="third", resource=N150A, ids=[f"{A}::1"])
+    for each in (one, two, renamed):
+        world.answer(each)
+        world.make_cgroup(each.uid, "pause")
+    world.write(one, two, renamed)
+
+    assert world.start(one) == world.start(two) == "allowed"
+    assert world.start(renamed) == {FIRST, SECOND}
+
+
+def test_a_pod_does_not_wait_for_itself(world: World) -> None:
+    """Its init container has the same device, and its containers are started again."""
+    pod = [entry(container="prepare"), entry()]
+    for each in pod:
+        world.answer(each)
+    world.write(*pod)
+    world.make_cgroup(FIRST, "pause")
+
+    for number in range(3):
+        assert world.start(entry()) == "allowed"
+        world.make_cgroup(FIRST, "pause", f"main-{number}")
+
+
+def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: World) -> None:
+    """Its starts are not seen, so these alone decide. Its device file has today's number."""
+    answer = pb.ContainerAllocateResponse()
+    answer.devices.add(host_path="/dev/tenstorrent/3", container_path="/dev/x", permissions="rw")
+    theirs, ours = Entry(FIRST, "main", N150, Held({-1: ["0"]}, answer)), entry(pod=SECOND)
+    world.answer(ours)
+    world.write(theirs, ours)
+    world.make_cgroup(SECOND, "pause")
+
+    for containers in ([], ["pause"], []):
+        world.make_cgroup(FIRST, *containers)
+        call = world.call(ours)
+        found = [*ttdp.with_chips(world.current(), {A: chip(1, ordinal=3)})]
+        waits_for = {each.pod for each in world.book.waits_for(call, found)}
+        assert waits_for == ({FIRST} if containers else set())
+
+
+def test_of_two_pods_with_one_id_the_first_start_goes_on(world: World) -> None:
+    """kubernetes #137534. A start counts for both, as the call says only the ID; then one waits."""
+    pods = [entry(), entry(pod=SECOND)]
+    for each in pods:
+        world.answer(each)
+        world.make_cgroup(each.uid, "pause")
+    world.write(*pods)
+    assert world.start(entry()) == "allowed"
+    world.make_cgroup(FIRST, "pause", "main")
+
+    call = world.call(entry(pod=SECOND))
+    assert world.outcome(call) == {FIRST, SECOND}
+    decision = decide([chip(1)], holds=world.current())
+    waits_for = world.book.waits_for(call, decision.holds)
+    why = f"the kubelet has given {A} to pod {FIRST} and pod {SECOND}; delete one of these pods"
+    assert ttdp._why_waiting(call, waits_for, decision) == why
+
+
+def test_a_call_whose_pod_was_deleted_is_refused(world: World) -> None:
+    """The kubelet does not cancel it. Its caller is fixed when it comes, whoever comes later."""
+    waiting = two_pods(world)[1]
+    call = world.call(waiting)
+    assert world.outcome(call) == {FIRST}
+
+    third = entry(pod="third")
+    world.answer(third)
+    world.write(third)
+    world.look()
+    world.now += ttdp.MISSING_FOR
+    assert world.outcome(call) == "refused"
+    world.make_cgroup(FIRST)
+    assert world.outcome(call) == "refused"
+    assert world.start(third) == "allowed"
+
+
+def test_a_call_comes_while_its_entry_is_missing_for_a_moment(world: World) -> None:
+    """An entry can be missing for 31 ms, as an older writing lands last."""
+    given = waiting_to_start(world, "pause")
+    world.write()
+    world.look()
+    world.now += ttdp.MISSING_FOR / 2
+    call = world.call(given)
+    assert [each.hold.pod for each in call.callers] == [FIRST]
+    world.write(given)
+
+    assert world.outcome(call) == "allowed"
+    assert world.running() == {FIRST}
+
+
+def test_a_pod_whose_ids_were_given_away_is_no_possible_caller(world: World) -> None:
+    """Its entry is not missing for a moment, however soon the next pod's container starts."""
+    former, heir = two_pods(world)
+    assert [each.hold.pod for each in world.call(heir).callers] == [SECOND]
+
+    world.write(former)  # an older writing lands last
+    world.look()
+    callers = {each.hold.pod for each in world.call(heir).callers}
+    assert callers == {FIRST, SECOND}
+
+
+def test_a_start_before_its_answer_was_written_is_that_pods(world: World) -> None:
+    """It waits like any other, and counts until the checkpoint names its pod."""
+    first = entry()
+    world.answer(first)
+    assert world.start(first) == "allowed"
+
+    other = entry(resource=N150A, pod=SECOND)
+    world.answer(other)
+    assert world.start(other) == {""}
+    world.write(first, other)
+    world.make_cgroup(FIRST)
+    assert world.start(other) == {FIRST}
+
+
+def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: World) -> None:
+    """A kubelet that cannot write its checkpoint has pods all the same."""
+    assert world.start(entry(pod=SECOND)) == "allowed"
+    waiting_to_start(world, "pause")
+    world.start(entry())
+    assert world.start(entry(pod=SECOND, resource=N150A)) == {FIRST}
+
+
+def test_a_pod_that_has_ended_is_no_possible_caller(world: World) -> None:
+    """Kubelets up to 1.31 keep the entry of the pod that was admitted last."""
+    written_and_over(world)
+    world.look()
+    heir = entry(pod=SECOND)
+    world.answer(heir)
+    world.write(entry(), heir)
+
+    assert [each.hold.pod for each in world.call(heir).callers] == [SECOND]
+
+
+# -- directories -----------------------------------------------------------------------------------
+
+
+def own(name: str) -> Path:
+    return Path("/dev/hugepages-1G", ttdp.OWN_DIRECTORY, name)
+
+
+def asks(*buses: int, resource: str = N150, ids: Iterable[str] = ()) -> Hold:
+    """A hold that is about to be answered."""
+    return Hold(resource, frozenset(ids or map(bdf, buses or (1,))))
+
+
+def test_a_recent_answer_for_the_same_ids_has_the_directory_that_nobody_can_have_used(
+    world: World,
+) -> None:
+    """That of the pod's init container. So its other containers find the node's pages."""
+    prepare = entry(container="prepare", directory=own("x"))
+    world.answer(prepare)
+    assert world.book.directory_for(asks(), world.now) == "x"
+    assert world.book.directory_for(asks(2), world.now) is None
+    assert world.book.directory_for(asks(1, 2), world.now) is None
+    assert world.book.directory_for(asks(resource=N150A), world.now) is None
+
+    world.write(prepare)
+    world.look()
+    assert world.book.directory_for(asks(), world.now + 29) == "x"
+    assert world.book.directory_for(asks(), world.now + 30) is None
+
+
+@pytest.mark.parametrize("used_by", ["itself", "another that names it"])
+@pytest.mark.parametrize("how", ["its cgroup", "its start", "its start, unwritten"])
+def test_a_directory_that_somebody_can_have_used_is_not_named_again(
+    world: World, used_by: str, how: str
+) -> None:
+    """From the moment that a start was allowed, or the pod's cgroup was seen."""
+    used = entry(directory=own("x"))
+    world.answer(used)
+    if how != "its start, unwritten":
+        world.write(used)
+    if how == "its cgroup":
+        world.make_cgroup()
+    else:
+        world.start(used)
+    if used_by != "itself":
+        world.answer(entry(pod=SECOND, directory=own("x")))
+    world.look()
+
+    assert world.book.directory_for(asks(), world.now) is None
+
+
+def test_without_private_directories_there_is_none_to_share(world: World) -> None:
+    """The former answer was given with another setting."""
+    world.answer(entry())
+    assert world.book.directory_for(asks(), world.now) is None
+
+
+def test_containers_that_share_a_device_have_its_directory_while_a_hold_is_current(
+    world: World,
+) -> None:
+    """However long, and whoever has used it; of several devices, the first one's counts."""
+    one = entry(2, ids=[f"{B}::0"], directory=own("x"))
+    world.answer(one)
+    world.write(one)
+    world.make_cgroup(FIRST, "pause")
+    world.start(one)
+    world.now += 60
+
+    world.look()
+    assert world.book.directory_for(asks(ids=[f"{B}::1"]), world.now) == "x"
+    assert world.book.directory_for(asks(ids=[f"{A}::0", f"{B}::1"]), world.now) == "x"
+    assert world.book.directory_for(asks(ids=[f"{A}::0"]), world.now) is None
+    assert world.book.directory_for(asks(2), world.now) is None
+    world.answer(entry(1, pod=SECOND, ids=[f"{A}::0"], directory=own("y")))
+    assert world.book.directory_for(asks(ids=[f"{A}::1", f"{B}::1"]), world.now) == "y"
+
+    world.remove_cgroup()
+    world.look()
+    assert world.book.directory_for(asks(ids=[f"{B}::1"]), world.now) is None
+
+
+def left_behind(world: World, call: Call) -> set[str]:
+    world.look()
+    return {Path(path).name for path in world.book.left_behind(call, world.current())}
+
+
+def test_what_a_pod_that_does_not_run_left_on_the_chips_is_emptied(world: World) -> None:
+    """Its hold is current still. A possible caller's own directory is not emptied."""
+    first = entry(directory=own("former"))
+    heir = entry(pod=SECOND, directory=own("own"))
+    other = entry(2, pod="third", directory=own("other"))
+    for each in (first, other):
+        world.answer(each)
+    world.write(first, other)
+    world.make_cgroup(FIRST, "pause")
+    world.start(first)
+    world.make_cgroup(FIRST, "pause", "main")
+    world.look()
+    world.now += 1
+    world.answer(heir)
+    world.write(heir, other)
+    call = world.call(heir)
+    assert left_behind(world, call) == set(), "it runs"
+
+    world.make_cgroup(FIRST)
+    assert left_behind(world, call) == {"former"}
+
+
+def test_a_directory_that_a_running_pod_has_is_not_emptied(world: World) -> None:
+    """Its containers have one directory, though not all of them have started."""
+    pod = [
+        entry(1, container="prepare", directory=own("x")),
+        entry(1, 2, container="main", directory=own("x")),
+    ]
+    heir = entry(1, 2, pod=SECOND, resource=N150A, directory=own("y"))
+    for each in (*pod, heir):
+        world.answer(each)
+    world.write(*pod, heir)
+    world.make_cgroup(FIRST, "pause")
+    assert left_behind(world, world.call(heir)) == {"x"}
+    world.start(pod[0])
+    assert left_behind(world, world.call(heir)) == set()
+
+
+# -- the checkpoint --------------------------------------------------------------------------------
+
+
+def damage_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def damage_by_size(path: Path) -> None:
+    with path.open("ab") as file:
+        file.truncate(ttdp.CHECKPOINT_MAX + 1)
+
+
+def damage_by_link(path: Path) -> None:
+    shutil.copy(path, path.with_name("elsewhere"))
+    path.unlink()
+    path.symlink_to("elsewhere")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "disappeared": Path.unlink,
+    "fifo": damage_by_fifo,
+    "huge": damage_by_size,
+    "link": damage_by_link,
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\xff\xfe"),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "other": lambda path: path.write_bytes(b'{"Data": {"PodDeviceEntries": 1}}'),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
+    world: World, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """One line when it cannot be used, one when it can be again; answers of ours stay, too."""
+    caplog.set_level("INFO")
+    world.write(entry(), registered={N150: ["GPU-1"]})
+    world.look()
+    assert world.book.other_plugins([]) == {N150}
+
+    DAMAGES[how](world.path)
+    world.answer(entry(2))
+    assert world.seconds(lambda: world.look() == {A, B}) == ttdp.WRITTEN_WITHIN
+    assert world.look() == {A}
+    assert world.book.problem and len(caplog.messages) == 1
+    assert not world.book.other_plugins([]), "what is registered now is not known"
+
+    world.write()
+    assert not world.look()
+    assert world.book.problem is None and len(caplog.messages) == 2
+
+
+def test_without_a_checkpoint_no_kubelet_was_here_yet(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This is no problem, unlike one that has disappeared."""
+    assert not world.look()
+    assert not (world.book.problem or world.book.has_read or caplog.messages)
+
+
+def test_a_restarted_daemon_knows_the_pods_of_a_lost_checkpoint(world: World) -> None:
+    """Their holds are in the state file, as the checkpoint has not changed."""
+    written_and_started(world)
+    world.look()
+    world.path.unlink()
+
+    assert world.restarted().seconds(world.current) == ALWAYS
+
+
+def test_an_unchanged_checkpoint_is_read_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 5 MB takes a while to parse, and each Allocate looks at it."""
+    parsed: list[int] = []
+    genuine: Callable[[bytes, str], ttdp.Checkpoint] = ttdp.parse_checkpoint
+
+    def parse(content: bytes, domain: str) -> ttdp.Checkpoint:
+        parsed.append(len(content))
+        return genuine(content, domain)
+
+    monkeypatch.setattr("ttdp.parse_checkpoint", parse)
+    world.write(entry(), registered={"example.com/gpu": ["x" * 60] * 80_000})
+    assert world.seconds(world.current) == ALWAYS and len(parsed) == 1
+    world.write(entry(2))
+    assert world.look() == {B} and len(parsed) == 2
+
+
+def test_a_new_checkpoint_is_looked_at_in_any_case(world: World) -> None:
+    """Without one, cgroups are listed only when that is asked for."""
+    forgotten(world)
+    assert world.look() == {A}
+    world.make_cgroup()
+    world.book.refresh(world.now, DOMAIN, look=False)
+    assert world.current()
+
+    world.write(entry(2, pod=SECOND))
+    world.book.refresh(world.now + 1, DOMAIN, look=False)
+    assert [each.pod for each in world.current()] == [SECOND]
+
+
+@pytest.mark.parametrize("call", ["ttdp.read_others_file", "os.listdir"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_the_daemons_own_error_ends_no_hold(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """The observation fails as a whole, and is made up for at the next one."""
+    written_and_started(world)
+    world.look()
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        world.write(entry(), entry(2, container="side"))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            world.look()
+        assert [each.container for each in world.current()] == ["main"]
+
+    world.book.refresh(world.now, DOMAIN, look=False)
+    assert [each.container for each in world.current()] == ["main", "side"]
+
+
+# -- entries ---------------------------------------------------------------------------------------
+
+
+def as_json(given: Entry, **others: Any) -> dict[str, Any]:
+    return {**given.json(), **others}
+
+
+def parsed(*entries: Any, registered: Any = None) -> ttdp.Checkpoint:
+    data = {"PodDeviceEntries": entries, "RegisteredDevices": registered}
+    return ttdp.parse_checkpoint(json.dumps({"Data": data}).encode(), DOMAIN)
+
+
+UNREADABLE: dict[str, Any] = {
+    "a list": {"DeviceIDs": [A]},  # of kubelets before 1.20
+    "null for a NUMA node": {"DeviceIDs": {"0": None}},
+    "no IDs": {"DeviceIDs": {}},
+    "not a text": {"DeviceIDs": {"0": [5]}},
+    "control characters": {"DeviceIDs": {"0": ["\x1b[2J"]}},
+    "a lone surrogate": {"ContainerName": "\ud800"},
+    "no pod": {"PodUID": ""},
+    "not base64": {"AllocResp": "{}"},
+    "no answer": {"AllocResp": base64.b64encode(b"\xff\xff\xff").decode()},
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_an_entry_of_ours_that_cannot_be_read_is_one_line(
+    world: World, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The others count; `check` has it, too."""
+    for registered in (None, {N150: [A]}):
+        entries = [as_json(entry(), **UNREADABLE[how]), entry(2).json()]
+        data = {"PodDeviceEntries": entries, "RegisteredDevices": registered}
+        world.put(json.dumps({"Data": data}).encode())
+        assert world.look() == {B}
+
+    (unreadable,) = world.book.unreadable
+    (line,) = caplog.messages
+    assert unreadable in line and unreadable.isprintable()
+    assert FIRST in unreadable or how == "no pod"
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@hypothesis_settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(entry().json())), anything)
+def test_an_odd_entry_is_skipped(key: str, value: Any) -> None:
+    """Whatever it is, the others count: it may be another vendor's."""
+    found = parsed(as_json(entry(), **{key: value}), value, entry(2).json())
+    assert found.holds[-1].chips == {B}
+
+
+def test_a_device_on_two_numa_nodes_is_one() -> None:
+    """The kubelet lists its ID for each node."""
+    (found,) = parsed(as_json(entry(1, 2), DeviceIDs={"0": [A, B], "1": [B]})).holds
+    assert found.ids == {A, B}
+
+
+def test_a_hold_has_what_stands_in_the_answer(tmp_path: Path) -> None:
+    """Chips, directories and the answer's name; a resource that was renamed since is ours, too."""
+    own = tmp_path / "hugepages-1G" / ttdp.OWN_DIRECTORY / "x"
+    renamed = entry(resource="example.org/n150", directory=own)
+    (found,) = parsed(renamed.json()).holds
+
+    assert found == Hold(
+        "example.org/n150",
+        frozenset([A]),
+        name=f"{A}-main-{FIRST}",
+        chips=frozenset([A]),
+        directories=(str(own),),
+        pod=FIRST,
+        container="main",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "is_ours"),
+    [
+        ("/dev/hugepages-1G/tt-device-plugin/x", True),
+        ("/dev/hugepages/tt-device-plugin/0000:01:00.0", True),  # by a former version
+        ("/dev/hugepages-1G", False),
+        ("/dev/hugepages-1G/tt-device-plugin", False),
+        ("/dev/hugepages-1G/tt-device-plugin/", False),
+        ("/dev/hugepages-1G/tt-device-plugin/..", False),
+        ("/var/lib/tt-device-plugin/models", False),
+    ],
+)
+def test_a_hold_names_directories_only_in_those_of_the_daemon(path: str, is_ours: bool) -> None:
+    """What lies elsewhere is an administrator's or the host's, and nobody's to empty."""
+    given = entry()
+    given.held.answer.mounts.add(host_path=path, container_path="/dev/hugepages-1G")
+    (found,) = parsed(given.json()).holds
+    assert found.directories == ((path,) if is_ours else ())
+
+
+@pytest.mark.parametrize(
+    ("path", "resource", "ids", "locks"),
+    [
+        ("/run/ttdp/shm/n150", N150, [f"{A}::0"], "/run/ttdp/shm/n150"),
+        ("/run/ttdp/shm/n150", N150, [A], ""),
+        ("/srv/shm", N150, [f"{A}::0"], ""),
+        ("/dev/shm", f"{DOMAIN}/shm", [f"{A}::0"], ""),
+    ],
+)
+def test_a_hold_has_the_lock_directory_of_its_own_resource(
+    path: str, resource: str, ids: list[str], locks: str
+) -> None:
+    """Not an administrator's own mount on /dev/shm, and not the host's."""
+    given = entry(resource=resource, ids=ids)
+    given.held.answer.mounts.add(host_path=path, container_path="/dev/shm")
+    (found,) = parsed(given.json()).holds
+    assert found.locks == locks
+
+
+FOUND = [chip(1, ordinal=3, asic_id="3B1D7A5620E44601"), chip(2, ordinal=7)]
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "chips"),
+    [
+        ("devices", "/dev/tenstorrent/3", {A}),
+        ("devices", f"/dev/tenstorrent/by-pci/{B}", {B}),
+        ("devices", "/dev/tenstorrent/by-id/wormhole-3B1D7A5620E44601", {A}),
+        ("devices", "/dev/tenstorrent/4", set()),
+        ("devices", "/dev/nvidia3", None),
+        ("envs", f"{A},{B}", {A, B}),
+        ("envs", bdf(9), set()),
+        ("envs", "3", None),
+        ("cdi_devices", f"tenstorrent/all={B}", {B}),
+    ],
+)
+def test_another_plugins_answer_under_our_domain_is_a_hold(
+    where: str, text: str, chips: set[str] | None
+) -> None:
+    """Of the chips whose addresses or device files it has, by today's numbers.
+
+    One under another domain is none: it may be that of a monitoring pod, which has them all.
+    """
+    answer = pb.ContainerAllocateResponse()
+    if where == "devices":
+        answer.devices.add(host_path=text, container_path="/dev/x")
+    elif where == "envs":
+        answer.envs["DEVICES"] = text
+    else:
+        answer.cdi_devices.add(name=text)
+    held = Held({-1: ["0"]}, answer)
+
+    answer.envs[ttdp.ADDRESSES] = "none"  # as text, no proof that it is ours
+    assert not parsed(Entry(FIRST, "main", "example.com/gpu", held).json()).holds
+    holds = parsed(Entry(FIRST, "main", f"{DOMAIN}/any", held).json()).holds
+    found = [({*each.chips}, each.is_ours) for each in decide(FOUND, holds=holds).holds]
+    assert found == ([] if chips is None else [(chips, False)])
+
+
+def test_another_plugins_hold_has_the_chips_that_its_device_files_have_now() -> None:
+    """Numbers change hands, and a chip that is gone has none."""
+    theirs = hold("n150", "0", buses=())._replace(
+        is_ours=False, device_files=("/dev/tenstorrent/3",)
+    )
+    for chips, found in (
+        ([chip(1, ordinal=7), chip(2, ordinal=3)], {B}),
+        ([chip(1, ordinal=3, present=False)], set()),
+    ):
+        assert [each.chips for each in decide(chips, holds=[theirs]).holds] == [found]
+
+
+OURS = [A, "10000:01:00.7", "0000:c0", "0000046131842007", f"{A}::0", "0000:c0::99"]
+THEIRS = ["GPU-1", "0", "", "0000:01:00", f"{A}::", f"{A}::x", "0000046131842O07", "a\n", "\ud800"]
+
+
+@pytest.mark.parametrize("identifier", [*OURS, *THEIRS])
+def test_an_id_that_no_configuration_gives_is_another_plugins(
+    world: World, identifier: str
+) -> None:
+    """Ours are addresses, board IDs and their replicas. One that a hold has is listed by us."""
+    registered = {N150: [A, identifier], "example.com/gpu": [A], "odd": 5, "odder": [5]}
+    world.put(
+        json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": registered}}).encode()
+    )
+    world.look()
+
+    is_theirs = identifier in THEIRS
+    assert world.book.other_plugins([]) == ({N150, "odder"} if is_theirs else {"odder"})
+    listed = hold("n150", identifier, buses=[1])
+    assert world.book.other_plugins([listed]) == {"odder"}
+
+
+# -- pods' cgroups ---------------------------------------------------------------------------------
+
+V2 = {  # of a pod, by cgroup driver and QoS class
+    "guaranteed": "kubepods/pod{uid}",
+    "burstable": "kubepods/burstable/pod{uid}",
+    "besteffort": "kubepods/besteffort/pod{uid}",
+    "systemd": "kubepods.slice/kubepods-pod{uid_}.slice",
+    "systemd, burstable": "kubepods.slice/kubepods-burstable.slice/"
+    "kubepods-burstable-pod{uid_}.slice",
+    "root with a name": "k8s-kubepods.slice/k8s-kubepods-besteffort.slice/"
+    "k8s-kubepods-besteffort-pod{uid_}.slice",
+    "one directory deep": "system.slice/kubepods/pod{uid}",
+}
+V1 = {
+    "devices": "devices/kubepods/burstable/pod{uid}",
+    "memory": "memory/kubepods.slice/kubepods-pod{uid_}.slice",
+    "systemd": "systemd/kubepods/pod{uid}",
+}
+
+
+class Tree:
+    """A hierarchy of cgroups, of version 1 or 2."""
+
+    def __init__(self, home: Path, *, is_v2: bool = True) -> None:
+        self.top = home / "fs/cgroup"
+        self.top.mkdir(parents=True)
+        if is_v2:
+            (self.top / "cgroup.controllers").touch()
+        self.is_v2 = is_v2
+        self.cgroups = ttdp.Cgroups(str(home))
+
+    def make(self, where: str, *, populated: bool = True, pod: str = FIRST) -> Path:
+        """Make a pod's cgroup, whose process is in a container's."""
+        path = self.top / where.format(uid=pod, uid_=pod.replace("-", "_"))
+        (path / "container").mkdir(parents=True, exist_ok=True)
+        if self.is_v2:
+            (path / "cgroup.events").write_text(f"populated {int(populated)}\nfrozen 0\n")
+        else:
+            (path / "tasks").touch()
+            (path / "container/tasks").touch()
+            (path / "container/inner").mkdir(exist_ok=True)
+            (path / "container/inner/tasks").write_text("4711\n" if populated else "")
+        return path
+
+    def seen(self, pod: str = FIRST) -> bool | None:
+        """Whether the pod has a process; None without a cgroup."""
+        self.cgroups.refresh()
+        return self.cgroups.is_populated(pod) if self.cgroups.exists(pod) else None
+
+
+@pytest.mark.parametrize("pod", [FIRST, "34a7bb2f1e0c4c3b9d1f6e6a0c5d7e81"])
+@pytest.mark.parametrize("layout", [*V2, *V1])
+def test_a_pods_cgroup_is_found_in_every_layout(tmp_path: Path, layout: str, pod: str) -> None:
+    """Of both drivers, each QoS class and both versions; a static pod's UID has no dashes."""
+    tree = Tree(tmp_path, is_v2=layout in V2)
+    where = (V2 | V1)[layout]
+    for populated in (True, False):
+        tree.make(where, populated=populated, pod=pod)
+        assert tree.seen(pod) is populated
+
+    shutil.rmtree(tree.top / where.split("/")[0])
+    assert tree.seen(pod) is None
+
+
+def test_a_hybrid_hierarchy_is_read_as_version_1(tmp_path: Path) -> None:
+    """systemd mounts version 2 at `unified`, without controllers and pods."""
+    tree = Tree(tmp_path, is_v2=False)
+    (tree.top / "unified").mkdir()
+    (tree.top / "unified/cgroup.controllers").touch()
+    tree.make(V1["memory"])
+    assert tree.seen() is True
+
+
+def test_a_pod_with_two_cgroups_has_the_processes_of_both(tmp_path: Path) -> None:
+    """After a change of the kubelet's cgroup driver."""
+    tree = Tree(tmp_path)
+    tree.make(V2["burstable"], populated=False)
+    tree.make(V2["systemd, burstable"])
+    assert tree.seen() is True
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "user.slice/kubepods/pod{uid}",
+        "a.slice/docker/kubepods/pod{uid}",  # a node in a container has its own pods
+        "kubepods/burstable/more/pod{uid}",
+        "kubepods/burstable/x-pod{uid}",
+        "pods/pod{uid}",
+    ],
+)
+def test_what_is_no_pods_cgroup_is_not_taken_for_one(tmp_path: Path, where: str) -> None:
+    """Users make cgroups in their sessions, and containers in theirs."""
+    tree = Tree(tmp_path)
+    tree.make(where)
+    assert tree.seen() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root to give a directory away")
+@pytest.mark.parametrize("theirs", ["theirs.slice/kubepods", "theirs.slice", "kubepods"])
+def test_a_root_that_a_user_can_make_is_none(tmp_path: Path, theirs: str) -> None:
+    """A user with a delegated subtree could keep any chip by a former pod's name."""
+    tree = Tree(tmp_path)
+    tree.make("kubepods/pod{uid}" if theirs == "kubepods" else "theirs.slice/kubepods/pod{uid}")
+    assert tree.seen() is True
+    os.chown(tree.top / theirs, 1000, 1000)
+    assert tree.seen() is None
+
+
+def test_a_cgroup_that_cannot_be_read_counts_as_populated(tmp_path: Path) -> None:
+    """Only "not found" means that there is no process."""
+    tree = Tree(tmp_path)
+    events = tree.make(V2["burstable"]) / "cgroup.events"
+    events.unlink()
+    assert tree.seen() is False
+    events.mkdir()
+    assert tree.seen() is True
+
+
+def test_any_number_of_waiting_containers_cost_one_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """31 containers wait for one former pod: all of them see the same, which is read once."""
+    tree = Tree(tmp_path)
+    for populated in (True, False):
+        tree.make(V2["burstable"], populated=populated)
+        assert tree.seen() is populated
+        tree.make(V2["burstable"], populated=not populated)
+        assert [tree.cgroups.is_populated(FIRST) for _ in range(31)] == [populated] * 31
+
+
+def test_a_container_that_ends_hides_no_other_ones_process(tmp_path: Path) -> None:
+    """Its cgroup vanishes while those of the pod are walked, in version 1, in whatever order."""
+    tree = Tree(tmp_path, is_v2=False)
+    pod = tree.make(V1["memory"], populated=False)
+    running = [pod / f"container-{number}" for number in range(4)]
+    for path in running:
+        path.mkdir()
+
+    for path in running:
+        (path / "tasks").write_text("4711\n")
+        assert tree.seen() is True
+        (path / "tasks").unlink()
+    assert tree.seen() is False
