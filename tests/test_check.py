@@ -27,7 +27,7 @@ from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
 from tests.world.simulation import settings_of
-from ttdp import OWN_DIRECTORY
+from ttdp import OWN_DIRECTORY, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
 NOT_RUNNING = ("FAIL", "service", "is not running; run: systemctl start tt-device-plugin")
@@ -432,6 +432,23 @@ def test_a_missing_lock_directory_is_named_if_a_resource_is_shared(host: Host) -
 
     text = complaint(check_locks(host, *SHARED), "warn", "locks")
     assert text == f"{host.root}/locks is not a directory; run: mkdir -m 755 -p {host.root}/locks"
+
+
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_without_the_packages_tmpfs_the_command_that_mounts_it_is_shown(
+    host: Host, monkeypatch: pytest.MonkeyPatch, is_mounted: bool
+) -> None:
+    """A mount unit of the package makes it."""
+    default = Sharing().lock_dir
+    monkeypatch.setattr("os.path.ismount", lambda path: is_mounted and path == default)
+    sharing = Sharing(resources=(SharedResource("n150", 2),))
+    settings = settings_of(host.node, host.plugins, sharing=sharing)
+
+    findings = [*ttdp.Checks(settings, None).findings()]
+
+    command = "systemctl start run-ttdp-shm.mount"
+    finding = ttdp.Finding("warn", "locks", f"no tmpfs is mounted on {default}", command)
+    assert (finding in findings) is not is_mounted
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to chown")
