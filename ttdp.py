@@ -1681,8 +1681,8 @@ class ChipState:
         text = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
 
-    def date_fault(self, now: float) -> None:
-        """Record when the present kind of fault has begun; `now`: Unix time."""
+    def date_fault(self, now: float | None) -> None:
+        """Record when the present kind of fault has begun; see Inventory.date_faults()."""
         fault = self.chip.fault
         kind = fault.kind.value if fault else None
         if kind != self.fault_kind:
@@ -1782,8 +1782,11 @@ class Inventory:
             if state.chip.function.ordinal == reading.function.ordinal:
                 state.apply(reading, settings)
 
-    def date_faults(self, now: float) -> None:
-        """Record which faults have begun or ended; `now`: Unix time."""
+    def date_faults(self, now: float | None) -> None:
+        """Record which faults have begun or ended.
+
+        `now`: Unix time; None: nobody has watched the chips, so new faults can be old ones.
+        """
         for state in self.states.values():
             state.date_fault(now)
 
@@ -4894,7 +4897,6 @@ class Host:
                 chip.start_listing()  # READY does not wait for a chip whose reads are slow
             if state is ReadState.BLOCKED:
                 chip.block()
-        self.inventory.date_faults(time.time())
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
         """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
@@ -6118,6 +6120,7 @@ class Daemon:
             host.read_chips(is_poll=is_poll)
 
         host.take_readings(now)
+        host.inventory.date_faults(time.time())
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
             self._looked_at = now
@@ -6466,14 +6469,18 @@ def run_command(command: str, options: argparse.Namespace) -> int:
     except ConfigError as error:
         problem = str(error)
 
-    if command == "check":
-        findings = check_configuration(problem, unknown_variables(os.environ))
-        if not options.config_only:
-            findings = chain(findings, Checks(settings, problem).findings())
-        return print_findings(findings, is_quiet=options.quiet)
-    if problem:
-        log.error("%s", problem)
-    return list_devices(settings, is_valid=problem is None, as_json=options.json)
+    try:
+        if command == "check":
+            findings = check_configuration(problem, unknown_variables(os.environ))
+            if not options.config_only:
+                findings = chain(findings, Checks(settings, problem).findings())
+            return print_findings(findings, is_quiet=options.quiet)
+        if problem:
+            log.error("%s", problem)
+        return list_devices(settings, is_valid=problem is None, as_json=options.json)
+    except OSError as error:  # sysfs cannot be read, or there are too many open files
+        log.error("cannot look at this node: %s: %s", error.filename, error.strerror)
+        return 1
 
 
 def print_safely(text: str) -> None:
@@ -6618,6 +6625,7 @@ async def look_once(settings: Settings) -> View:
         await asyncio.sleep(SETTLE_INTERVAL)
         host.take_readings(monotonic())
     host.take_readings(monotonic())
+    host.inventory.date_faults(None)
 
     with suppress(OSError):  # not root
         host.refresh_holds(monotonic(), look=True)

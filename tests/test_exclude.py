@@ -92,6 +92,8 @@ def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
 
     assert found.offer.without_effect == [f"exclude: {bdf(9)} is not a chip of this node"]
     assert len(ids_of(found)) == 4 and not found.offer.excluded
+    assert found.offer.without_effect[0] in [line for _, line in ttdp.changes(None, found)]
+    assert [*ttdp.changes(found, found)] == []
 
 
 def test_a_chip_that_never_had_a_device_file_is_a_chip_of_the_node_too() -> None:
@@ -204,6 +206,8 @@ def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(is_held: bo
     row = row_of(decide(dead, without(2), holds), bdf(2))
 
     assert row["excluded"] is True
+    assert row["resource"] == ("tenstorrent.com/p300" if is_held else None)
+    assert row["id"] == (bdf(2) if is_held else None)
     assert row["healthy"] is (False if is_held else None)
     assert (row["reason"] is not None) is is_held
     assert row["since"] == ("2017-07-14T02:40:00Z" if is_held else None)
@@ -270,6 +274,20 @@ def test_list_and_check_show_it(host: Host) -> None:
 
 
 # -- live ------------------------------------------------------------------------------------------
+
+
+async def test_the_start_does_not_wait_for_a_chip_out_of_service(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver may never bind it."""
+    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 3600.0)
+    node.add("n150")
+    (excluded,) = node.add("p150a")
+    excluded.unbind()
+
+    daemon = await start(exclude=(excluded.bdf,))
+
+    await until(lambda: daemon.notified("READY=1"))
 
 
 async def test_a_reload_takes_a_chip_out_of_service_and_back(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -282,10 +282,11 @@ def test_sharing_has_labels() -> None:
 
 @hypothesis_settings(deadline=None)
 @given(st.text(max_size=90), st.text(max_size=90))
+@example("1" * 90, "2" * 90)
 def test_labels_are_valid_whatever_versions_are_reported(firmware: str, driver: str) -> None:
     """The API server accepts each name and value."""
     part = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-    settings = Settings(sharing=Sharing(resources=(SharedResource("n150", 2, "x" * 63),)))
+    settings = Settings(sharing=Sharing(resources=(SharedResource("n150", 2, "x" * 58),)))
 
     text = ttdp.labels_file(decide([chip(1, firmware=firmware)], settings, driver=driver))
 

@@ -110,6 +110,29 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
 
 
+async def test_a_chip_that_is_gone_stays_listed_until_the_machine_boots(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path
+) -> None:
+    """A restart of the daemon changes nothing about it: it is unhealthy, and not forgotten."""
+    (stays, gone) = node.chip(0), *node.add("n150")
+    daemon = await start(state_dir=str(tmp_path))
+    await kubelet.registered(NAME)
+    gone.vanish()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(NAME) == {gone.bdf})
+    await daemon.stop()
+
+    daemon = await start(state_dir=str(tmp_path))
+    await until(lambda: daemon.notified("READY=1"))
+    assert daemon.decision.resources[NAME].devices.keys() == {stays.bdf, gone.bdf}
+    assert kind_of(daemon.chip(gone.bdf)) is ttdp.Kind.GONE
+    await daemon.stop()
+
+    node.boot()
+    daemon = await start(state_dir=str(tmp_path))
+    await until(lambda: daemon.notified("READY=1"))
+    assert daemon.decision.resources[NAME].devices.keys() == {stays.bdf}
+
+
 @pytest.mark.parametrize("has_state", [True, False])
 async def test_a_chip_that_a_pod_holds_has_one_reason_after_a_restart_without_the_driver(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path, has_state: bool
