@@ -1,15 +1,29 @@
 """tt-device-plugin: makes Tenstorrent accelerators schedulable in Kubernetes, as a host daemon.
 
-The daemon is one asyncio loop: events only wake it, then it observes the node, decides what should
+Ten nouns, each with this one meaning:
+
+    chip        a PCI function of a card, known by its PCI address, with one device file
+    board       the chips that are one card; of a Galaxy, a tray is a board
+    tray        8 chips of a Galaxy
+    device      what an ID of a resource stands for: a chip, or with unit = "board" a board
+    resource    a name at the kubelet, such as tenstorrent.com/n300, with its devices
+    ID          a device's name; of a shared device one for each replica
+    hold        one answer to Allocate: what a container was given
+    fault       why a chip is unhealthy: a kind and a text
+    session     keeps one resource registered with the kubelet
+    view        the node, as `list --json` shows it
+
+The daemon is one asyncio loop: events only wake it, then it observes the host, decides what should
 be advertised and written, and brings sockets and files in line with that (see Daemon). The chapters
 stand bottom-up; each uses only those above it:
 
-    what the node shows     CONFIGURATION, INVENTORY, HEALTH, CHIPS, ALLOCATIONS
-    pure decisions          RESOURCES, PREFERRED ALLOCATION, CONTAINER EDITS, CDI AND LABELS,
-                            DECISION, REPORTS
-    infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, NODE
+    what the host shows     CONFIGURATION, INVENTORY, HEALTH, CHIPS
+    who has what            RESOURCES, HOLDS
+    pure decisions          PREFERRED ALLOCATION, CONTAINER EDITS, CDI AND LABELS, DECISION, REPORTS
+    infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, HOST
     the kubelet's API       REQUESTS, REGISTRATION, POD RESOURCES
-    what ties it together   CONNECTIONS, DAEMON, COMMAND LINE
+    what ties it together   CONNECTIONS, DAEMON
+    commands                COMMAND LINE
 """
 
 from __future__ import annotations
