@@ -6866,18 +6866,33 @@ class End(NamedTuple):
     is_well: bool = False
 
 
+class Plan(NamedTuple):
+    """What an answer is about: the same step can be for another device number, or other pods."""
+
+    step: Step | End
+    program: str = ""  # path of modprobe or tt-smi
+    command: str = ""  # as it is shown
+    pods: Sequence[Sequence[str]] = ()  # of each chip that it concerns
+
+
 class Situation(NamedTuple):
     """A chip at one moment, as sysfs and the daemon show it, and what was done about it."""
 
     function: PciFunction  # by sysfs
     override: str | None = None  # see driver_override()
     fault: Fault | None = None  # by the daemon
-    lasts: float = inf  # seconds since that kind of fault began
-    ends_in: float | None = None  # seconds until a thermal trip is over
+    now: float = 0.0  # Unix time
+    since: float | None = None  # when that kind of fault began, Unix time
+    ends_at: float | None = None  # when a thermal trip will be over, Unix time
     in_service: bool = True  # False: excluded, and held by no pod
     is_galaxys: bool = False
     is_arm64: bool = False
     done: frozenset[Step] = frozenset()
+
+    @property
+    def lasts(self) -> float:
+        """Return the seconds for which the fault has lasted."""
+        return inf if self.since is None else self.now - self.since
 
     @property
     def present_fault(self) -> Fault | None:
@@ -6955,9 +6970,9 @@ def next_step(seen: Situation) -> Step | End:
 
 def _why_cooling(seen: Situation) -> str:
     text = "nothing is done: only cooling helps; check the fans and the air flow"
-    if seen.ends_in is None:
+    if seen.ends_at is None:
         return text
-    moment = time.strftime("%H:%M:%S", time.localtime(time.time() + seen.ends_in))
+    moment = time.strftime("%H:%M:%S", time.localtime(seen.ends_at))
     return f"{text}; the fault ends at {moment} if the chip does not trip again"
 
 
@@ -6977,8 +6992,9 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
     if step is Step.REBIND:
         return f"echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
     if step is Step.MAKE_FILE:
-        number = read_text(f"{seen.function.class_device}/dev") or ""
-        return f"rm -f {path} && mknod -m 666 {path} c {number.replace(':', ' ')}"
+        number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
+        remove = f"{'rmdir' if _is_real_directory(path) else 'rm -f'} {path}"
+        return f"mkdir -p {dirname(path)}; {remove}; mknod -m 666 {path} c {number}"
     if step is Step.RESET:
         return " ".join(reset_command(seen.function, program))
     return ""
@@ -7019,13 +7035,17 @@ def make_device_file(function: PciFunction) -> None:
         os.chmod(directory, 0o755)
 
     # Container runtimes can have made a directory there, for a file that did not exist.
-    if isdir(path) and not os.path.islink(path):
+    if _is_real_directory(path):
         os.rmdir(path)
     elif os.path.lexists(path):
         os.unlink(path)
 
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(*map(int, number.split(":"))))
     os.chmod(path, 0o666)  # whatever the umask
+
+
+def _is_real_directory(path: str) -> bool:
+    return isdir(path) and not os.path.islink(path)
 
 
 def find_program(name: str, settings: Settings) -> tuple[str | None, str]:
@@ -7060,7 +7080,9 @@ async def running(
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
-                await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=ENDS_WITHIN)
+                with suppress(asyncio.CancelledError):  # a second interrupt: do not wait for it
+                    ending = asyncio.ensure_future(process.wait())
+                    await asyncio.wait({ending}, timeout=ENDS_WITHIN)
 
 
 class Refusal(Exception):
@@ -7126,11 +7148,11 @@ def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> 
             mender = Mender(replace(settings, **roots), bdf, get_view, says_yes=says_yes)
             return asyncio.run(mender.run())
     except Refusal as refusal:
-        print_safely(str(refusal), sys.stderr)
+        log.error("%s", printable(str(refusal)))
         return refusal.status
     except OSError as error:
         advice = "; run it as root" if isinstance(error, PermissionError) else ""
-        print_safely(f"{error.filename}: {error.strerror}{advice}", sys.stderr)
+        log.error("%s", printable(f"{error.filename}: {error.strerror}{advice}"))
         return 1
 
 
@@ -7189,35 +7211,42 @@ class Mender:
             seen = await self._watch(self._limit, lambda seen: seen.is_current)
         self._show(seen)
 
-        agreed = None  # what was asked last, if the answer was yes
+        agreed = None  # the plan to which the answer was yes
         while True:
-            step = next_step(seen)
-            if isinstance(step, End):
-                return step
-            program = await self._program(step)
-            if isinstance(program, End):
-                return program
+            plan = await self._plan(seen)
+            if agreed and plan != agreed:
+                self._say("the chip or its pods have changed; your answer was for another step")
+                self._show(seen)
+                agreed = None
+            if isinstance(plan.step, End):
+                return plan.step
 
-            # The same step can be for another device number by now, or hit other pods.
-            command = shown_command(step, seen, self._settings, program)
-            question = (step, command, [pods_of(row) for row in self._rows_hit(step)])
-            if question != agreed:
-                if agreed:
-                    self._say("the chip or its pods have changed; your answer was for another step")
-                    self._show(seen)
-                self._describe(step, seen, command)
-                if refusal := await self._ask(step, seen):
+            if agreed is None:
+                self._describe(plan, seen)
+                if refusal := await self._ask(plan.step, seen):
                     return refusal
-                agreed = question
+                agreed = plan
                 seen = self._look()
                 continue
 
             agreed = None
-            await self._take(step, seen, program)
-            seen = await self._watch(
-                inf if step is Step.WAIT else self._limit, partial(self._has_followed, step)
-            )
+            await self._take(plan, seen)
+            limit = inf if plan.step is Step.WAIT else self._limit
+            seen = await self._watch(limit, partial(self._has_followed, plan.step))
             self._show(seen)
+
+    async def _plan(self, seen: Situation) -> Plan:
+        """Return what is next, and what an answer to it must be about."""
+        step, program = next_step(seen), ""
+        if step in (Step.LOAD, Step.RESET):
+            program, problem = await self._program("modprobe" if step is Step.LOAD else "tt-smi")
+            if problem:
+                step = End(problem)
+        if isinstance(step, End):
+            return Plan(step)
+
+        pods = [pods_of(row) for row in self._rows_hit(step)]
+        return Plan(step, program, shown_command(step, seen, self._settings, program), pods)
 
     # What is seen
 
@@ -7231,17 +7260,18 @@ class Mender:
             function = PciFunction(self._bdf, row["arch"], on_bus=False)
 
         fault = view["faults"].get(self._bdf)
-        since = fault["since"] if fault else None
-        ends_in = None
+        now = time.time()
+        ends_at = None
         if fault and fault["kind"] == Kind.TRIPPED.value:
-            ends_in = fault["tripped_at"] + view["health"]["trip_holdoff"] - monotonic()
+            ends_at = now + fault["tripped_at"] + view["health"]["trip_holdoff"] - monotonic()
 
         return Situation(
             function,
             driver_override(function) if function.on_bus else None,
             Fault(Kind(fault["kind"]), fault["problem"]) if fault else None,
-            time.time() - since if since else inf,
-            ends_in,
+            now,
+            fault["since"] if fault else None,
+            ends_at,
             in_service=row["healthy"] is not None,
             is_galaxys=str(row["board"]).startswith("galaxy"),
             is_arm64=os.uname().machine == "aarch64",
@@ -7286,25 +7316,20 @@ class Mender:
     # What is said and asked
 
     def _say(self, text: str) -> None:
-        try:
-            for line in wrapped(text, "", terminal_width()):
-                print_safely(line)
-            sys.stdout.flush()
-        except OSError:  # the terminal has been closed, and SIGHUP is on its way
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print_lines(wrapped(text, "", terminal_width()))
 
     def _show(self, seen: Situation) -> None:
         """Say how the chip is, and who uses it."""
         row = row_of(self._view, self._bdf)
-        problem = "healthy" if seen.in_service else "out of service"
+        state = "healthy" if seen.in_service else "out of service"
         if fault := seen.present_fault:
-            began = time.time() - seen.lasts
-            is_since = seen.is_current and seen.lasts < inf
-            problem = f"{fault.text}{_since(began) if is_since else ''}"
-        self._say(f"{self._bdf} ({row['card'] or row['arch']}): {problem}; {_use(row)}")
+            state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
+        self._say(f"{self._bdf} ({row['card'] or row['arch']}): {state}; {_use(row)}")
 
-    def _describe(self, step: Step, seen: Situation, command: str) -> None:
+    def _describe(self, plan: Plan, seen: Situation) -> None:
         """Say what a step does, and what else it hits."""
+        step = plan.step
+        assert isinstance(step, Step)
         row, *others = rows = self._rows_hit(step)
         if step is Step.LOAD:
             for each in others:
@@ -7322,8 +7347,8 @@ class Mender:
 
         is_used = step in INTERRUPTING and any(map(users_of, rows))
         self._say(f"next step: {step.value}{', which interrupts its users' if is_used else ''}")
-        if self._on_terminal and command:
-            print_safely(f"    {command}")
+        if self._on_terminal and plan.command:
+            print_lines([f"    {plan.command}"])
 
     async def _ask(self, step: Step, seen: Situation) -> End | None:
         """Return why a step is not taken, None if it is."""
@@ -7346,7 +7371,8 @@ class Mender:
         is_typed = asyncio.Event()
         with suppress(termios.error):  # the terminal has been closed
             termios.tcflush(0, termios.TCIFLUSH)  # what was typed before is no answer to this
-        print(question, end="", flush=True)
+        with suppress(OSError):
+            print(question, end="", flush=True)
 
         loop.add_reader(0, is_typed.set)
         try:
@@ -7360,21 +7386,18 @@ class Mender:
         if not answer and not os.isatty(0):  # closed: SIGHUP is on its way
             raise asyncio.CancelledError
         if not answer.endswith(b"\n"):
-            self._say("")
+            print_lines([""])
         return answer.decode("utf-8", "replace").strip()
 
     # What is done
 
-    async def _program(self, step: Step) -> str | End:
-        """Return the path of the program that a step needs, or why it cannot be used."""
-        name = {Step.LOAD: "modprobe", Step.RESET: "tt-smi"}.get(step)
-        if name is None:
-            return ""
+    async def _program(self, name: str) -> tuple[str, str]:
+        """Return the path of modprobe or tt-smi, and why it cannot be used."""
         path, places = find_program(name, self._settings)
         if path is None:
-            return End(f"{name} was not found in {places} (sudo has a PATH of its own)")
-        if step is Step.LOAD or path == self._tt_smi:
-            return path
+            return "", f"{name} was not found in {places} (sudo has a PATH of its own)"
+        if name != "tt-smi" or path == self._tt_smi:
+            return path, ""
 
         async with running([path, "--version"], stdout=subprocess.PIPE) as process:
             output, _ = await process.communicate()
@@ -7382,15 +7405,15 @@ class Mender:
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
         if numbers < TT_SMI_NEEDED:
             needed = ".".join(map(str, TT_SMI_NEEDED))
-            return End(
-                f"{path} has version {version or 'unknown'}, but {needed} or later is needed"
-            )
+            return "", f"{path} is version {version or 'unknown'}; {needed} or later is needed"
         self._tt_smi = path
-        return path
+        return path, ""
 
-    async def _take(self, step: Step, seen: Situation, program: str) -> None:
+    async def _take(self, plan: Plan, seen: Situation) -> None:
         """Take a step. What the kernel refuses is said; raises PermissionError."""
-        hit = [] if step in COSTS_NOTHING else self._rows_hit(step)
+        step, program = plan.step, plan.program
+        assert isinstance(step, Step)
+        hit = [] if step in COSTS_NOTHING else plan.pods
         self._done.add(step)
         if step is Step.REBIND:
             self._done.add(Step.BIND)  # which is a part of it
@@ -7407,8 +7430,7 @@ class Mender:
         except OSError as error:
             self._say(f"{error.filename}: {error.strerror}")
         finally:
-            for row in hit:
-                self._hit.update(dict.fromkeys(pods_of(row)))
+            self._hit |= dict.fromkeys(chain(*hit))
 
     def _act(self, step: Step, seen: Situation, program: str) -> None:
         """Take a step that an interrupt does not end; raises OSError."""

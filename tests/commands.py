@@ -124,8 +124,8 @@ class Host:
         constants = {**self.constants, "RUNTIME_DIR": str(self.root)}
         return Terminal([*words, *self.flags], given, constants)
 
-    async def ask(self, *words: str) -> Answer:
-        return await asyncio.to_thread(self.run, *words)
+    async def ask(self, *words: str, **environ: str) -> Answer:
+        return await asyncio.to_thread(self.run, *words, **environ)
 
     def run_as_process(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
         """Run the program as it is installed. as_other: without root's right to look everywhere."""

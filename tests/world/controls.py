@@ -27,7 +27,7 @@ for number in {ignored}:
     signal.signal(number, signal.SIG_IGN)
 with socket.socket(socket.AF_UNIX) as kernel:
     kernel.connect({socket!r})
-    kernel.sendall(json.dumps([{name!r}, *sys.argv[1:], dict(os.environ)]).encode() + b"\\n")
+    kernel.sendall(json.dumps([[{name!r}, *sys.argv[1:]], dict(os.environ)]).encode() + b"\\n")
     status, text = json.loads(kernel.makefile().readline() or '[70, "the simulation has ended"]')
 print(text, end="")
 sys.exit(status)
@@ -56,6 +56,7 @@ class Controls:
         self.reset: Callable[[Chip], None] = mend
         self.status = 0  # of tt-smi -r
         self.hangs = False  # tt-smi -r, until it is ended
+        self.waiting = 0  # programs that hang at the moment
         self.before: Callable[[str], None] = lambda call: None  # called with what is to be done
 
     def install(self, *names: str, ignored: tuple[int, ...] = ()) -> None:
@@ -79,7 +80,9 @@ class Controls:
                 if answer := self._answer(*request):
                     writer.write(json.dumps(answer).encode() + b"\n")
                 else:
+                    self.waiting += 1
                     await reader.read()  # until its end
+                    self.waiting -= 1
             finally:
                 writer.close()
                 tasks.discard(task)
@@ -90,10 +93,10 @@ class Controls:
             for task in tasks:
                 task.cancel()
 
-    def _answer(self, name: str, *words: Any) -> Answer | None:
+    def _answer(self, words: list[str], environ: dict[str, str] | None) -> Answer | None:
         """Return what a program or a write gives; None: it hangs."""
-        if isinstance(words[-1], dict):
-            *words, environ = words
+        name, *words = words
+        if environ is not None:
             self.environments.append(environ)
         if name == "tt-smi" and words == ["--version"]:
             return 0, f"{self.version}\n"
@@ -102,7 +105,8 @@ class Controls:
         self.calls.append(call)
         self.before(call)
         try:
-            return getattr(self, f"_{name.replace('-', '_')}")(*words)
+            answer: Answer | None = getattr(self, f"_{name.replace('-', '_')}")(*words)
+            return answer
         except LookupError:
             return errno.ENODEV, ""
 
@@ -154,24 +158,24 @@ class Controls:
 
 
 @contextlib.contextmanager
-def kernel_writes(path: str | None) -> Iterator[None]:
+def kernel_writes(controls: str | None) -> Iterator[None]:
     """Send what the program writes to sysfs to the Controls at this socket, if there is one."""
     genuine = ttdp.write_attribute
 
-    def simulated(attribute: str, text: str) -> None:
-        os.close(os.open(attribute, os.O_WRONLY))  # it must exist, and may be forbidden
-        file = Path(attribute)
+    def simulated(path: str, text: str) -> None:
+        os.close(os.open(path, os.O_WRONLY))  # it must exist, and may be forbidden
+        file = Path(path)
         words = [file.name, text.strip()]
         if file.name == "driver_override":
             words.append(file.parent.name)
         with socket.socket(socket.AF_UNIX) as kernel:
-            kernel.connect(path or "")
-            kernel.sendall(json.dumps(words).encode() + b"\n")
+            kernel.connect(controls or "")
+            kernel.sendall(json.dumps([words, None]).encode() + b"\n")
             number, _ = json.loads(kernel.makefile().readline())
         if number:
-            raise OSError(number, os.strerror(number), attribute)
+            raise OSError(number, os.strerror(number), path)
 
-    if path:
+    if controls:
         ttdp.write_attribute = simulated
     try:
         yield
