@@ -4096,7 +4096,9 @@ VIEW_KEYS = {
     *NEEDS_RESTART,
     *PATHS_OF_FILES,
     "version",
+    "runtime_dir",
     "unit",
+    "health",
     "service",
     "driver",
     "driver_problem",
@@ -4105,6 +4107,7 @@ VIEW_KEYS = {
     "unreadable",
     "chips",
     "faults",
+    "boards",
     "unplaced",
     "missing",
     "resources",
@@ -6338,7 +6341,7 @@ SWITCHES = {  # options of commands that have no value
     "json": "print JSON",
     "quiet": "print only lines that are not ok",
     "config_only": "check only the configuration",
-    "yes": "answer yes to each question; but a Galaxy's chips are reset only after an answer",
+    "yes": "answer yes to the questions, except before a reset on a Galaxy",
 }
 COMMANDS = {
     "run": Command(
@@ -6945,7 +6948,8 @@ def next_step(seen: Situation) -> Step | End:
     elif function.file_fault:
         step = Step.MAKE_FILE
     elif kind is None:
-        return End("nothing needs to be done", is_well=True)
+        more = "nothing more" if seen.done else "nothing"
+        return End(f"{more} needs to be done", is_well=True)
     elif kind in STRUCTURAL:
         return End("the service has no reading of it yet; try again later")
     elif kind in NO_COMMAND_HELPS:

@@ -115,8 +115,8 @@ class Host:
         Attributes can fail. Without RUNTIME_DIRECTORY, the service's is `root`, not the machine's.
         """
         given = environment() | self.environ | environ
-        constants = {**self.constants, "RUNTIME_DIR": str(self.root)}
-        return forked([*words, *self.flags], given, constants)
+        where = str(self.root)
+        return forked([*words, *self.flags], given, runtime_directory=where, **self.constants)
 
     def on_terminal(self, *words: str, **environ: str) -> Terminal:
         """Return the program on a terminal, for `async with`; as run() runs it."""
@@ -164,15 +164,19 @@ class Host:
 def forked(
     words: Sequence[str],
     environ: Mapping[str, str],
-    constants: Mapping[str, Any] | None = None,
+    *,
+    runtime_directory: str = "/nowhere",
+    **constants: Any,
 ) -> Answer:
     """Run the program to its end, in a process that has imported it already.
 
-    constants: of the program, such as the directory where commands look for the service.
+    runtime_directory: of the service, where commands look without a variable; constants: others of
+    the program.
     """
+    constants["RUNTIME_DIR"] = runtime_directory
     with tempfile.TemporaryDirectory() as home:
         outputs = [f"{home}/{name}" for name in "oe"]
-        arguments = (words, environ, constants or {"RUNTIME_DIR": "/nowhere"}, *outputs)
+        arguments = (words, environ, constants, *outputs)
         process = _forks.Process(target=_be_the_program, args=arguments, daemon=True)
         process.start()
         process.join(4 * PATIENCE)

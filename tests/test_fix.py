@@ -229,7 +229,7 @@ async def test_each_fault_is_mended(
     first, *_, healthy, last = answer.out.splitlines()
     assert first.startswith(f"{ADDRESS} (n150): ") and "(since " in first
     assert healthy == f"{ADDRESS} (n150): healthy; not in use"
-    assert last == "nothing needs to be done"
+    assert last == "nothing more needs to be done"
     assert daemon.chip(ill.bdf).fault is None and daemon.chip(other.bdf).fault is None
 
 
@@ -593,7 +593,7 @@ async def test_it_says_what_it_would_do_and_asks(
     assert controls.calls == ["tt-smi -r /dev/tenstorrent/0 --no_reinit"]
     assert terminal.text.endswith(
         f"{stalled.bdf} (n150): healthy; used by default/train-0, a\\x1b[2Jb[77]\n"
-        "nothing needs to be done\npods that must be started again: default/train-0\n"
+        "nothing more needs to be done\npods that must be started again: default/train-0\n"
     )
 
 
