@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import stat
 import time
@@ -595,6 +596,34 @@ async def test_it_says_what_it_would_do_and_asks(
         f"{stalled.bdf} (n150): healthy; used by default/train-0, a\\x1b[2Jb[77]\n"
         "nothing more needs to be done\npods that must be started again: default/train-0\n"
     )
+
+
+async def test_readmes_example_is_what_it_prints(
+    host: Served, kubelet: Kubelet, serve: Serve
+) -> None:
+    """But for the time, the heartbeat, and where tt-smi is and what it prints."""
+    host.node.add("n300")
+    (ill,) = host.node.add("n300")
+    daemon = await serve()
+    await kubelet.registered("tenstorrent.com/n300")
+    for name in ("train-0", "train-1"):
+        await kubelet.admit(name, "main", {"tenstorrent.com/n300": 1})
+    await until(lambda: len(daemon.daemon.host.holds.names) == 2)
+    ill.freeze()
+    await has_fault(daemon, ill, Kind.STALLED)
+    async with host.on_terminal("fix", ill.bdf) as terminal:
+        await terminal.shows(QUESTION)
+        terminal.type("y\n")
+        assert await terminal.ended() == 0
+
+    def in_general(text: str) -> str:
+        text = re.sub(r"stalled at \d+|since \d\d:\d\d", "", text)
+        text = re.sub(r" *\S*/bin/tt-smi|…|-r /dev/tenstorrent/1: done", "", text)
+        return " ".join(text.split())  # the lines may be wrapped
+
+    readme = (Path(ttdp.__file__).parent / "README.md").read_text()
+    (example,) = re.findall(r"(?s)# tt-device-plugin fix 0000:02:00.0\n(.*?)```", readme)
+    assert in_general(terminal.text) == in_general(example)
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "\x04", "yesterday\n", "ja\n"])
