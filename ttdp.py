@@ -44,7 +44,9 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -62,7 +64,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations, count
@@ -4111,7 +4113,9 @@ VIEW_KEYS = {
     *NEEDS_RESTART,
     *PATHS_OF_FILES,
     "version",
+    "runtime_dir",
     "unit",
+    "health",
     "service",
     "driver",
     "driver_problem",
@@ -4120,6 +4124,7 @@ VIEW_KEYS = {
     "unreadable",
     "chips",
     "faults",
+    "boards",
     "unplaced",
     "missing",
     "resources",
@@ -4148,7 +4153,12 @@ def view_of_node(
         chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
             faults[bdf] = {"kind": chip.fault.kind.value, "since": state.since}
-            faults[bdf] |= chip.reason._asdict()
+            faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
+
+    boards = defaultdict(list)
+    for bdf, place in places(decision.chips.values()).items():
+        if place.board_id:
+            boards[place.board_id].append(bdf)
 
     waiting = {}
     for bdf, text in decision.offer.unplaced.items():
@@ -4175,7 +4185,9 @@ def view_of_node(
     return {
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
+        "runtime_dir": settings.runtime_dir,
         "unit": settings.unit,
+        "health": asdict(settings.health),
         "service": of_service,
         "driver": decision.observation.driver,
         "driver_problem": driver_problem(decision),
@@ -4184,6 +4196,7 @@ def view_of_node(
         "unreadable": unreadable,
         "chips": chips,
         "faults": faults,  # of chips that are in service
+        "boards": boards,  # the chips of each board, by its ID with unit = "board"
         "unplaced": waiting,
         "missing": list(missing_chips(decision)),
         "resources": resources,
@@ -4778,7 +4791,7 @@ class PluginDirectory:
         try:
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder_of_lock(os.fstat(self._locked).st_ino)
+            holder = holder_of_lock(os.fstat(self._locked).st_ino)
             reason = f"{self.path} is in use by {holder}; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
 
@@ -4818,7 +4831,7 @@ def _is_of_others(name: str) -> bool:
     return not name.startswith((SOCKET_PREFIX, ".")) and name != CHECKPOINT
 
 
-def _holder_of_lock(inode: int) -> str:
+def holder_of_lock(inode: int) -> str:
     """Return the process that has locked a file, by /proc/locks (proc(5))."""
     pattern = rf"^\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} "
     match = re.search(pattern, read_text("/proc/locks") or "", re.MULTILINE)
@@ -6311,6 +6324,8 @@ class Command(NamedTuple):
     help: str
     options: tuple[str, ...]  # without dashes, and with underscores
     example: str
+    argument: str = ""  # a word that it needs
+    argument_help: str = ""
 
 
 CONFIG_FILE = _path("configuration file")
@@ -6318,6 +6333,7 @@ SWITCHES = {  # options of commands that have no value
     "json": "print JSON",
     "quiet": "print only lines that are not ok",
     "config_only": "check only the configuration",
+    "yes": "answer yes to the questions, except before a reset on a Galaxy",
 }
 COMMANDS = {
     "run": Command(
@@ -6337,6 +6353,13 @@ COMMANDS = {
         "preflight for this node: configuration, service, driver, devices, hugepages, kubelet",
         ("quiet", "config_only", "config_file", *OPTIONS),
         "tt-device-plugin check --quiet",
+    ),
+    "fix": Command(
+        "mends a chip: looks at it, says what helps and whom that hits, asks, does it, looks again",
+        ("yes", "config_file"),
+        "tt-device-plugin fix 0000:01:00.0",
+        "ADDRESS",
+        "PCI address of the chip, as `list` shows it",
     ),
 }
 ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."
@@ -6385,7 +6408,10 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     command = COMMANDS[name]
     about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
     example = f"example:\n  {command.example}\n"
-    parser = _parser(f"tt-device-plugin {name}", name, about, example)
+    usage = f"{name} {command.argument}".rstrip()
+    parser = _parser(f"tt-device-plugin {name}", usage, about, example)
+    if command.argument:
+        parser.add_argument("argument", metavar=command.argument, help=command.argument_help)
 
     # The daemon's other options are accepted as well: it is easiest to give all commands the same.
     for option in dict.fromkeys([*command.options, *OPTIONS]):
@@ -6491,6 +6517,9 @@ def run_command(command: str, options: argparse.Namespace) -> int:
             return print_findings(findings, is_quiet=options.quiet)
         if problem:
             log.error("%s", problem)
+        if command == "fix":
+            is_valid = problem is None
+            return fix(settings, options.argument, is_valid=is_valid, says_yes=options.yes)
         return list_devices(settings, is_valid=problem is None, as_json=options.json)
     except OSError as error:  # sysfs cannot be read, or there are too many open files
         log.error("cannot look at this node: %s: %s", error.filename, error.strerror)
@@ -6567,28 +6596,33 @@ NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-devic
 
 
 def get_view(settings: Settings, *, is_valid: bool) -> tuple[View, ServiceProblem | None]:
-    """Return the daemon's view; else that of one look, and why it is not the daemon's.
+    """Return the daemon's view; else that of one look, and why it is not the daemon's."""
+    answer = ask_service(settings, is_valid=is_valid)
+    if isinstance(answer, ServiceProblem):
+        return asyncio.run(look_once(settings)), answer
+    return answer, None
+
+
+def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
+    """Return the view of the daemon that has these roots and this directory.
 
     If the configuration is not valid at present, the daemon runs on with the last valid one: any
     daemon's view will do.
     """
-    problem = NOT_RUNNING
     # In another service's shell the variable names that service's directory.
     for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
         answer = ask(f"{directory}/{STATUS_SOCKET}")
         if answer is NOT_RUNNING:
             continue
-        if isinstance(answer, ServiceProblem):
-            problem = answer
-            break
+        if isinstance(answer, ServiceProblem) or not is_valid:
+            return answer
 
-        if not is_valid or all(answer[key] == getattr(settings, key) for key in NEEDS_RESTART):
-            return answer, None
+        if all(answer[key] == getattr(settings, key) for key in NEEDS_RESTART):
+            return answer
         theirs = answer["device_plugin_dir"]
         text = f"uses different directories ({theirs}); run this command with the same options"
-        problem = ServiceProblem("warn", text)
-        break
-    return asyncio.run(look_once(settings)), problem
+        return ServiceProblem("warn", text)
+    return NOT_RUNNING
 
 
 def ask(path: str) -> View | ServiceProblem:
@@ -6765,17 +6799,661 @@ def _cells(row: View, view: View) -> dict[str, str]:
 
 
 def _used_by(row: View) -> str:
-    """Return a chip's users: two names and a count. A pod's process is the pod."""
-    pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
-    found = list(dict.fromkeys(pods))
-    for process in row["processes"] or ():
-        if not (pods and process["of_pod"]):
-            found.append(f"{process['command']}[{process['pid']}]")
-
+    """Return a chip's users: two names and a count."""
+    found = users_of(row)
     if not found:
         return "?" if None in (row["pods"], row["processes"]) else "-"
     more = f" +{len(found) - 2}" if len(found) > 2 else ""
     return ", ".join(found[:2]) + more
+
+
+def users_of(row: View) -> list[str]:
+    """Return the pods and processes that use a chip. A pod's process is the pod."""
+    found = pods_of(row)
+    for process in row["processes"] or ():
+        if not (row["pods"] and process["of_pod"]):
+            found.append(f"{process['command']}[{process['pid']}]")
+    return found
+
+
+def pods_of(row: View) -> list[str]:
+    pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
+    return list(dict.fromkeys(pods))
+
+
+# -- fix: looks before it mends --------------------------------------------------------------------
+#
+# A command in a text is old when it is pasted: the device number can be another chip's by then. And
+# tt-smi resets *all* other cards of the node if it does not find the address that it was given. So
+# texts about a chip name this command, which takes one step at a time, each after a look at sysfs
+# and at the daemon's view. It runs with the operator's rights; the daemon does none of this.
+
+FIX_LOCK = "fix.lock"  # in the daemon's runtime directory
+INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+LOOK_INTERVAL = 0.25  # seconds between looks
+FOLLOWS_WITHIN = 30.0  # seconds that an effect has, at least; four health intervals if longer
+RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
+WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
+ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
+TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
+STRUCTURAL = (Kind.GONE, Kind.NO_DRIVER, Kind.DEVICE_FILE)  # faults that sysfs and /dev show
+GALAXY_RESETS = (
+    "on a Galaxy, a reset needs CPLD firmware 1.16 or later; users report chips that could not be "
+    "used after a reset of some of a Galaxy's chips (tt-umd #3458); only tt-smi -glx_reset resets "
+    "all 32 chips, which interrupts every pod"
+)
+
+
+class Step(Enum):
+    """What can be done about a chip."""
+
+    RESCAN = "rescan the PCI bus, so that the kernel finds the card again"
+    LOAD = "load the driver, which concerns all chips of this node"
+    BIND = "bind the driver to the chip"
+    REBIND = "unbind the driver from the chip and bind it again"
+    MAKE_FILE = "make the device file again, with the numbers that sysfs has"
+    WAIT = "wait, because a reset or the start of the firmware takes its time"
+    RESET = "reset the chip with tt-smi"
+
+
+INTERRUPTING = (Step.REBIND, Step.RESET)  # those that take a working chip from its users
+COSTS_NOTHING = (Step.MAKE_FILE, Step.WAIT)  # those after which pods need not be started again
+
+
+class End(NamedTuple):
+    """Why there is no further step."""
+
+    text: str
+    is_well: bool = False
+
+
+class Plan(NamedTuple):
+    """What an answer is about: the same step can be for another device number, or other pods."""
+
+    step: Step | End
+    program: str = ""  # path of modprobe or tt-smi
+    command: str = ""  # as it is shown
+    pods: Sequence[Sequence[str]] = ()  # of each chip that it concerns
+
+
+class Situation(NamedTuple):
+    """A chip at one moment, as sysfs and the daemon show it, and what was done about it."""
+
+    function: PciFunction  # by sysfs
+    override: str | None = None  # see driver_override()
+    fault: Fault | None = None  # by the daemon
+    now: float = 0.0  # Unix time
+    since: float | None = None  # when that kind of fault began, Unix time
+    ends_at: float | None = None  # when a thermal trip will be over, Unix time
+    in_service: bool = True  # False: excluded, and held by no pod
+    is_galaxys: bool = False
+    is_arm64: bool = False
+    done: frozenset[Step] = frozenset()
+
+    @property
+    def lasts(self) -> float:
+        """Return the seconds for which the fault has lasted."""
+        return inf if self.since is None else self.now - self.since
+
+    @property
+    def present_fault(self) -> Fault | None:
+        """Return what is wrong; sysfs shows it earlier than the daemon."""
+        shown = Chip(self.function).fault
+        if shown is None and self.fault and self.fault.kind in STRUCTURAL:
+            return self.fault._replace(text=WAITING)
+        return shown or self.fault
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the daemon has seen what sysfs shows."""
+        shown = Chip(self.function).fault
+        if shown:
+            return self.fault is not None and self.fault.kind is shown.kind
+        return self.fault is None or self.fault.kind not in STRUCTURAL
+
+
+def next_step(seen: Situation) -> Step | End:
+    """Return what to do next about a chip, or why nothing: the first row that applies.
+
+        out of service                      nothing
+        not on the bus                      RESCAN
+        another driver's                    nothing: a virtual machine may use the card
+        driver not loaded                   LOAD
+        not bound                           BIND
+        bound, but no class device          REBIND
+        device file missing or another's    MAKE_FILE
+        no fault                            nothing
+        hot, tripped                        nothing: only cooling helps
+        resetting, silent                   WAIT; then REBIND; then RESET
+        any other fault                     RESET; nothing on arm64, where tt-smi cannot
+
+    No step is taken twice: if one was without effect, a power cycle is left.
+    """
+    function, fault, step = seen.function, seen.fault, Step.RESET
+    kind = fault.kind if fault else None
+    if not seen.in_service:
+        return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
+
+    if not function.on_bus:
+        step = Step.RESCAN
+    elif function.driver not in (None, DRIVER):
+        wait = f"to unbind {function.driver} would wait until it lets go"
+        return End(f"nothing is done: a virtual machine may use the card, and {wait}")
+    elif function.driver is None:
+        step = Step.BIND if function.driver_is_loaded else Step.LOAD
+    elif function.ordinal is None:
+        step = Step.REBIND
+    elif function.file_fault:
+        step = Step.MAKE_FILE
+    elif kind is None:
+        more = "nothing more" if seen.done else "nothing"
+        return End(f"{more} needs to be done", is_well=True)
+    elif kind in STRUCTURAL:
+        return End("the service has no reading of it yet; try again later")
+    elif kind in NO_COMMAND_HELPS:
+        return End(_why_cooling(seen))
+    elif kind in (Kind.RESETTING, Kind.SILENT):
+        # Firmware can be late. A Wormhole's driver asks it again and again; a Blackhole's asks only
+        # when it binds, and not after a reset either (tt-kmd).
+        is_late_wormhole = kind is Kind.SILENT and function.arch == "wormhole"
+        if seen.lasts < (WORMHOLE_STARTS_WITHIN if is_late_wormhole else RESET_TAKES):
+            return Step.WAIT
+        if Step.REBIND not in seen.done:
+            step = Step.REBIND
+
+    if step is Step.RESET and seen.is_arm64:
+        return End("tt-smi cannot reset chips on arm64; what is left: drain this node, reboot it")
+    if step not in seen.done:
+        return step
+    if step is Step.LOAD:
+        return End("what is left: install the driver (tt-kmd) for the running kernel")
+    return End("what is left: power-cycle the host")
+
+
+def _why_cooling(seen: Situation) -> str:
+    text = "nothing is done: only cooling helps; check the fans and the air flow"
+    if seen.ends_at is None:
+        return text
+    moment = time.strftime("%H:%M:%S", time.localtime(seen.ends_at))
+    return f"{text}; the fault ends at {moment} if the chip does not trip again"
+
+
+def shown_command(step: Step, seen: Situation, settings: Settings, program: str) -> str:
+    """Return what does the same as a step in a shell; `program`: tt-smi or modprobe."""
+    bdf, path = seen.function.bdf, seen.function.path
+    drivers = f"{settings.sysfs_root}/bus/pci/drivers/{DRIVER}"
+    if step is Step.RESCAN:
+        return f"echo 1 > {settings.sysfs_root}/bus/pci/rescan"
+    if step is Step.LOAD:
+        return f"{program} {DRIVER}"
+    if step is Step.BIND and not _is_free(seen):
+        clear = f"echo > {seen.function.directory}/driver_override"
+        return f"{clear} && echo {bdf} > {drivers}/bind"
+    if step is Step.BIND:
+        return f"echo {bdf} > {drivers}/bind"
+    if step is Step.REBIND:
+        return f"echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
+    if step is Step.MAKE_FILE:
+        number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
+        remove = f"{'rmdir' if _is_real_directory(path) else 'rm -f'} {path}"
+        return f"mkdir -p {dirname(path)}; {remove}; mknod -m 666 {path} c {number}"
+    if step is Step.RESET:
+        return " ".join(reset_command(seen.function, program))
+    return ""
+
+
+def _is_free(seen: Situation) -> bool:
+    """Return whether driver_override lets our driver have the function."""
+    return seen.override in (None, DRIVER)
+
+
+def reset_command(function: PciFunction, tt_smi: str) -> list[str]:
+    """Return the command that resets this chip, or none if its number has gone.
+
+    An address that tt-umd does not find would be *all* chips, a device file never is. And the
+    search for devices after a reset would open those that are in use.
+    """
+    return [tt_smi, "-r", f"/dev/{DRIVER}/{function.ordinal}", "--no_reinit"]
+
+
+def write_attribute(path: str, text: str) -> None:
+    """Write to an attribute of sysfs; raises OSError with the kernel's reason."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def make_device_file(function: PciFunction) -> None:
+    """Make a chip's device file as the kernel and the driver's udev rule do; raises OSError."""
+    number = read_attribute(f"{function.class_device}/dev")
+    directory, path = dirname(function.path), function.path
+    if not isdir(directory):
+        os.mkdir(directory)
+        os.chmod(directory, 0o755)
+
+    # Container runtimes can have made a directory there, for a file that did not exist.
+    if _is_real_directory(path):
+        os.rmdir(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(*map(int, number.split(":"))))
+    os.chmod(path, 0o666)  # whatever the umask
+
+
+def _is_real_directory(path: str) -> bool:
+    return isdir(path) and not os.path.islink(path)
+
+
+def find_program(name: str, settings: Settings) -> tuple[str | None, str]:
+    """Return the path of a program, None if there is none, and where it was looked for.
+
+    A simulated node has its own programs in the directory `bin` beside its sysfs.
+    """
+    import shutil  # here, because it would cost 3 ms of each start
+
+    places = os.environ.get("PATH", os.defpath)
+    if settings.sysfs_root != Settings().sysfs_root:
+        places = f"{dirname(settings.sysfs_root)}/bin"
+    return shutil.which(name, path=places), places
+
+
+@asynccontextmanager
+async def running(
+    command: Sequence[str], stdout: int | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a program of the card's tools, which ends with this context; raises OSError.
+
+    It has a session of its own, so that its children end with it.
+    """
+    environ = {name: text for name, text in os.environ.items() if name != "TT_VISIBLE_DEVICES"}
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.DEVNULL, stdout=stdout, env=environ, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with suppress(asyncio.CancelledError):  # a second interrupt: do not wait for it
+                    ending = asyncio.ensure_future(process.wait())
+                    await asyncio.wait({ending}, timeout=ENDS_WITHIN)
+
+
+class Refusal(Exception):
+    """Why `fix` cannot go on, in one line, and its exit status."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Hold the lock that lets one `fix` at a time work on a node; raises Refusal, OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = holder_of_lock(os.fstat(descriptor).st_ino)
+            raise Refusal(f"another fix is at work on this node: {holder}") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def row_of(view: View, address: str) -> View:
+    """Return the row of a chip; raises Refusal if it was not seen since boot."""
+    rows: dict[str, View] = {row["bdf"]: row for row in view["chips"]}
+    if row := rows.get(address.lower()):
+        return row
+    if address.lower() in view["unsupported"]:
+        raise Refusal(f"{address} is not supported: {UNSUPPORTED}")
+
+    for board, chips in view["boards"].items():
+        if board.lower() == address.lower():
+            raise Refusal(f"{board} is a board; give the address of a chip: {either(chips)}", 2)
+    raise Refusal(f"{address!r} was not seen since boot; run: tt-device-plugin list", 2)
+
+
+def other_chips(view: View, row: View) -> list[View]:
+    """Return the other chips that a reset of this one resets: of a p300, its board's."""
+    rows = {each["bdf"]: each for each in view["chips"]}
+    for chips in view["boards"].values():
+        if row["board"] == "p300" and row["bdf"] in chips:
+            return [rows[bdf] for bdf in chips if bdf != row["bdf"]]
+    return []
+
+
+def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> int:
+    """Mend a chip; return the exit status."""
+
+    def get_view() -> View:
+        answer = ask_service(settings, is_valid=is_valid)
+        if isinstance(answer, ServiceProblem):
+            raise Refusal(str(Reason(f"the service {answer.text}", answer.command)))
+        return answer
+
+    try:
+        view = get_view()
+        bdf = row_of(view, address)["bdf"]
+        roots = {key: view[key] for key in NEEDS_RESTART}
+        with locked(f"{view['runtime_dir']}/{FIX_LOCK}"):
+            mender = Mender(replace(settings, **roots), bdf, get_view, says_yes=says_yes)
+            return asyncio.run(mender.run())
+    except Refusal as refusal:
+        log.error("%s", printable(str(refusal)))
+        return refusal.status
+    except OSError as error:
+        advice = "; run it as root" if isinstance(error, PermissionError) else ""
+        log.error("%s", printable(f"{error.filename}: {error.strerror}{advice}"))
+        return 1
+
+
+def _use(row: View) -> str:
+    """Return who uses a chip, as the end of a line about it."""
+    is_all = None not in (row["pods"], row["processes"])
+    if found := users_of(row):
+        return f"used by {', '.join(found)}{'' if is_all else ' (others are not known)'}"
+    return "not in use" if is_all else "its users are not known"
+
+
+class Mender:
+    """Brings a chip back to health, step after step.
+
+    An interrupt cancels the task where it awaits something. What must not be interrupted (an unbind
+    and its bind) awaits nothing, so there the interrupt counts afterwards.
+    """
+
+    def __init__(
+        self, settings: Settings, bdf: str, get_view: Callable[[], View], *, says_yes: bool
+    ) -> None:
+        self._settings = settings
+        self._bdf = bdf
+        self._get_view = get_view
+        self._says_yes = says_yes
+        self._on_terminal = os.isatty(0) and os.isatty(1)
+        self._view: View = {}
+        self._tt_smi = ""  # its path, once its version is known to be new enough
+        self._done: set[Step] = set()
+        self._hit: dict[str, None] = {}  # pods whose chips were taken from them
+
+    async def run(self) -> int:
+        """Mend it; return the exit status. Raises Refusal, OSError."""
+        task = asyncio.current_task()
+        assert task
+        for number in INTERRUPTS:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+        try:
+            end = await self._mend()
+            self._say(end.text)
+            return 0 if end.is_well else 1
+        except asyncio.CancelledError:
+            if self._done:
+                with suppress(Refusal, OSError):
+                    self._show(self._look())
+            self._say("interrupted")
+            return 130
+        finally:
+            if self._hit:
+                self._say(f"pods that must be started again: {', '.join(self._hit)}")
+
+    async def _mend(self) -> End:
+        seen = self._look()
+        if not seen.is_current and seen.in_service:
+            seen = await self._watch(self._limit, lambda seen: seen.is_current)
+        self._show(seen)
+
+        agreed = None  # the plan to which the answer was yes
+        while True:
+            plan = await self._plan(seen)
+            if agreed and plan != agreed:
+                self._say("the chip or its pods have changed; your answer was for another step")
+                self._show(seen)
+                agreed = None
+            if isinstance(plan.step, End):
+                return plan.step
+
+            if agreed is None:
+                self._describe(plan, seen)
+                if refusal := await self._ask(plan.step, seen):
+                    return refusal
+                agreed = plan
+                seen = self._look()
+                continue
+
+            agreed = None
+            await self._take(plan, seen)
+            limit = inf if plan.step is Step.WAIT else self._limit
+            seen = await self._watch(limit, partial(self._has_followed, plan.step))
+            self._show(seen)
+
+    async def _plan(self, seen: Situation) -> Plan:
+        """Return what is next, and what an answer to it must be about."""
+        step, program = next_step(seen), ""
+        if step in (Step.LOAD, Step.RESET):
+            program, problem = await self._program("modprobe" if step is Step.LOAD else "tt-smi")
+            if problem:
+                step = End(problem)
+        if isinstance(step, End):
+            return Plan(step)
+
+        pods = [pods_of(row) for row in self._rows_hit(step)]
+        return Plan(step, program, shown_command(step, seen, self._settings, program), pods)
+
+    # What is seen
+
+    def _look(self) -> Situation:
+        """Return what sysfs and the daemon show now; raises Refusal, OSError."""
+        self._view = view = self._get_view()
+        row = row_of(view, self._bdf)
+        bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
+        function = bus.get(self._bdf)
+        if function is None or function.arch is None:  # another vendor's card, or none
+            function = PciFunction(self._bdf, row["arch"], on_bus=False)
+
+        fault = view["faults"].get(self._bdf)
+        now = time.time()
+        ends_at = None
+        if fault and fault["kind"] == Kind.TRIPPED.value:
+            ends_at = now + fault["tripped_at"] + view["health"]["trip_holdoff"] - monotonic()
+
+        return Situation(
+            function,
+            driver_override(function) if function.on_bus else None,
+            Fault(Kind(fault["kind"]), fault["problem"]) if fault else None,
+            now,
+            fault["since"] if fault else None,
+            ends_at,
+            in_service=row["healthy"] is not None,
+            is_galaxys=str(row["board"]).startswith("galaxy"),
+            is_arm64=os.uname().machine == "aarch64",
+            done=frozenset(self._done),
+        )
+
+    async def _watch(self, seconds: float, is_enough: Callable[[Situation], bool]) -> Situation:
+        """Look until it is enough, or for so long; return what was seen last."""
+        deadline = monotonic() + seconds
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            seen = self._look()
+            if is_enough(seen) or monotonic() >= deadline:
+                return seen
+
+    @property
+    def _limit(self) -> float:
+        """Return the seconds after which a step was without effect."""
+        interval: float = self._view["health"]["interval"]
+        return max(FOLLOWS_WITHIN, 4 * interval)
+
+    def _has_followed(self, step: Step, seen: Situation) -> bool:
+        """Return whether a step has helped, or is seen not to be enough."""
+        if step is Step.WAIT:
+            return next_step(seen) is not Step.WAIT
+        if not seen.is_current:
+            return False
+
+        # A new start of the firmware takes its time, and shows other faults meanwhile.
+        further = next_step(seen)
+        if isinstance(further, End) or step in INTERRUPTING:
+            return isinstance(further, End) and further.is_well
+        return True
+
+    def _rows_hit(self, step: Step) -> list[View]:
+        """Return the rows of the chips that a step concerns, this one first."""
+        row = row_of(self._view, self._bdf)
+        if step is Step.LOAD:
+            return [row, *(each for each in self._view["chips"] if each is not row)]
+        return [row, *other_chips(self._view, row)] if step is Step.RESET else [row]
+
+    # What is said and asked
+
+    def _say(self, text: str) -> None:
+        print_lines(wrapped(text, "", terminal_width()))
+
+    def _show(self, seen: Situation) -> None:
+        """Say how the chip is, and who uses it."""
+        row = row_of(self._view, self._bdf)
+        state = "healthy" if seen.in_service else "out of service"
+        if fault := seen.present_fault:
+            state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
+        self._say(f"{self._bdf} ({row['card'] or row['arch']}): {state}; {_use(row)}")
+
+    def _describe(self, plan: Plan, seen: Situation) -> None:
+        """Say what a step does, and what else it hits."""
+        step = plan.step
+        assert isinstance(step, Step)
+        row, *others = rows = self._rows_hit(step)
+        if step is Step.LOAD:
+            for each in others:
+                self._say(f"{each['bdf']}: {_use(each)}")
+        if step is Step.RESET and row["board"] == "p300":
+            for each in others:
+                other = f"{each['bdf']}, the other chip of its board, is reset too"
+                self._say(f"{other}; {_use(each)}")
+            if not others:
+                self._say("the other chip of its board, which is not known, is reset too")
+        if step is Step.RESET and seen.is_galaxys:
+            self._say(GALAXY_RESETS)
+        if step is Step.BIND and not _is_free(seen):
+            self._say(f"driver_override keeps it for {seen.override}, and is cleared first")
+
+        is_used = step in INTERRUPTING and any(map(users_of, rows))
+        self._say(f"next step: {step.value}{', which interrupts its users' if is_used else ''}")
+        if self._on_terminal and plan.command:
+            print_lines([f"    {plan.command}"])
+
+    async def _ask(self, step: Step, seen: Situation) -> End | None:
+        """Return why a step is not taken, None if it is."""
+        needs_answer = step is Step.RESET and seen.is_galaxys
+        if self._says_yes and not needs_answer:
+            return None
+        undone = "nothing more is done" if self._done else "nothing is done"
+        if not self._on_terminal:
+            advice = "" if needs_answer else "; to answer yes in advance, use --yes"
+            return End(f"{undone}: the question needs a terminal{advice}")
+        if step is Step.WAIT:
+            return None
+
+        is_yes = (await self._answer("Do this? [y/N] ")).lower() in ("y", "yes")
+        return None if is_yes else End(undone)
+
+    async def _answer(self, question: str) -> str:
+        """Return the line that is typed as an answer, "" at the end of input."""
+        loop = asyncio.get_running_loop()
+        is_typed = asyncio.Event()
+        with suppress(termios.error):  # the terminal has been closed
+            termios.tcflush(0, termios.TCIFLUSH)  # what was typed before is no answer to this
+        with suppress(OSError):
+            print(question, end="", flush=True)
+
+        loop.add_reader(0, is_typed.set)
+        try:
+            await is_typed.wait()
+        finally:
+            loop.remove_reader(0)
+
+        answer = b""
+        with suppress(OSError):
+            answer = os.read(0, 4096)
+        if not answer and not os.isatty(0):  # closed: SIGHUP is on its way
+            raise asyncio.CancelledError
+        if not answer.endswith(b"\n"):
+            print_lines([""])
+        return answer.decode("utf-8", "replace").strip()
+
+    # What is done
+
+    async def _program(self, name: str) -> tuple[str, str]:
+        """Return the path of modprobe or tt-smi, and why it cannot be used."""
+        path, places = find_program(name, self._settings)
+        if path is None:
+            return "", f"{name} was not found in {places} (sudo has a PATH of its own)"
+        if name != "tt-smi" or path == self._tt_smi:
+            return path, ""
+
+        async with running([path, "--version"], stdout=subprocess.PIPE) as process:
+            output, _ = await process.communicate()
+        version = output.decode("utf-8", "replace").partition("\n")[0]
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+        if numbers < TT_SMI_NEEDED:
+            needed = ".".join(map(str, TT_SMI_NEEDED))
+            return "", f"{path} is version {version or 'unknown'}; {needed} or later is needed"
+        self._tt_smi = path
+        return path, ""
+
+    async def _take(self, plan: Plan, seen: Situation) -> None:
+        """Take a step. What the kernel refuses is said; raises PermissionError."""
+        step, program = plan.step, plan.program
+        assert isinstance(step, Step)
+        hit = [] if step in COSTS_NOTHING else plan.pods
+        self._done.add(step)
+        if step is Step.REBIND:
+            self._done.add(Step.BIND)  # which is a part of it
+        try:
+            if step is Step.RESET:
+                async with running(reset_command(seen.function, program)) as process:
+                    if status := await process.wait():  # which proves nothing
+                        self._say(f"tt-smi ended with status {status}")
+            else:
+                self._act(step, seen, program)
+        except PermissionError:
+            hit = []
+            raise
+        except OSError as error:
+            self._say(f"{error.filename}: {error.strerror}")
+        finally:
+            self._hit |= dict.fromkeys(chain(*hit))
+
+    def _act(self, step: Step, seen: Situation, program: str) -> None:
+        """Take a step that an interrupt does not end; raises OSError."""
+        bdf = self._bdf
+        bus = f"{self._settings.sysfs_root}/bus/pci"
+        driver = f"{bus}/drivers/{DRIVER}"
+        if step is Step.RESCAN:
+            write_attribute(f"{bus}/rescan", "1")
+        elif step is Step.LOAD:
+            # In a session of its own, it does not get the terminal's Ctrl-C either.
+            command = [program, DRIVER]
+            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
+        elif step is Step.BIND:
+            if not _is_free(seen):
+                write_attribute(f"{seen.function.directory}/driver_override", "\n")
+            write_attribute(f"{driver}/bind", bdf)
+        elif step is Step.REBIND:
+            write_attribute(f"{driver}/unbind", bdf)
+            write_attribute(f"{driver}/bind", bdf)
+        elif step is Step.MAKE_FILE:
+            make_device_file(seen.function)
 
 
 # -- check -----------------------------------------------------------------------------------------

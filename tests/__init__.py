@@ -22,7 +22,7 @@ Layout, by chapter of ttdp.py:
     SYSTEMD                           test_systemd
     HOST, REQUESTS, DAEMON            test_daemon, test_turns, test_hugepages, test_garbage
     REGISTRATION, POD RESOURCES       test_session, test_ownership
-    COMMAND LINE                      test_cli, test_list, test_check
+    COMMAND LINE                      test_cli, test_list, test_check, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_postinst, test_sbom, test_examples, test_make
@@ -34,6 +34,7 @@ Helpers:
     commands.py        the program as a process, and all that it prints
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
+    world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
     world/kubelet.py   the reference kubelet; its arguments select version and runtime
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/container.py   a booted Debian; e2e/node.py: a node with a real kubelet

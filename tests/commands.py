@@ -24,7 +24,7 @@ from typing import Any
 import ttdp
 from tests.world import simulation
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags
+from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, until
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
@@ -87,6 +87,7 @@ class Host:
     root: Path
     node: SimulatedNode
     environ: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)  # of the program, for run()
 
     @property
     def plugins(self) -> Path:
@@ -114,10 +115,17 @@ class Host:
         Attributes can fail. Without RUNTIME_DIRECTORY, the service's is `root`, not the machine's.
         """
         given = environment() | self.environ | environ
-        return forked([*words, *self.flags], given, runtime_directory=str(self.root))
+        where = str(self.root)
+        return forked([*words, *self.flags], given, runtime_directory=where, **self.constants)
 
-    async def ask(self, *words: str) -> Answer:
-        return await asyncio.to_thread(self.run, *words)
+    def on_terminal(self, *words: str, **environ: str) -> Terminal:
+        """Return the program on a terminal, for `async with`; as run() runs it."""
+        given = environment() | self.environ | environ
+        constants = {**self.constants, "RUNTIME_DIR": str(self.root)}
+        return Terminal([*words, *self.flags], given, constants)
+
+    async def ask(self, *words: str, **environ: str) -> Answer:
+        return await asyncio.to_thread(self.run, *words, **environ)
 
     def run_as_process(self, *words: str, as_other: bool = False, **environ: str) -> Answer:
         """Run the program as it is installed. as_other: without root's right to look everywhere."""
@@ -154,17 +162,22 @@ class Host:
 
 
 def forked(
-    words: Sequence[str], environ: Mapping[str, str], *, runtime_directory: str = "/nowhere"
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    runtime_directory: str = "/nowhere",
+    **constants: Any,
 ) -> Answer:
     """Run the program to its end, in a process that has imported it already.
 
-    runtime_directory: of the service, where commands look without a variable.
+    runtime_directory: of the service, where commands look without a variable; constants: others of
+    the program.
     """
+    constants["RUNTIME_DIR"] = runtime_directory
     with tempfile.TemporaryDirectory() as home:
         outputs = [f"{home}/{name}" for name in "oe"]
-        process = _forks.Process(
-            target=_be_the_program, args=(words, environ, runtime_directory, *outputs), daemon=True
-        )
+        arguments = (words, environ, constants, *outputs)
+        process = _forks.Process(target=_be_the_program, args=arguments, daemon=True)
         process.start()
         process.join(4 * PATIENCE)
         assert process.exitcode is not None, f"{words} does not end"
@@ -172,14 +185,88 @@ def forked(
 
 
 def _be_the_program(
-    words: Sequence[str], environ: Mapping[str, str], runtime_directory: str, *outputs: str
+    words: Sequence[str], environ: Mapping[str, str], constants: Mapping[str, Any], *outputs: str
 ) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.clear()
     os.environ.update(environ)
-    ttdp.RUNTIME_DIR = runtime_directory
+    for name, value in constants.items():
+        assert hasattr(ttdp, name)
+        setattr(ttdp, name, value)
     sys.exit(simulation.main(words))
+
+
+class Terminal:
+    """The program on a terminal of its own; it ends with the context."""
+
+    def __init__(
+        self, words: Sequence[str], environ: Mapping[str, str], constants: Mapping[str, Any]
+    ) -> None:
+        self.text = ""  # all that was to be seen so far
+        self._seen = 0  # the end of what a test has waited for
+        self._terminal, self._end = pty.openpty()
+        size = struct.pack("HHHH", 24, 110, 0, 0)
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, size)
+        arguments = (os.ttyname(self._end), words, environ, constants)
+        self._process = _forks.Process(target=_be_on_terminal, args=arguments, daemon=True)
+
+    async def __aenter__(self) -> Terminal:
+        self._process.start()
+        os.set_blocking(self._terminal, False)
+        asyncio.get_running_loop().add_reader(self._terminal, self._read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        if self._process.is_alive():
+            self._process.kill()
+        os.close(self._end)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            self.text += os.read(self._terminal, 65536).decode().replace("\r\n", "\n")
+
+    async def shows(self, text: str) -> str:
+        """Wait until a text is to be seen, after the last one; return all between the two."""
+        begin = self._seen
+
+        def found() -> bool:
+            return text in self.text[begin:]
+
+        await until(found, f"no {text!r} in {self.text[begin:]!r} of {self.text!r}")
+        self._seen = self.text.index(text, begin) + len(text)
+        return self.text[begin : self._seen]
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def send(self, number: int) -> None:
+        os.kill(self._process.pid or 0, number)
+
+    def close(self) -> None:
+        """Close the terminal, as a window is closed."""
+        if self._terminal >= 0:
+            asyncio.get_running_loop().remove_reader(self._terminal)
+            os.close(self._terminal)
+            self._terminal = -1
+
+    async def ended(self) -> int:
+        """Return its exit status."""
+        await until(lambda: self._process.exitcode is not None, "its end")
+        if self._terminal >= 0:
+            self._read()
+        return self._process.exitcode or 0
+
+
+def _be_on_terminal(
+    terminal: str, words: Sequence[str], environ: Mapping[str, str], constants: Mapping[str, Any]
+) -> None:
+    os.setsid()  # the first terminal that it opens from now on is its own
+    descriptor = os.open(terminal, os.O_RDWR)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    _be_the_program(words, environ, constants, terminal, terminal)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def test_the_help_shows_how_a_switch_gets_a_value() -> None:
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
-@pytest.mark.parametrize("words", [[], ["run"], ["list"], ["check"]])
+@pytest.mark.parametrize("words", [[], ["run"], ["list"], ["check"], ["fix"]])
 def test_help_fits_80_columns(words: list[str], columns: str) -> None:
     """Whatever the terminal has, so that a manual can quote it."""
     assert max(map(len, run(*words, "--help", COLUMNS=columns).out.splitlines())) <= 80
@@ -76,7 +76,7 @@ def test_no_command_is_the_help_on_stderr() -> None:
     """With status 2: a daemon starts only by `run`. The last line says what is missing."""
     ended = run()
     assert (ended.status, ended.out) == (2, "")
-    missing = "tt-device-plugin: a command is missing: run, list or check"
+    missing = "tt-device-plugin: a command is missing: run, list, check or fix"
     assert ended.err == f"{run('--help').out}\n{missing}\n"
 
 
@@ -87,6 +87,9 @@ def test_no_command_is_the_help_on_stderr() -> None:
         (["list", "--config-only"], "--config-only is valid only with check"),
         (["list", "--quiet"], "--quiet is valid only with check"),
         (["list", "run"], "unrecognized arguments: run"),
+        (["list", "--yes"], "--yes is valid only with fix"),
+        (["fix"], "the following arguments are required: ADDRESS"),
+        (["fix", "0000:01:00.0", "0000:02:00.0"], "unrecognized arguments: 0000:02:00.0"),
         (["run", "json"], "unrecognized arguments: json"),
         (["lst"], "invalid choice: 'lst'"),
         (["run", "--uni", "board"], "unrecognized arguments: --uni board; did you mean --unit?"),
@@ -102,7 +105,9 @@ def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
     ended = run(*words)
     assert (ended.status, ended.out) == (2, "")
     usage, error = ended.err.splitlines()
-    command = words[0] if words[0] in ttdp.COMMANDS else "run|list|check"
+    command = words[0] if words[0] in ttdp.COMMANDS else "|".join(ttdp.COMMANDS)
+    if command == "fix":
+        command = "fix ADDRESS"
     assert usage == f"usage: tt-device-plugin {command} [OPTIONS]"
     assert error.partition(": error: ")[2].removeprefix("argument command: ").startswith(reason)
 

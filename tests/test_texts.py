@@ -88,6 +88,26 @@ def test_readme_installation_is_tested() -> None:
     assert block.splitlines() == [f"# {line}" for line in tested]
 
 
+def test_only_fix_resets_chips() -> None:
+    """No text tells anybody to run its commands: they would be old when somebody pastes them.
+
+    But there is a warning of tt-smi, and a transcript of fix.
+    """
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    texts += [path for path in (ROOT / "packaging/deb").rglob("*") if path.is_file()]
+    found = []
+    for path in texts:
+        for line in path.read_text().splitlines():
+            if re.search(r"tt-smi -r|\bmknod\b|/(un)?bind\b|/rescan\b", line):
+                found.append((path.name, line))
+    warning, transcript = (
+        "`tt-smi -r` resets **every** card in the node",
+        "    /usr/local/bin/tt-smi -r",
+    )
+    assert [name for name, _ in found] == ["README.md", "README.md", "tt-device-plugin.8"]
+    assert found[0][1].startswith(transcript) and warning in found[1][1]
+
+
 def test_readme_links_lead_somewhere() -> None:
     """To files that are there, and to headings of its own."""
     headings = re.findall(r"(?m)^#+ (.*)$", PROSE)

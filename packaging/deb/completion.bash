@@ -5,7 +5,7 @@ _tt_device_plugin() {
     _init_completion -s || return
 
     # ---- options, made by: make generate
-    local commands='run list check'
+    local commands='run list check fix'
     local -A flags=(
         [run]='--help
             --config-file
@@ -56,6 +56,9 @@ _tt_device_plugin() {
             --fail-on-init-error
             --log-level
             --hugepages'
+        [fix]='--help
+            --yes
+            --config-file'
     )
     local -A values=(
         [--config-file]='FILE'

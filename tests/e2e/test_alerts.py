@@ -100,33 +100,9 @@ class Case(NamedTuple):
     is_beside: bool = False  # on the same node instead
 
 
-BIND = "/sys/bus/pci/drivers/tenstorrent"
-REBIND = f"cd {BIND} && echo {P300} > unbind && echo {P300} > bind"
-P300_USERS = USERS[P300].removeprefix("in use by ")
-ALSO = f"also resets {SIBLING} on that board and interrupts {P300_USERS}, pod 8d3cf3e2"
-RUN = "On arm64, reboot the node; else run: tt-smi -r"
-RESET, RESEAT = f"A reset {ALSO}. {RUN} {P300}", "eseat the card, or check its slot"
-KINDS = {  # alert, minutes, action
-    "gone": (
-        "DeviceGone", 2, "For the reason and the command, run: tt-device-plugin list"
-    ),
-    "node": (
-        "DeviceFileInvalid", 2, "To see the command that creates it, run: tt-device-plugin list"
-    ),
-    "resetting": (
-        "DeviceResetting", 5, f"Rebind the driver, which interrupts {P300_USERS}; run: {REBIND}"
-    ),
-    "no_response": ("DeviceNoResponse", 1, RESET),
-    "blocked": ("DeviceBlocked", 2, RESET),
-    "read_error": ("DeviceReadError", 2, RESET),
-    "stalled": ("DeviceStalled", 1, RESET),
-    "silent": ("DeviceNoTelemetry", 2, RESET),
-    "hot": ("DeviceHot", 2, "Check its cooling"),
-    "tripped": ("DeviceTripped", 0, "Check its cooling"),
-    "new": (
-        "DeviceUnhealthy", 2, "To see the reason and the remedy, run: tt-device-plugin list"
-    ),
-}  # fmt: skip
+RESEAT = "eseat the card, or check its slot"
+COOLING = ("hot", "tripped")  # kinds of faults that no command helps
+KINDS = [*(each.value for each in ttdp.Kind), "new"]  # and one of a later version
 
 
 def of(chip: str, changes: World, alert: str, minutes: int, action: str, **more: Any) -> Case:
@@ -138,11 +114,13 @@ def of(chip: str, changes: World, alert: str, minutes: int, action: str, **more:
     return Case(changes, f"Tenstorrent{alert}", minutes, action, description, labels, **more)
 
 
-def fault(kind: str, chip: str = P300, action: str = "", more: World | None = None) -> Case:
+def fault(kind: str, chip: str = P300, more: World | None = None) -> Case:
     """Return the case of a kind of fault; more: other changes."""
-    alert, minutes, usual = KINDS[kind]
+    alert, action = "DeviceUnhealthy", f"On this node, run: {ttdp.fix_command(chip)}"
+    if kind in COOLING:
+        alert, action = "DeviceTooHot", "Check its cooling"
     changes = {f"tt_device_fault device={chip} kind={kind}": 1, **(more or {})}
-    return of(chip, changes, alert, minutes, action or usual, labels=f"kind={kind}")
+    return of(chip, changes, alert, 2, action, labels=f"kind={kind}")
 
 
 def cases(output: str) -> dict[str, Case]:
@@ -151,7 +129,7 @@ def cases(output: str) -> dict[str, Case]:
     down: World = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
     many: World = {f"{ERRORS}correctable": lambda at: 30 * (at + 1 - BEGIN)}
     unloaded: World = {DRIVER: None, BOUND: None, UNBOUND: 5}
-    gone: World = {f"tt_device_fault device={chip} kind=gone": 1 for chip in CHIPS}
+    unbound: World = {f"tt_device_fault device={chip} kind=no_driver": 1 for chip in CHIPS}
     unseen: World = {each: None for each in healthy(output) if each.startswith("tt_device_info")}
     missing = (
         "TenstorrentDriverNotLoaded", 2,
@@ -159,13 +137,12 @@ def cases(output: str) -> dict[str, Case]:
         "Tenstorrent PCI functions without a driver on {where}: 5; "
         f"{USERS[P300]}, default/train, pod 8d3cf3e2",
     )  # fmt: skip
-    unloading = Case(unloaded | gone, *missing)
+    unloading = Case(unloaded | unbound, *missing)
     unregistered = (
         "TenstorrentResourceNotRegistered", 5,
         "Check both services; run: systemctl status kubelet tt-device-plugin",
     )  # fmt: skip
     unused = ("DeviceUnused", 60, "Ask the pod's owner whether it still needs the chip")
-    alone = fault("no_response", action=f"A reset interrupts {P300_USERS}. {RUN} {P300}")
     stopped = Case(
         {MTIME: 60.0 * BEGIN} if is_file else down, "TenstorrentPluginNotReporting",
         6 if is_file else 3, "To see what fails, run: tt-device-plugin check", "{where}",
@@ -176,9 +153,8 @@ def cases(output: str) -> dict[str, Case]:
     probe = "job=blackbox instance=node-1"
     return {
         **{kind: fault(kind) for kind in KINDS},
-        "unbound": fault("gone", more={UNBOUND: 1}),
-        "only chip": fault("no_response", N150, f"A reset interrupts default/train. {RUN} {N150}"),
-        "no serial": fault("no_response", NEW, f"{RUN} {NEW}"),
+        "unbound": fault("no_driver", more={UNBOUND: 1}),
+        "no serial": fault("no_response", NEW),
         "stalled, not unused": fault("stalled", more=working(P300, 800e6, 20))._replace(lasts=65),
         "gone after an error": dead._replace(lasts=65),
         "driver unloaded": unloading,
@@ -186,10 +162,15 @@ def cases(output: str) -> dict[str, Case]:
         "bound to vfio-pci": Case(unloaded | unseen | {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}),
         "never bound": Case(
             {UNBOUND: 2}, "TenstorrentDriverNotBound", 5,
-            "To see each address and its remedy, run: tt-device-plugin list",
+            "For each address and its reason, run: tt-device-plugin list",
             "Tenstorrent PCI functions that never had a driver on {where}: 2",
         ),
-        "excluded, and unbound": Case({UNBOUND: 1, f"tt_device_healthy device={P300}": 0}),
+        "one never bound, one gone": Case(
+            {UNBOUND: 1}, "TenstorrentDriverNotBound", 5,
+            "For each address and its reason, run: tt-device-plugin list",
+            "Tenstorrent PCI functions that never had a driver on {where}: 1",
+            other=fault("gone"), is_beside=True,
+        ),
         "narrow link": of(
             P300, {f"tt_device_pcie_link_width device={P300}": 4}, "LinkNarrow", 10, f"R{RESEAT}",
             summary="PCIe link runs at x4, below the card's width, on {instance}",
@@ -213,7 +194,7 @@ def cases(output: str) -> dict[str, Case]:
         "daemon stopped": stopped._replace(lasts=365),
         "daemon stopped and a chip": stopped._replace(other=fault("hot", NEW)),
         "driver unloaded and a chip": unloading._replace(other=fault("gone", NEW)),
-        "two chips": fault("gone", SIBLING)._replace(other=alone, is_beside=True),
+        "two chips": fault("gone", SIBLING)._replace(other=fault("blocked"), is_beside=True),
         "node down": Case(down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}),
         "node_exporter down": Case(down if is_file else {}),
         "unused Wormhole": of(N150, working(N150, 500e6, 20), *unused),
@@ -277,6 +258,7 @@ class Cell(NamedTuple):
         rule = ALERTS[case.alert]
         summary = case.summary or rule["annotations"]["summary"].replace("{{ $labels.", "{")
         summary = summary.replace(" }}", "}").replace("{instance}", target["instance"])
+        summary = summary.replace("{kind}", case.labels.rpartition("kind=")[2])
         texts = {"summary": summary, "action": case.action}
         texts["description"] = case.description.replace("{where}", where)
         labels = {"alertname": case.alert, **rule["labels"]}
@@ -348,15 +330,12 @@ def test_each_fault_raises_one_alert(tmp_path: Path, cell: Cell) -> None:
 
 
 def test_the_rules_fit_the_program() -> None:
-    """promtool accepts the file; each alert has a case, each kind an alert with its remedy."""
+    """promtool accepts the file; each alert has a case, and a kind of a later version, too."""
     assert promtool("check", "rules", str(RULES)).returncode == 0
     assert {case.alert for case in cases("file").values()} == {"", *ALERTS}
     severities = {rule["labels"]["severity"] for rule in ALERTS.values()}
     assert severities == {"critical", "warning", "info"}
-    kinds = {each.value for each in ttdp.Kind}
-    assert kinds == KINDS.keys() - {"new"}
-    others = ALERTS["TenstorrentDeviceUnhealthy"]["expr"].split('"')[1]
-    assert kinds == {*others.split("|")}
+    assert {*COOLING} == {each.value for each in ttdp.NO_COMMAND_HELPS}
 
 
 def test_each_alert_names_the_node_and_an_action() -> None:

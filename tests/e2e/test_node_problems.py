@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+import ttdp
 from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.conftest import Told
 from tests.e2e.container import Container, require_root
@@ -133,18 +134,18 @@ def host(request: pytest.FixtureRequest, deb: Path) -> Iterator[ProblemHost]:
 
 
 def test_a_fault_is_a_condition_and_an_event(host: ProblemHost, told: Told) -> None:
-    """Both contain the chip and the remedy; the recovery clears the condition."""
+    """Both contain the chip and the command; the recovery clears the condition."""
     host.wait_for(lambda: host.condition.get("status") == "False", "a healthy node's condition")
     assert host.condition["reason"] == "TenstorrentChecksPassed"
     host.chip.die()
     host.wait_for(lambda: host.condition["status"] == "True", "the condition of a fault")
     assert host.condition["reason"] == "TenstorrentCheckFailed"
-    remedy = f"tt-smi -r {host.chip.bdf}"
+    command = ttdp.fix_command(host.chip.bdf)
     message = host.condition["message"]
-    assert "FAIL" in message and remedy in message and not re.search("(?m)^ok ", message)
+    assert "FAIL" in message and command in message and not re.search("(?m)^ok ", message)
     if host.is_as_shipped:
         host.wait_for(lambda: host.events("TenstorrentFault"), "an event of the fault")
-        assert remedy in host.events("TenstorrentFault")[0]
+        assert command in host.events("TenstorrentFault")[0]
     host.chip.revive()
     host.wait_for(lambda: host.condition["status"] == "False", "the recovery")
     assert host.condition["reason"] == "TenstorrentChecksPassed"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR, capture
-from tests.world.tree import link, put, put_errno, remove, remove_empty, replace
+from tests.world.tree import link, put, put_control, put_errno, remove, remove_empty, replace
 
 ALL_ONES = "4294967295"
 DRIVER_MAJOR = 245  # dynamic in reality; the number of every capture
@@ -357,6 +357,10 @@ class Chip:
         self.pci["driver_override"] = driver
         self.show("driver_override")
 
+    def lose_class_device(self) -> None:
+        """Let the driver, which stays bound, have no device: its probe has failed half-way."""
+        self.node.hide(self)
+
     def bind_to(self, driver: str) -> None:
         """Bind another driver, such as vfio-pci, for which the function is kept."""
         self.unbind()
@@ -415,6 +419,7 @@ class SimulatedNode:
             (root / "sys" / path).mkdir(parents=True)
         (root / "dev").mkdir()
         (root / "proc/driver").mkdir(parents=True)
+        put_control(root / "sys/bus/pci/rescan")
         self._driver = driver
         self._is_linked = nodes == "link" or (nodes == "auto" and not _can_mknod(root / "dev"))
         self._numbers = numbers
@@ -564,6 +569,8 @@ class SimulatedNode:
             (self.root / "proc/driver/tenstorrent").mkdir()
         self._emit("add", "/class/tenstorrent", SUBSYSTEM="class")
         link(driver / "module", module)
+        for name in ("bind", "unbind"):
+            put_control(driver / name)
         link(module / "drivers/pci:tenstorrent", driver)
         for chip in self.chips if probe else ():
             self.bind(chip)
@@ -575,16 +582,17 @@ class SimulatedNode:
         self._finish_loading()
 
     def _finish_loading(self) -> None:
-        if any(self._can_bind(chip) and chip.ordinal is None for chip in self.chips):
+        if any(self.can_bind(chip) for chip in self.chips):
             return
         self._driver_state = "live"
         put(self.root / "sys/module/tenstorrent/initstate", "live")
         self._emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
         self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
 
-    def _can_bind(self, chip: Chip) -> bool:
+    def can_bind(self, chip: Chip) -> bool:
+        """Return whether the driver, if it is loaded, could take the chip now."""
         is_kept = chip.pci["driver_override"] not in ("(null)", "tenstorrent")
-        return chip.present and not is_kept and chip.driver in ("", "tenstorrent")
+        return chip.present and not is_kept and not chip.driver
 
     def unload_driver(self) -> None:
         """Unload the driver: chips are released, the last bound first."""
@@ -725,7 +733,7 @@ class SimulatedNode:
 
         Device file and class directory come first, telemetry next if the firmware is ready.
         """
-        if not self._driver_state or not self._can_bind(chip):
+        if not self._driver_state or not self.can_bind(chip):
             return
         if chip.condition == "resetting":  # a new probe looks at the chip again
             chip.condition = "healthy"
@@ -824,15 +832,19 @@ class SimulatedNode:
         remove(chip.directory / "driver")
         remove(self.root / "sys/bus/pci/drivers" / chip.driver / chip.bdf)
         self._step()
+        self.hide(chip)
+        chip.driver = ""
+        chip.show_uevent()
+        self.emit_pci("unbind", chip, "MODALIAS")
+        self._step()
+
+    def hide(self, chip: Chip) -> None:
+        """Remove the device of a chip, if there is one."""
         if chip.ordinal is not None:
             self._hide_hwmon(chip)
             self._hide_class(chip)
             self._bound.remove(chip)
         chip.ordinal = chip.hwmon = None
-        chip.driver = ""
-        chip.show_uevent()
-        self.emit_pci("unbind", chip, "MODALIAS")
-        self._step()
 
     def _hide_hwmon(self, chip: Chip) -> None:
         if chip.hwmon is not None:

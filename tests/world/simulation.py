@@ -5,6 +5,8 @@ error here. And uevents, which only the kernel can send over netlink, come from 
 socket instead.
 
     python -m tests.world.simulation [--uevents SOCKET] …     # the rest is tt-device-plugin's own
+
+What it writes to sysfs goes to the socket TT_CONTROLS (see tests.world.controls).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import ttdp
+from tests.world.controls import kernel_writes
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets
 from tests.world.tree import errno_of
@@ -165,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
 
         with kernel_errors(), uevents_from(from_unix_socket):
             return ttdp.main(words)
-    with kernel_errors():
+    with kernel_errors(), kernel_writes(os.environ.get("TT_CONTROLS")):
         return ttdp.main(words)
 
 

@@ -84,6 +84,12 @@ def _overwrite(path: Path, data: bytes) -> bool:
     return True
 
 
+def put_control(path: Path) -> None:
+    """Make a file that is only written to; what a write does, tests.world.controls knows."""
+    path.touch(0o200)
+    path.chmod(0o200)
+
+
 def put_errno(path: Path, name: str) -> None:
     replace(path, lambda new: os.symlink(f"errno:{name}", new))
 
