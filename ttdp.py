@@ -2066,15 +2066,15 @@ def _without_effect(
 # in the answer. The kubelet keeps it in its checkpoint, with resource, IDs, pod and container. So
 # holds are read, not remembered:
 #
-#     the hold is in
-#     the checkpoint    it is *current*, so has its chips
-#     --------------    --------------------------------------------------------------------------
-#     yes               while its pod's cgroup exists, or none was seen since the answer (or the
-#                       boot, if that is later)
-#     no                for WRITTEN_WITHIN seconds after the answer, as kubelets write late and
-#                       their writings overtake each other; and while its pod *runs*: it was
-#                       deleted by force, or the kubelet has lost its checkpoint
+#     the hold is                           it is *current*, so has its chips
+#     ----------------------------------    ------------------------------------------------------
+#     in the checkpoint, or an answer of    while its pod's cgroup exists, or none was seen since
+#     the last WRITTEN_WITHIN seconds       the answer (or the boot, if that is later)
+#     neither                               while its pod *runs*: it was deleted by force, or the
+#                                           kubelet has lost its checkpoint
 #
+# An answer need not be in the checkpoint: kubelets write late, and their writings overtake each
+# other.
 # A checkpoint that has disappeared or cannot be parsed is as if it had not changed. What follows
 # from the current holds stands below, in this order:
 #
@@ -2416,6 +2416,10 @@ class HoldState:
         """Return what is equal for holds of one pod; one without a name is a pod of its own."""
         return self.hold.pod or self.hold.key
 
+    def is_recent(self, now: float) -> bool:
+        """Return whether the kubelet may still have to write the answer."""
+        return self.answered_at is not None and now - self.answered_at < WRITTEN_WITHIN
+
     @property
     def has_left(self) -> bool:
         """Return whether a checkpoint has named it, but the present one does not."""
@@ -2572,12 +2576,13 @@ class HoldBook:
             if not state.is_in_checkpoint:
                 self._note_end(state)
 
-        # An entry's state stays while it is not current, or the next refresh would take a pod that
-        # has ended for one whose cgroup does not exist yet.
+        # The state of one that is not current stays while its entry is there, or can be: the next
+        # refresh would take a pod that has ended for one whose cgroup does not exist yet. And a
+        # recent one may have used a directory that another recent answer names: directory_for().
         for key in [*self._states]:
             state = self._states[key]
             was_there = state.is_in_checkpoint or now - state.left_at < MISSING_FOR
-            if not was_there and not self.is_current(state, now):
+            if not (was_there or state.is_recent(now) or self.is_current(state, now)):
                 del self._states[key]
         pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
@@ -2611,11 +2616,8 @@ class HoldBook:
 
     def is_current(self, state: HoldState, now: float) -> bool:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
-        if state.is_in_checkpoint:
+        if state.is_in_checkpoint or state.is_recent(now):
             return self._cgroups.exists(state.hold.pod) or not state.cgroup_seen
-
-        if state.answered_at is not None and now - state.answered_at < WRITTEN_WITHIN:
-            return True
         return self.runs(state)
 
     def current(self, now: float) -> tuple[Hold, ...]:
@@ -2767,9 +2769,8 @@ class HoldBook:
         }
         for state in reversed(self._states.values()):
             is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
-            is_recent = state.answered_at is not None and now - state.answered_at < WRITTEN_WITHIN
             is_unused = used.isdisjoint(state.hold.directories)
-            if is_same and is_recent and is_unused and state.hold.directories:
+            if is_same and state.is_recent(now) and is_unused and state.hold.directories:
                 return basename(state.hold.directories[0])
         return None
 
@@ -2893,19 +2894,21 @@ class Resistance(NamedTuple):
 class Directories:
     """The directories of holds on this host: for hugepages in each hugetlbfs, and for locks."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, began_at: float = -inf) -> None:
+        """began_at: the daemon's start, in seconds of the monotonic clock."""
         self.resisting: dict[str, Resistance] = {}  # by path
         self._settings = settings  # only dev_root counts, which never changes
         self._lock_paths: set[str] = set()  # that can have locks in them
         self._tried_at: dict[str, float] = {}  # by path
-        self._began_at: float | None = None  # the first unnamed(): what was there then …
-        self._inherited: frozenset[str] = frozenset()  # … can be that of a pod not known yet
+        self._began_at = began_at
+        self._made: set[str] = set()  # paths that were not there before
 
     def make_for_hugepages(self, name: str, hugetlbfs: Iterable[Mount]) -> list[Mount]:
         """Make a directory of this name in each of these hugetlbfs; raises OSError."""
         mounts = []
         for mount in hugetlbfs:
             path = f"{mount.host}/{OWN_DIRECTORY}/{name}"
+            self._note_new(path)
             _make_hugepage_directory(path)
             mounts.append(Mount(path, mount.container))
         return mounts
@@ -2913,6 +2916,7 @@ class Directories:
     def make_for_locks(self, path: str) -> None:
         """Make a directory in which containers can remove only their own locks; raises OSError."""
         self._lock_paths.add(path)
+        self._note_new(path)
         parent = dirname(path)
         with _naming(parent):
             _make_directory(parent, 0o755)
@@ -2920,6 +2924,10 @@ class Directories:
         with _naming(path), _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
             _set_mode(path, 0o1777, directory)
+
+    def _note_new(self, path: str) -> None:
+        if not os.path.lexists(path):
+            self._made.add(path)
 
     def note_locks(self, path: str) -> None:
         """Have a directory emptied once no current hold names it, as users of a former daemon's."""
@@ -2944,14 +2952,13 @@ class Directories:
     def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
         """Return the directories that no current hold names; raises OSError.
 
-        In the first seconds none that was there before: the checkpoint can be late.
+        In the daemon's first seconds none that was there before: the checkpoint can be late.
         """
         named = {path for hold in holds for path in (*hold.directories, hold.locks)}
         present = {*self._hugepage_paths(), *self._lock_paths}
-        if self._began_at is None:
-            self._began_at, self._inherited = now, frozenset(present)
         if now - self._began_at < WRITTEN_WITHIN:
-            present -= self._inherited
+            present &= self._made
+        self._made &= present
         return present - named
 
     def clear(
@@ -4882,7 +4889,7 @@ class Host:
 
         self.inventory = Inventory(dict(saved.chips))
         self.holds = HoldBook(settings, saved.holds)
-        self.directories = Directories(settings)
+        self.directories = Directories(settings, monotonic())
         self.readers = TelemetryReaders(wake)
 
         self.refreshed = Broadcast()  # wakes container starts that wait for another pod's end

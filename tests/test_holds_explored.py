@@ -142,7 +142,7 @@ class Node(RuleBasedStateMachine):
         self.runtime, self.kubelet = runtime, kubelet
         self.settings = CONFIGURATIONS[0]
         self.world = World(self.home)
-        self.directories = Directories(self.world.settings)
+        self.directories = Directories(self.world.settings, self.world.now)
         self.pods = []
         self.memory = []
         self.unwritten_since: float | None = None
@@ -242,7 +242,7 @@ class Node(RuleBasedStateMachine):
     def the_daemon_restarts(self) -> None:
         self.drop_calls()
         self.world = self.world.restarted()
-        self.directories = Directories(self.world.settings)
+        self.directories = Directories(self.world.settings, self.world.now)
         self.the_daemon_looks()
 
     # -- the kubelet
@@ -454,7 +454,7 @@ class Node(RuleBasedStateMachine):
             shutil.rmtree(directory)
 
         self.world = World(self.home, now=5.0)
-        self.directories = Directories(self.world.settings)
+        self.directories = Directories(self.world.settings, self.world.now)
         self.the_daemon_looks()
 
     # -- what must hold

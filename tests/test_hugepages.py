@@ -609,11 +609,12 @@ def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Pa
 def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, parent: Path) -> None:
     """What came later is not: it was made for an answer of this daemon."""
     (parent / "before").mkdir()
-    directories = Directories(Settings(dev_root=str(dev)))
-    tidy(directories, now=100.0)
-    (parent / "after").mkdir()
+    directories = Directories(Settings(dev_root=str(dev)), began_at=100.0)
+    directories.make_for_hugepages("after", [ttdp.Mount(str(parent.parent), "/dev/hugepages-1G")])
+
     tidy(directories, now=129.0)
     assert [path.name for path in parent.iterdir()] == ["before"]
+
     tidy(directories, now=130.0)
     assert not any(parent.iterdir())
 

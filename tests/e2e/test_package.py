@@ -715,7 +715,7 @@ def test_a_configuration_that_a_drop_in_names_is_checked(host: Host) -> None:
 @pytest.mark.usefixtures("running")
 @pytest.mark.parametrize("is_link", [False, True], ids=["a directory", "a link"])
 def test_a_kubelet_that_is_installed_later(host: Host, is_link: bool) -> None:
-    """The service is READY without its directory, which MicroK8s makes a link, and never makes it."""
+    """It is READY without that directory, and never makes it. MicroK8s makes it a link."""
     own = str(Path(DIRECTORY).parent)
     elsewhere = "/var/snap/microk8s/common/var/lib/kubelet"
     host.systemctl("stop", "kubelet")
