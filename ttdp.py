@@ -2465,6 +2465,11 @@ class Call(NamedTuple):
     chips: ChipAddresses  # of these IDs
     callers: Sequence[HoldState]  # the holds whose container it may be, when it came
 
+    @property
+    def directories(self) -> frozenset[str]:
+        """Return the hugepage directories of these holds, which are not emptied for it."""
+        return frozenset().union(*(state.hold.directories for state in self.callers))
+
 
 class HoldBook:
     """The holds of this host. Times are seconds of the monotonic clock."""
@@ -2782,9 +2787,7 @@ class HoldBook:
         its cgroup goes. `holds`: the current ones.
         """
         found: set[str] = set()
-        kept: set[str] = set()
-        for state in call.callers:
-            kept.update(state.hold.directories)
+        kept = {*call.directories}
         for hold in holds:
             is_in_use = call.chips.isdisjoint(hold.chips) or self.runs(self._states[hold.key])
             (kept if is_in_use else found).update(hold.directories)
@@ -5157,7 +5160,7 @@ class Allocator:
         while True:
             now = monotonic()
             try:
-                unnamed = host.unnamed_directories(decision, now)
+                unnamed = host.unnamed_directories(decision, now) - call.directories
                 left_behind = host.holds.left_behind(call, decision.holds)
                 host.directories.clear(unnamed, left_behind, now, Steps())
                 return

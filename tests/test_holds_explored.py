@@ -15,10 +15,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from random import Random
 
+import pytest
+from hypothesis import note
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -27,22 +28,24 @@ import ttdp
 from tests.chips import bdf, chip, decide
 from tests.test_holds import World
 from tests.world.checkpoint import Entry, Held
-from ttdp import Call, Directories, Settings, SharedResource, Sharing, Steps
+from ttdp import Call, Chip, Directories, Settings, SharedResource, Sharing, Steps
 
 SERIAL = "0000046131842007"
-CHIPS = [chip(bus, "p300c", ordinal=bus, serial=SERIAL) for bus in (1, 2)]
+PAIR = [chip(bus, "p300c", ordinal=bus, serial=SERIAL) for bus in (2, 3)]
+ONE = [chip(1, "p150a", ordinal=1)]
+TWICE = tuple(SharedResource(name, 2) for name in ("p150", "p300"))
+HALF = tuple(SharedResource(name, 2, f"{name}.half", 1) for name in ("p150", "p300"))
 CONFIGURATIONS = [  # what a reload can change
     Settings(),
     Settings(resource_naming="card"),
-    Settings(unit="board"),
-    Settings(sharing=Sharing(resources=(SharedResource("p300", 2),))),
-    Settings(sharing=Sharing(resources=(SharedResource("p300", 2, "half", 1),))),
-    Settings(exclude=(bdf(1),)),
+    Settings(unit="board", resource_naming="arch"),
+    Settings(sharing=Sharing(resources=TWICE)),
+    Settings(sharing=Sharing(resources=HALF)),
+    Settings(exclude=(bdf(1), bdf(2))),
 ]
 CALL_LASTS = 25.0  # seconds
 MOST_PODS = 3
 STATIC = "static"  # the UID of a pod that can come back
-MONITOR = f"{ttdp.CONMON}0"
 DOMAIN = CONFIGURATIONS[0].resource_domain
 
 
@@ -85,6 +88,7 @@ class Pod:
     call: Call | None = None
     called_at: float = 0.0
     twin: Pod | None = None  # the kubelet has given both one ID
+    files: set[Path] = field(default_factory=set)  # that it has left in its directories
 
     def __repr__(self) -> str:
         return f"pod {self.number} ({self.uid})"
@@ -92,6 +96,12 @@ class Pod:
     @property
     def lives(self) -> bool:
         return self.life == "lives"
+
+    def end(self, life: str) -> None:
+        self.life = life
+
+    def end_call(self) -> None:
+        self.call = None
 
     @property
     def waiting(self) -> Container | None:
@@ -105,24 +115,7 @@ class Pod:
         return next((each for each in self.containers if each.is_busy), None)
 
 
-class Wish(NamedTuple):
-    """A pod that is to be admitted."""
-
-    choice: int  # of a resource
-    number: int  # of devices
-    has_init: bool
-    is_static: bool
-    is_twin: bool
-
-
-wishes = st.builds(
-    Wish,
-    choice=st.integers(0, 9),
-    number=st.sampled_from([1, 1, 2]),
-    has_init=st.booleans(),
-    is_static=st.booleans(),
-    is_twin=st.sampled_from([False] * 7 + [True]),
-)
+Move = tuple[float, str, Callable[[Random], object]]  # with its weight
 
 
 class Node(RuleBasedStateMachine):
@@ -132,69 +125,70 @@ class Node(RuleBasedStateMachine):
     memory: list[Pod]  # to which the kubelet has given devices
 
     @initialize(
-        runtime=st.sampled_from(["pause", "bare", "monitored"]),
+        chips=st.sampled_from([ONE, ONE, [*ONE, *PAIR]]),
+        has_pause=st.booleans(),
         kubelet=st.sampled_from(["prompt", "late", "lossy"]),
     )
-    def boot(self, runtime: str, kubelet: str) -> None:
+    def boot(self, chips: list[Chip], has_pause: bool, kubelet: str) -> None:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.home = Path(tempfile.mkdtemp(dir=memory))
         (self.home / "dev/hugepages-1G").mkdir(parents=True)
-        self.runtime, self.kubelet = runtime, kubelet
+        self.has_pause, self.kubelet = has_pause, kubelet
+        self.decision = decide(chips)
         self.settings = CONFIGURATIONS[0]
         self.world = World(self.home)
         self.directories = Directories(self.world.settings, self.world.now)
         self.pods = []
         self.memory = []
         self.unwritten_since: float | None = None
+        self.older: bytes | None = None  # that lacks the pod which was admitted last
         self.numbers = itertools.count()
         self.write()
 
-    @rule(data=st.data())
-    def something_happens(self, data: st.DataObject) -> None:
-        """One of all that can happen now: each draw is a move."""
-        moves = {name: (weight, happen) for weight, name, happen in self.moves()}
-        names = [name for name, (weight, _) in moves.items() for _ in range(weight)]
-        name = data.draw(st.sampled_from(names))
-        if name == "a pod is admitted":
-            self.a_pod_is_admitted(data.draw(wishes))
-        elif name == "the configuration changes":
-            self.settings = data.draw(st.sampled_from(CONFIGURATIONS))
-        else:
-            moves[name][1]()
+    @rule(seed=st.integers(0, 2**16 - 1))
+    def something_happens(self, seed: int) -> None:
+        """One of all that can happen now."""
+        draw = Random(seed)
+        weights, names, happenings = zip(*self.moves(), strict=True)
+        (number,) = draw.choices(range(len(names)), weights)
+        note(f"{self.world.now:g} s: {names[number]}")
+        happenings[number](draw)
 
-    def moves(self) -> Iterator[tuple[int, str, Callable[[], object]]]:
-        """Yield what can happen, with its weight."""
+    def moves(self) -> Iterator[Move]:
+        """Yield what can happen."""
         if len(self.pods) < MOST_PODS:
-            yield 8, "a pod is admitted", lambda: None
+            yield 8, "a pod is admitted", self.a_pod_is_admitted
         for pod in self.pods:
             yield from self.moves_of_pod(pod)
 
-        yield 2, "the kubelet forgets and writes", self.the_kubelet_forgets_and_writes
-        for seconds in (0.2, 5.0, 20.0):
-            yield 1, f"{seconds:g} s pass", partial(self.time_passes, seconds)
-        yield 2, "the configuration changes", lambda: None
-        yield 1, "the daemon restarts", self.the_daemon_restarts
-        yield 1, "the checkpoint is damaged", self.the_checkpoint_is_damaged
+        yield 1, "the kubelet forgets and writes", lambda _: self.the_kubelet_forgets_and_writes()
+        yield 2, "time passes", lambda draw: self.time_passes(draw.choice([0.2, 5.0, 20.0]))
+        yield 0.7, "the configuration changes", self.the_configuration_changes
+        yield 0.4, "the daemon restarts", lambda _: self.the_daemon_restarts()
+        if self.older is not None:
+            yield 2, "an older writing lands", lambda _: self.an_older_writing_lands()
+        yield 0.4, "the checkpoint is damaged", lambda _: self.the_checkpoint_is_damaged()
         if self.kubelet == "lossy":
-            restart = self.the_kubelet_restarts_without_its_checkpoint
-            yield 1, "the kubelet restarts without its checkpoint", restart
+            yield 0.4, "the kubelet restarts without its checkpoint", lambda _: self.forget_all()
         if self.unwritten_since is None:
-            yield 1, "the node reboots", self.the_node_reboots
+            yield 0.3, "the node reboots", lambda _: self.the_node_reboots()
+            busy = [pod for pod in self.pods if pod.busy]
+            if all(pod in self.memory and pod.busy.state == "runs" for pod in busy if pod.busy):
+                anew = "the daemon is installed anew"
+                yield 0.3, anew, lambda _: self.the_daemon_is_installed_anew()
 
-    def moves_of_pod(self, pod: Pod) -> Iterator[tuple[int, str, Callable[[], object]]]:
+    def moves_of_pod(self, pod: Pod) -> Iterator[Move]:
         if step := self.next_step(pod):
-            yield 9, f"{pod} goes on", partial(step, pod)
+            yield 9, f"{pod} goes on: {step.__name__}", lambda _: step(pod)
         if pod.call:
-            yield 1, f"{pod}: its call ends with an error", partial(setattr, pod, "call", None)
+            yield 0.5, f"{pod}: its call ends with an error", lambda _: pod.end_call()
         if pod.busy:
-            yield 1, f"{pod}: its container fails", partial(self.a_container_fails, pod)
+            yield 1, f"{pod}: its container fails", lambda _: self.a_container_fails(pod)
         if pod.lives and pod.is_written:
-            yield 1, f"{pod} is deleted", partial(setattr, pod, "life", "is deleted")
-            by_force = partial(setattr, pod, "life", "was deleted by force")
-            yield 2, f"{pod} is deleted by force", by_force
+            yield 1, f"{pod} is deleted", lambda _: pod.end("is deleted")
+            yield 3, f"{pod} is deleted by force", lambda _: pod.end("was deleted by force")
         if self.can_call(pod):
-            alone = partial(self.whoever_waits_while_all_others_are_over_may_start, pod)
-            yield 1, f"{pod} is left alone", alone
+            yield 0.5, f"{pod} is left alone", lambda _: self.whoever_is_left_alone_may_start(pod)
 
     def teardown(self) -> None:
         if hasattr(self, "home"):
@@ -203,19 +197,25 @@ class Node(RuleBasedStateMachine):
     # -- the daemon
 
     def decide(self) -> ttdp.Decision:
-        return decide(CHIPS, self.settings, self.world.current())
+        seen = self.decision.observation._replace(
+            settings=self.settings, holds=self.world.current()
+        )
+        self.decision = ttdp.decide(seen, self.decision)
+        return self.decision
 
     def the_daemon_looks(self) -> None:
         """As at each turn of its loop."""
         self.world.look()
         for hold in self.world.current():
             self.directories.put_right(hold)
-        self.clear(set())
+        self.clear()
 
-    def clear(self, left_behind: set[str]) -> None:
-        book, now = self.world.book, self.world.now
-        unnamed = set() if book.problem else self.directories.unnamed(self.world.current(), now)
-        self.directories.clear(unnamed, left_behind, now, Steps())
+    def clear(self, call: Call | None = None) -> None:
+        book, now, holds = self.world.book, self.world.now, self.world.current()
+        unnamed = set() if book.problem else self.directories.unnamed(holds, now)
+        left_behind = book.left_behind(call, holds) if call else ()
+        kept = call.directories if call else frozenset()
+        self.directories.clear(unnamed - kept, left_behind, now, Steps())
 
     def answer(self, pod: Pod) -> bool:
         """Answer a PreStartContainer call, unless it must wait."""
@@ -230,7 +230,7 @@ class Node(RuleBasedStateMachine):
 
         for state in call.callers:
             self.directories.put_right(state.hold)
-        self.clear(book.left_behind(call, self.world.current()))
+        self.clear(call)
         book.allow(call, self.world.now)
         pod.call = None
         container.allowed_at = self.world.now
@@ -245,6 +245,20 @@ class Node(RuleBasedStateMachine):
         self.directories = Directories(self.world.settings, self.world.now)
         self.the_daemon_looks()
 
+    def the_daemon_is_installed_anew(self) -> None:
+        """Without a state file it takes every pod that has a cgroup for one that runs.
+
+        What it cannot know is which containers are created, and which pods were forgotten.
+        """
+        self.drop_calls()
+        self.older = None
+        self.world = World(self.home, now=self.world.now)
+        self.directories = Directories(self.world.settings)
+        self.the_daemon_looks()
+
+    def the_configuration_changes(self, draw: Random) -> None:
+        self.settings = draw.choice(CONFIGURATIONS)
+
     # -- the kubelet
 
     def read(self) -> None:
@@ -254,7 +268,7 @@ class Node(RuleBasedStateMachine):
     def write(self) -> None:
         for pod in self.memory:
             pod.is_written = True
-        self.unwritten_since = None
+        self.unwritten_since = self.older = None
         self.world.write(*(each.entry for pod in self.memory for each in pod.containers))
         self.read()
 
@@ -266,11 +280,14 @@ class Node(RuleBasedStateMachine):
         self.forget()
         self.write()
 
-    def a_pod_is_admitted(self, wish: Wish) -> None:
+    def a_pod_is_admitted(self, draw: Random) -> None:
         """It gets devices of some resource that are healthy and nobody's, by this kubelet."""
         self.forget()
         resources = list(self.decide().resources.values())
-        resource = resources[wish.choice % len(resources)]
+        if not resources:
+            return
+        resource = draw.choice(resources)
+        is_twin = draw.random() < 0.1  # kubernetes #137534: it gives an ID to two pods
         taken = {
             ident
             for pod in self.memory
@@ -279,27 +296,28 @@ class Node(RuleBasedStateMachine):
             for ident in each.entry.held.ids
         }
         healthy = [ident for ident, device in resource.devices.items() if not device.reason]
-        # kubernetes #137534: it gives an ID to two pods.
-        free = [ident for ident in healthy if (ident in taken) is wish.is_twin]
-        ids = free[: 1 if resource.replicas or wish.is_twin else wish.number]
+        free = [ident for ident in healthy if (ident in taken) is is_twin]
+        ids = free[: 1 if resource.replicas or is_twin else draw.choice([1, 1, 2])]
         if not ids:
             return
 
         number = next(self.numbers)
-        is_static = wish.is_static and all(pod.uid != STATIC for pod in self.pods)
+        is_static = draw.random() < 0.5 and all(pod.uid != STATIC for pod in self.pods)
         pod = Pod(STATIC if is_static else f"uid-{number}", number)
         try:
-            for name in ["prepare", "main"] if wish.has_init else ["main"]:
+            for name in draw.choice([["main"], ["prepare", "main"]]):
                 pod.containers.append(self.allocate(pod, name, resource.name, ids))
         except ttdp.RequestError:
             return
-        for other in self.memory if wish.is_twin else ():
+        for other in self.memory if is_twin else ():
             if any(each.entry.held.ids & {*ids} for each in other.containers):
                 pod.twin, other.twin = other, pod
         self.pods.append(pod)
         self.memory.append(pod)
         if self.kubelet != "late":
+            older = self.world.path.read_bytes()
             self.write()
+            self.older = None if is_twin else older
         elif self.unwritten_since is None:
             self.unwritten_since = self.world.now
 
@@ -320,7 +338,7 @@ class Node(RuleBasedStateMachine):
 
     def the_sandbox_starts(self, pod: Pod) -> None:
         pod.has_cgroup = True
-        pod.has_pause = self.runtime == "pause"
+        pod.has_pause = self.has_pause
         self.show(pod)
 
     def the_kubelet_calls(self, pod: Pod) -> None:
@@ -341,6 +359,13 @@ class Node(RuleBasedStateMachine):
     def a_pod_is_deleted_by_force(self, pod: Pod) -> None:
         pod.life = "was deleted by force"
 
+    def an_older_writing_lands(self) -> None:
+        """It overtook the one with the pod's entry; a moment later that lands again."""
+        if self.older is not None:
+            self.world.put(self.older)
+        self.unwritten_since, self.older = self.world.now, None
+        self.read()
+
     def the_checkpoint_is_damaged(self) -> None:
         """Until the kubelet writes again."""
         self.world.put(b"{}")
@@ -348,8 +373,8 @@ class Node(RuleBasedStateMachine):
             self.unwritten_since = self.world.now
         self.read()
 
-    def the_kubelet_restarts_without_its_checkpoint(self) -> None:
-        """It knows no pod then, while they run on."""
+    def forget_all(self) -> None:
+        """A kubelet that restarts without its checkpoint knows no pod, while they run on."""
         self.drop_calls()
         self.memory = []
         self.write()
@@ -379,8 +404,6 @@ class Node(RuleBasedStateMachine):
         names = [each.cgroup for each in pod.containers if each.state == "runs"]
         if pod.has_pause:
             names.append("pause")
-        if self.runtime == "monitored" and pod.busy:
-            names.append(MONITOR)
         self.world.make_cgroup(pod.uid, *names)
 
     def a_container_runs(self, pod: Pod) -> None:
@@ -392,11 +415,12 @@ class Node(RuleBasedStateMachine):
 
         directory = container.directory
         assert directory.is_dir() and directory.stat().st_mode & 0o7777 == 0o777
-        others = {path.name for path in directory.iterdir()} - {str(pod.number)}
-        if pod.twin:
-            others.discard(str(pod.twin.number))
-        assert not others or any("::" in ident for ident in container.entry.held.ids)
-        (directory / str(pod.number)).touch()
+        found = {*directory.iterdir()}
+        if not pod.twin and not any("::" in ident for ident in container.entry.held.ids):
+            assert found == {path for path in pod.files if path.parent == directory}
+        file = directory / str(pod.number)
+        file.touch()
+        pod.files.add(file)
 
     def a_container_fails(self, pod: Pod) -> None:
         """It is tried again."""
@@ -425,6 +449,8 @@ class Node(RuleBasedStateMachine):
         while any(self.answer(pod) for pod in self.pods if pod.call):
             pass
 
+        if self.kubelet != "late":
+            self.write()
         then = self.world.now + seconds
         if self.unwritten_since is not None and then - self.unwritten_since >= ttdp.WRITTEN_WITHIN:
             self.write()
@@ -444,9 +470,11 @@ class Node(RuleBasedStateMachine):
     def the_node_reboots(self) -> None:
         """hugetlbfs is empty, and the kubelet knows what stands in its checkpoint."""
         self.drop_calls()
+        self.older = None
         self.pods = [pod for pod in self.pods if pod.lives]
         for pod in self.pods:
             pod.has_cgroup = pod.has_pause = False
+            pod.files.clear()
             for each in pod.containers:
                 each.state = "waits"
         shutil.rmtree(self.world.cgroups)
@@ -459,7 +487,7 @@ class Node(RuleBasedStateMachine):
 
     # -- what must hold
 
-    def whoever_waits_while_all_others_are_over_may_start(self, mine: Pod) -> None:
+    def whoever_is_left_alone_may_start(self, mine: Pod) -> None:
         """At the latest when neither a checkpoint nor a container can be late any more."""
         self.drop_calls()
         for pod in self.pods:
@@ -511,5 +539,11 @@ class Node(RuleBasedStateMachine):
                         assert each.shares(name, {ident})
 
 
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """The story of a failure is what Hypothesis prints."""
+    caplog.set_level("CRITICAL", ttdp.log.name)
+
+
 TestNode = Node.TestCase
-TestNode.settings = hypothesis_settings(deadline=None, max_examples=60, stateful_step_count=60)
+TestNode.settings = hypothesis_settings(deadline=None, max_examples=100, stateful_step_count=80)

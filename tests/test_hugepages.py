@@ -21,6 +21,7 @@ import pytest
 import ttdp
 from tests.chips import bdf, hold
 from tests.conftest import StartDaemon
+from tests.test_holds import World, entry
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.pods import Container
@@ -692,6 +693,32 @@ def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
             directories.clear([f"{parent}/large"], [f"{parent}/left"], now, Steps(10))
 
     assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
+
+
+async def test_a_start_removes_no_directory_of_a_possible_caller(
+    dev: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry is missing for a moment, and no process shows that its hold is current."""
+    monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
+    (dev / "dev/hugepages-1G").mkdir(parents=True)
+    world = World(dev, now=time.monotonic() - 100)
+    host = ttdp.Host(world.settings, lambda: None)
+    world.book = host.holds
+    host.directories.unnamed((), world.now)
+    own = dev / "dev/hugepages-1G" / ttdp.OWN_DIRECTORY / "x"
+    train = entry(directory=own)
+    world.answer(train)
+    world.write(train)
+    world.make_cgroup()
+    world.look()
+    host.directories.put_right(world.current()[0])
+    leave_pages(own)
+    world.now = time.monotonic()
+    world.write()
+    assert not world.look()
+
+    await ttdp.Allocator(host).wait_until_free(N150, train.held.ids)
+    assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
 def test_no_link_leads_out_of_a_directory(
