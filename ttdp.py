@@ -6121,7 +6121,7 @@ class Daemon:
                 return
             is_disturbed = self._directory.take_changes()
             if self._is_failing:
-                log.info("reading the node's state again")
+                log.info("the node's state can be read again")
             self._is_failing = False
             if self._stage is not Stage.SCANNING:
                 self._apply(now, is_round=is_round, is_disturbed=is_disturbed)

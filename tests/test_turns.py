@@ -276,7 +276,7 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     await kubelet.wait_for(lambda: kubelet.find("list", NAME))
     found = kubelet.find("list", NAME)[0].fields
     assert found["healthy_ids"] == sorted([first.bdf, second.bdf])
-    assert "reading the node's state again" in caplog.messages
+    await until(lambda: "the node's state can be read again" in caplog.messages)
 
 
 async def test_the_cdi_file_is_current_when_chips_are_advertised(
