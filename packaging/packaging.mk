@@ -91,7 +91,7 @@ reproducible: $(VENV)/pyvenv.cfg  ## build the packages twice and compare the by
 e2e-systemd e2e-kubelet e2e-slow e2e-pythons e2e-cgroup2 e2e-arm64: $(VENV)/ready
 
 # The tests that boot systems, but need neither kubelets nor containerd.
-SYSTEMD_TESTS := make.py package.py udev.py logind.py repository.py rollout.py node_problems.py
+SYSTEMD_TESTS := make.py package.py udev.py fix.py logind.py repository.py rollout.py node_problems.py
 
 e2e-systemd: $(DEB)$(MACHINE).deb  ## as root: the package in booted Debian systems
 	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)

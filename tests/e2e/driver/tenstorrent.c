@@ -2,7 +2,7 @@
 // Stands in for tt-kmd where only its device nodes matter: binds to QEMU's "edu" PCI device and makes, as tt-kmd does,
 // the class device tenstorrent!N with the lowest free number N below the PCI function, and so the node tenstorrent/N,
 // and /proc/driver/tenstorrent/N/pids, a line for each open descriptor of the node.
-// While it is bound, sysfs shows the function as an n150, of which the firmware says nothing.
+// From its first probe on, sysfs shows the function as an n150, of which the firmware says nothing.
 // It has no MODULE_DEVICE_TABLE, so that udev does not load it when it sees the device: somebody has to ask for it.
 
 #include <linux/cdev.h>
@@ -18,10 +18,6 @@
 
 #define NODES 32
 
-struct ids {
-	unsigned short vendor, device, subsystem_vendor, subsystem_device;
-};
-
 struct opening {
 	struct list_head others;
 	struct pid *opener;
@@ -30,10 +26,7 @@ struct opening {
 struct node {
 	struct device *device;
 	struct proc_dir_entry *directory;
-	struct ids own;
 };
-
-static const struct ids n150 = { 0x1e52, 0x401e, 0x1e52, 0x18 };
 
 static struct class *class;
 static struct proc_dir_entry *directories;
@@ -83,17 +76,6 @@ static int show_pids(struct seq_file *file, void *unused)
 	return 0;
 }
 
-static struct ids exchange(struct pci_dev *function, struct ids shown)
-{
-	struct ids before = { function->vendor, function->device, function->subsystem_vendor, function->subsystem_device };
-
-	function->vendor = shown.vendor;
-	function->device = shown.device;
-	function->subsystem_vendor = shown.subsystem_vendor;
-	function->subsystem_device = shown.subsystem_device;
-	return before;
-}
-
 static int probe(struct pci_dev *function, const struct pci_device_id *id)
 {
 	struct node *node = kzalloc(sizeof(*node), GFP_KERNEL);
@@ -107,7 +89,9 @@ static int probe(struct pci_dev *function, const struct pci_device_id *id)
 		kfree(node);
 		return number;
 	}
-	node->own = exchange(function, n150);
+	function->vendor = function->subsystem_vendor = 0x1e52;
+	function->device = 0x401e;
+	function->subsystem_device = 0x18;
 	snprintf(name, sizeof(name), "%d", number);
 	node->directory = proc_mkdir(name, directories);
 	if (!node->directory || !proc_create_single_data("pids", 0444, node->directory, show_pids, &openings[number]))
@@ -120,7 +104,6 @@ static int probe(struct pci_dev *function, const struct pci_device_id *id)
 	return 0;
 undo:
 	proc_remove(node->directory);
-	exchange(function, node->own);
 	ida_free(&numbers, number);
 	kfree(node);
 	return error;
@@ -133,12 +116,11 @@ static void remove(struct pci_dev *function)
 
 	device_unregister(node->device);
 	proc_remove(node->directory);
-	exchange(function, node->own);
 	ida_free(&numbers, number);
 	kfree(node);
 }
 
-static const struct pci_device_id functions[] = { { PCI_DEVICE(0x1234, 0x11e8) }, {} };
+static const struct pci_device_id functions[] = { { PCI_DEVICE(0x1234, 0x11e8) }, { PCI_DEVICE(0x1e52, 0x401e) }, {} };
 
 static struct pci_driver driver = { .name = "tenstorrent", .id_table = functions, .probe = probe, .remove = remove };
 
