@@ -115,6 +115,56 @@ def test_a_trip_ends_at_a_time_of_day() -> None:
     assert isinstance(end, End) and f"the fault ends at {moment} if" in end.text
 
 
+DRIVERS = "/sys/bus/pci/drivers/tenstorrent"
+COMMANDS = {
+    Step.RESCAN: "echo 1 > /sys/bus/pci/rescan",
+    Step.LOAD: "/usr/sbin/modprobe tenstorrent",
+    Step.BIND: f"echo 0000:01:00.0 > {DRIVERS}/bind",
+    Step.REBIND: f"echo 0000:01:00.0 > {DRIVERS}/unbind; echo 0000:01:00.0 > {DRIVERS}/bind",
+    Step.WAIT: "",
+    Step.RESET: "/usr/bin/tt-smi -r /dev/tenstorrent/0 --no_reinit",
+}
+
+
+@pytest.mark.parametrize("step", COMMANDS)
+def test_the_command_that_is_shown(step: Step) -> None:
+    """It does what the step does; a program is shown with its path."""
+    program = {Step.LOAD: "/usr/sbin/modprobe", Step.RESET: "/usr/bin/tt-smi"}.get(step, "")
+    assert ttdp.shown_command(step, seen(), ttdp.Settings(), program) == COMMANDS[step]
+
+
+def test_the_command_that_clears_driver_override() -> None:
+    """Only if it keeps the card for another driver."""
+    kept = seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci")
+    bind = COMMANDS[Step.BIND]
+    clear = f"echo > {HERE.directory}/driver_override"
+    assert ttdp.shown_command(Step.BIND, kept, ttdp.Settings(), "") == f"{clear} && {bind}"
+    ours = kept._replace(override="tenstorrent")
+    assert ttdp.shown_command(Step.BIND, ours, ttdp.Settings(), "") == bind
+
+
+@pytest.mark.parametrize(
+    ("what", "remove"), [("missing", "rm -f"), ("a file", "rm -f"), ("a directory", "rmdir")]
+)
+def test_the_command_that_makes_a_device_file(node: SimulatedNode, what: str, remove: str) -> None:
+    """What is there is removed first, and its directory can be missing."""
+    (card,) = node.add("n150")
+    path = card.device_node
+    path.unlink()
+    if what == "a file":
+        path.touch()
+    if what == "a directory":
+        path.mkdir()
+
+    settings = ttdp.Settings(sysfs_root=f"{node.root}/sys", dev_root=f"{node.root}/dev")
+    function = ttdp.scan(settings, {}, driver_is_loaded=True)[card.bdf]
+    assert function
+    number = card.attribute("dev").read_text().strip().replace(":", " ")
+    make = f"mknod -m 666 {path} c {number}"
+    command = ttdp.shown_command(Step.MAKE_FILE, seen(function=function), settings, "")
+    assert command == f"mkdir -p {path.parent}; {remove} {path}; {make}"
+
+
 # -- on a node -------------------------------------------------------------------------------------
 
 
@@ -399,6 +449,35 @@ async def test_a_reset_that_ends_by_itself_is_waited_for(
         ill.post_reset()
         assert await terminal.ended() == 0
     assert controls.calls == [] and "healthy" in terminal.text
+
+
+async def test_an_effect_has_four_health_intervals(
+    host: Served, controls: Controls, serve: Serve
+) -> None:
+    """If that is longer than the usual time, as the daemon sees it only at its polls."""
+    (ill,) = host.node.add("n150")
+    daemon = await serve(interval=0.7)
+    ill.freeze()
+    await has_fault(daemon, ill, Kind.STALLED)
+    loop = asyncio.get_running_loop()
+    controls.reset = lambda chip: loop.call_later(0.5, heal, chip)
+    host.constants["FOLLOWS_WITHIN"] = 0.1
+    answer = await host.ask("fix", ill.bdf, "--yes")
+    assert answer.status == 0, answer.out
+
+
+async def test_to_wait_is_a_step_that_is_described(
+    host: Served, controls: Controls, serve: Serve
+) -> None:
+    """Without a terminal it only says so, and ends at once."""
+    (ill,) = host.node.add("p150a")
+    daemon = await serve()
+    ill.reset()
+    await has_fault(daemon, ill, Kind.RESETTING)
+    host.constants["RESET_TAKES"] = 3600.0
+    answer = await host.ask("fix", ill.bdf)
+    assert "next step: wait, because a reset" in answer.out
+    assert (answer.status, controls.calls) == (1, [])
 
 
 # -- nothing is done -------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Controls:
         self.finds: set[str] = set()  # addresses of the cards that a rescan finds
         self.refused: dict[str, str] = {}  # names of errno by name of the attribute
         self.version = "6.8.0"  # of tt-smi
-        self.reset: Callable[[Chip], None] = mend
+        self.reset: Callable[[Chip], object] = mend
         self.status = 0  # of tt-smi -r
         self.hangs = False  # tt-smi -r, until it is ended
         self.waiting = 0  # programs that hang at the moment
