@@ -240,7 +240,10 @@ class Node(RuleBasedStateMachine):
         return True
 
     def the_daemon_restarts(self) -> None:
+        """This takes longer than the moment in which an older writing is there."""
         self.drop_calls()
+        if self.kubelet != "late":
+            self.write()
         self.world = self.world.restarted()
         self.directories = Directories(self.world.settings, self.world.now)
         self.the_daemon_looks()
