@@ -3282,7 +3282,7 @@ def preferred_allocation(
 ) -> list[str]:
     """Return the best `size` of the available IDs; raises RequestError.
 
-    `occupied`: IDs on which a pod still runs though it was deleted by force: see ALLOCATIONS.
+    `occupied`: IDs on which a pod still runs though it was deleted by force: see HOLDS.
     """
     check_replicas(resource, size)
     free = frozenset(available)
@@ -3305,7 +3305,7 @@ def preferred_allocation(
 
         chosen.update(ids[number] for number in devices)
         chosen_devices.update(devices)
-    return [identifier for identifier in resource.devices if identifier in chosen]
+    return [device_id for device_id in resource.devices if device_id in chosen]
 
 
 def check_replicas(resource: Resource, number: int) -> None:
@@ -3351,14 +3351,14 @@ def _ids_by_rank(
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
     for number, ids in enumerate(resource.ids_by_device):
-        left = [identifier for identifier in ids if identifier in free]
+        left = [device_id for device_id in ids if device_id in free]
         users = len(ids) - len(left)
         left.sort(key=lambda each: (each not in required, each in last_choices))
 
-        for repeats, identifier in enumerate(left[:size]):
-            is_optional = identifier not in required
-            rank = Rank(is_optional, identifier in last_choices, repeats, users)
-            found[rank][number] = identifier
+        for repeats, device_id in enumerate(left[:size]):
+            is_optional = device_id not in required
+            rank = Rank(is_optional, device_id in last_choices, repeats, users)
+            found[rank][number] = device_id
     return found
 
 
@@ -3489,17 +3489,17 @@ def check_request(resource: Resource, containers: Containers) -> None:
             raise RequestError(invalid, "a container requests no devices")
         check_replicas(resource, len(ids))
 
-    for identifier, times in Counter(chain(*containers)).items():
-        device = resource.devices.get(identifier)
+    for device_id, times in Counter(chain(*containers)).items():
+        device = resource.devices.get(device_id)
         if device is None:
-            reason = f"{resource.name} has no device {identifier[:63]!r}"
+            reason = f"{resource.name} has no device {device_id[:63]!r}"
             raise RequestError(Status.NOT_FOUND, reason)
         if times > 1:
-            raise RequestError(invalid, f"duplicate device {identifier!r}")
+            raise RequestError(invalid, f"duplicate device {device_id!r}")
         if device.reason:
-            raise RequestError(Status.FAILED_PRECONDITION, f"device {identifier}: {device.reason}")
+            raise RequestError(Status.FAILED_PRECONDITION, f"device {device_id}: {device.reason}")
         if device.is_reserved:
-            reason = f"device {identifier} is reserved for the pod that holds it"
+            reason = f"device {device_id} is reserved for the pod that holds it"
             raise RequestError(Status.FAILED_PRECONDITION, reason)
 
 
@@ -5714,8 +5714,8 @@ async def list_pods(path: str) -> PodNames:
     for pod in podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources:
         for container in pod.containers:
             for devices in container.devices:
-                for identifier in devices.device_ids:
-                    key = (devices.resource_name, identifier, container.name)
+                for device_id in devices.device_ids:
+                    key = (devices.resource_name, device_id, container.name)
                     names[key] = printable(f"{pod.namespace}/{pod.name}")
     return names
 
