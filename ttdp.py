@@ -7756,9 +7756,12 @@ class Checks:
             text = f"{directory} is not writable; run this as root, or check its mount"
             yield Finding("FAIL", "kubelet", text)
         if mode & 0o004:
-            text = f"every user can read {directory}, and so lock it, which would keep the daemon "
+            text = (
+                f"every user can read {directory}, and so lock it, which would keep the daemon "
+                "from starting"
+            )
             command = f"chmod 0750 {shlex.quote(directory)}"
-            yield Finding("warn", "kubelet", f"{text}from starting", command)
+            yield Finding("warn", "kubelet", text, command)
 
         path = f"{directory}/{KUBELET_SOCKET}"
         number = connection_error(path)
@@ -7811,8 +7814,8 @@ class Checks:
             more = f" and {len(found) - 1} more" if found[1:] else ""
             text = (
                 f"Tenstorrent's DRA driver is on this node, too ({found[0]}{more}), and can give "
+                "chips of this plugin to other pods; remove one of them"
             )
-            text += "chips of this plugin to other pods; remove one of them"
             yield Finding("warn", "allocators", text)
 
 
