@@ -74,7 +74,7 @@ $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo 'Python 3.10 or later is required: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-		|| { echo 'apt install python3-venv: the module venv is missing'; exit 1; }
+		|| { echo 'the module venv is missing: apt install python3-venv'; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 	@$(call pip,tomli,--quiet "tomli==2.5.0; python_version<'3.11'")
 

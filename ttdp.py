@@ -389,7 +389,7 @@ KEYS = {
     "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
     "hugepages": _one_of(
         ("private", "host", "none"),
-        "hugepage directories of containers: private (one for each device), host (the host's own) "
+        "hugepage directories of containers: private (each has its own), host (the host's own) "
         "or none",
     ),
     "exclude": Key(
@@ -1224,7 +1224,7 @@ _SPEED_HELP = "PCIe link speed in transfers per second."
 _ERRORS = "pcie_errors_total"
 _ERRORS_HELP = "PCIe errors reported by AER, by severity."
 SENSORS = (
-    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the card in watts.", _micro),
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the chip in watts.", _micro),
     Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", _micro),
     Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", _milli),
     Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", _milli),
@@ -6347,7 +6347,8 @@ SWITCHES = {  # options of commands that have no value
 }
 COMMANDS = {
     "run": Command(
-        "the daemon: serves the kubelet's device plugin API; SIGHUP reloads the configuration",
+        "the daemon: serves the kubelet's device plugin API; systemctl reload reads its "
+        "configuration again",
         ("config_file", *OPTIONS),
         "tt-device-plugin run --unit=board",
     ),
@@ -6360,16 +6361,17 @@ COMMANDS = {
         "tt-device-plugin list --json",
     ),
     "check": Command(
-        "preflight for this node: configuration, service, driver, devices, hugepages, kubelet",
+        "preflight for this node: configuration, service, driver, chips, hugepages, kubelet",
         ("quiet", "config_only", "config_file", *OPTIONS),
         "tt-device-plugin check --quiet",
     ),
     "fix": Command(
-        "mends a chip: looks at it, says what helps and whom that hits, asks, does it, looks again",
+        "fixes a chip: looks at it, shows the remedy and whom it affects, asks, applies it, looks "
+        "again",
         ("yes", "config_file"),
         "tt-device-plugin fix 0000:01:00.0",
         "ADDRESS",
-        "PCI address of the chip, as `list` shows it",
+        "PCI address of the chip, as list shows it",
     ),
 }
 ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."

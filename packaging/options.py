@@ -40,9 +40,9 @@ EXAMPLES: dict[str, Any] = {
 # What the values of each key mean, for the manual: when to choose which, and what depends on it.
 EXPLANATIONS = {
     "device_plugin_dir": (
-        "The daemon creates its sockets here, and the kubelet its own, kubelet.sock. Set it if "
-        "the kubelet has another root directory than /var/lib/kubelet. The service's sandbox "
-        "must allow it, see EXAMPLES below. A change needs a restart."
+        "The daemon creates its sockets here, and the kubelet its own, kubelet.sock. Change it "
+        "only for tests on a simulated node: it is a constant of every kubelet, whatever the "
+        "kubelet's root directory is. A change needs a restart."
     ),
     "sysfs_root": "Only for tests on a simulated node. A change needs a restart.",
     "dev_root": (
@@ -74,7 +74,8 @@ EXPLANATIONS = {
         "device-specs: the kubelet passes device files and mounts on to the runtime. cdi: it "
         "passes on names of CDI devices, and the runtime reads the rest from the CDI file. "
         "Choose cdi if pods have user namespaces (hostUsers: false) and device numbers can "
-        "change. It needs cdi_dir, kubelet 1.29 or later, and containerd 1.7 or later or CRI-O."
+        "change. It needs cdi_dir, kubelet 1.29 or later, and containerd 2.0 or later, containerd "
+        "1.7 with enable_cdi = true, or CRI-O."
     ),
     "cdi_dir": "The file is written if the directory exists.",
     "labels_dir": "The file is written if the directory exists.",
@@ -83,7 +84,9 @@ EXPLANATIONS = {
         "the plugin's own port, as both outputs together raise each alert twice."
     ),
     "pod_resources_socket": (
-        "Without it, pods are shown by their UIDs; nothing else depends on it."
+        "It is in the kubelet's root directory, so set it if that is not /var/lib/kubelet, as on "
+        "k0s: /var/lib/k0s/kubelet/pod-resources/kubelet.sock. Without it, pods are shown by their "
+        "UIDs; nothing else depends on it."
     ),
     "fail_on_init_error": (
         "By default the daemon waits for a driver and for cards. Use this where a node without "
@@ -91,15 +94,17 @@ EXPLANATIONS = {
     ),
     "log_level": "info has one line for each change. debug also has one for each allocation.",
     "hugepages": (
-        "private: each device has its own directories, see HUGEPAGES in tt-device-plugin(8). "
-        "host: every container has the host's directories, and can open the pages of all others. "
+        "private: each container of a device that is not shared has its own directories, see "
+        "HUGEPAGES in tt-device-plugin(8). host: every container has the host's directories, and "
+        "can open the pages of all others. "
         "none: containers get no hugepage directory, for example because pods bring their own "
         "volumes."
     ),
     "exclude": (
         'Devices with these chips are not advertised; with unit = "board" that is the whole '
         "board. A pod that holds such a device keeps it until that pod ends. The chips stay in "
-        "the metrics and in the CDI file, except in the CDI device all."
+        "the metrics, and in the CDI file under their addresses, but not in its device all. While "
+        "no pod holds them, they have no faults and no alerts."
     ),
     "interval": (
         "Each poll reads all telemetry of each chip. A shorter interval finds stopped firmware "
@@ -107,11 +112,10 @@ EXPLANATIONS = {
     ),
     "temperature_limit": (
         "A chip at the limit is unhealthy, and gets no new pods, until it is 5 °C below the "
-        "limit. By default, a card that reaches its own limit throttles, which is one line of "
-        "the log and not a fault."
+        "limit. A card throttles at its own limit in any case; by default that is only logged."
     ),
     "heartbeat_misses": "The firmware changes its heartbeat every 0.1 seconds.",
-    "trip_holdoff": "A further trip starts the time again.",
+    "trip_holdoff": "Another trip restarts the period.",
     "rename_by_default": (
         "With it, pods that want a device alone cannot get a shared one by mistake."
     ),
@@ -135,7 +139,7 @@ README_KEYS = (
     "hugepages",
     "exclude",
     "metrics_file",
-    "device_plugin_dir",
+    "pod_resources_socket",
 )
 # Rules that need no sentence: the key's help is enough.
 PLAIN = ("the path of a directory", "a path, or empty", "an absolute path")
@@ -259,7 +263,7 @@ def with_part(text: str, mark: str, part: str) -> str:
 
 
 def readme() -> str:
-    """Return the table of the options that operators change."""
+    """Return the table of the options that administrators change."""
     entries = {entry.name: entry for entry in entries_of("")}
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for name in README_KEYS:
@@ -295,12 +299,8 @@ def switches() -> str:
 
 
 def flags() -> str:
-    """Return the list of the flags that set keys, and which of them `list` accepts."""
-    accepted = [name for name in ttdp.COMMANDS["list"].options if name in ttdp.OPTIONS]
-    named = [f".Fl {ttdp.flag_of(name)[1:]}" for name in accepted]
-    lines = [".Cm list", "accepts only those that change what it shows without the service:"]
-    lines += [*(f"{each} ," for each in named[:-2]), named[-2], "and", f"{named[-1]} ."]
-    lines += [".Bl -tag -width Ds"]
+    """Return the list of the flags that set keys."""
+    lines = [".Bl -tag -width Ds"]
     for entry in flag_entries():
         lines += [f".It Fl {ttdp.flag_of(entry.name)[1:]} {value_of(entry)}"]
         lines += roff(entry.sentence)
@@ -380,8 +380,9 @@ def documented(entry: Entry) -> str:
     if not has_default and entry.name not in EXAMPLES:
         sys.exit(f"add a value for {entry.name}, which has no default, to EXAMPLES in {__file__}")
     value = entry.default if has_default else EXAMPLES[entry.name]
-    note = "  # an example; not set by default" if entry.default in (None, "") else ""
-    return f"{comment(' '.join(entry.sentences))}#{entry.name} = {json.dumps(value)}{note}\n"
+    note = {None: "  # an example; not set by default", MISSING: "  # an example; must be set"}
+    shown = note.get(entry.default, "")
+    return f"{comment(' '.join(entry.sentences))}#{entry.name} = {json.dumps(value)}{shown}\n"
 
 
 def comment(text: str) -> str:

@@ -82,7 +82,7 @@ release:  ## check everything and tag a release: VERSION=0.2.0
 lock: $(VENV)/pyvenv.cfg  ## update the hashes in shiv.toml after another change there
 	@$(PY) packaging/build_pyz.py --lock
 
-abis: $(VENV)/pyvenv.cfg  ## look on PyPI for a grpcio for a newer Python
+abis: $(VENV)/pyvenv.cfg  ## look on PyPI for grpcio wheels for newer Pythons
 	@$(PY) packaging/check_abis.py
 
 reproducible: $(VENV)/pyvenv.cfg  ## build the packages twice and compare the bytes
@@ -99,7 +99,7 @@ e2e-systemd: $(DEB)$(MACHINE).deb  ## as root: the package in booted Debian syst
 # Tests with their own targets: they boot systems, and need only the package of this machine.
 OTHER_TESTS := newcomer.py pythons.py cgroup2.py arm64.py
 
-e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## real kubelets, containerd, podman
+e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## as root: real kubelets, containerd, podman
 	@$(PYTEST) -vv --numprocesses 2 --dist loadfile tests/e2e \
 		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
@@ -109,7 +109,7 @@ e2e-slow: dist/tt-device-plugin.pyz  ## as root: a container that crashes after 
 e2e-pythons: $(DEB)$(MACHINE).deb  ## as root: the package with newer Pythons, in containers
 	@$(PYTEST) -vv tests/e2e/test_pythons.py
 
-e2e-cgroup2: $(DEB)$(MACHINE).deb  ## a node of today in a VM: cgroup v2, or CGROUP2=all: older ones
+e2e-cgroup2: $(DEB)$(MACHINE).deb  ## as root: a node in a VM (cgroup v2), or CGROUP2=all: older ones
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
 
 e2e-arm64: $(DEB)arm64.deb  ## as root: the package on arm64, in virtual machines
