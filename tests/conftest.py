@@ -62,7 +62,7 @@ def node(tmp_path: Path) -> SimulatedNode:
 
 @pytest.fixture
 def ticking(node: SimulatedNode) -> Iterator[None]:
-    """The firmware of the node's cards lives."""
+    """The firmware of the node's cards lives: for tests in which one stops, see STALLS."""
     with Ticker(node, 0.05):
         yield
 

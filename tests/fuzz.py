@@ -127,8 +127,7 @@ class World:
     async def start_daemon(self) -> None:
         """Start it, and wait until it is ready, as systemd does."""
         places = {"state_dir": str(self.home), "runtime_dir": str(self.home / "run")}
-        health = {"heartbeat_misses": 1_000_000}  # heartbeats stand still
-        others = {**places, "health": health, **self.configuration}
+        others = {**places, **self.configuration}
         settings = settings_of(self.node, self.home / "dp", interval=0.1, **others)
         self.daemon = await RunningDaemon(self.node, settings).__aenter__()
         await until(lambda: self.daemon.notified("READY=1"), "READY=1")

@@ -148,7 +148,7 @@ def test_in_a_pipe_each_finding_is_one_line_that_ends_in_its_command(host: Host)
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, ticking: None) -> Host:
+def served(short_tmp: Path, node: SimulatedNode) -> Host:
     """The host of a kubelet and a daemon."""
     node.set_iommu(node.add("n150")[0].bdf)
     return Host(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})

@@ -20,8 +20,6 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from ttdp import ChipState, Kind, Settings, SharedResource, Sharing
 
-pytestmark = pytest.mark.usefixtures("ticking")
-
 P300 = "tenstorrent.com/p300"
 PAIR = [chip(1, "p300c", serial="A" * 16), chip(2, "p300c", serial="A" * 16, ordinal=1)]
 FOUR = [*PAIR, *(chip(bus, "p300c", serial="B" * 16, ordinal=bus) for bus in (3, 4))]

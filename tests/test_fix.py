@@ -23,7 +23,7 @@ from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import until
-from tests.world.simulation import RunningDaemon
+from tests.world.simulation import STALLS, RunningDaemon
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
 N150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p300"
@@ -198,7 +198,8 @@ def serve(host: Served, start: StartDaemon) -> Serve:
     """Starts the daemon."""
 
     async def serve(**settings: Any) -> RunningDaemon:
-        daemon: RunningDaemon = await start(runtime_dir=str(host.root), **settings)
+        given = {"health": STALLS, **settings}
+        daemon: RunningDaemon = await start(runtime_dir=str(host.root), **given)
         await until(lambda: daemon.notified("READY=1"))
         host.daemon = daemon
         return daemon

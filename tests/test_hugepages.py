@@ -29,8 +29,6 @@ from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import Directories, Hold, Mount, OutOfSteps, Settings, SharedResource, Sharing, Steps
 
-pytestmark = pytest.mark.usefixtures("ticking")
-
 DOMAIN = "tenstorrent.com"
 N150 = f"{DOMAIN}/n150"
 HUGETLBFS = ("hugepages-1G", "hugepages")

@@ -45,10 +45,11 @@ from tests.world.devicemanager import (
     Panic,
     check_fit,
 )
-from tests.world.eventlog import PATIENCE, Event, EventLog
+from tests.world.eventlog import Event, EventLog
 from tests.world.node import SimulatedNode
 from tests.world.plugins import Config, Failure, Policy, rpc
 from tests.world.pods import Container, Judge, Kind, Layout, Pod, Pods, Quality, Runtime, Worker
+from tests.world.processes import PATIENCE
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
 
