@@ -28,9 +28,10 @@ from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
 N150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p300"
 QUESTION = "Do this? [y/N] "
-# Seconds that the daemon's polls, each 0.25 s, fit in.
-QUICK = {"FOLLOWS_WITHIN": 1.5, "LOOK_INTERVAL": 0.05}
+# Seconds. An effect, which the daemon sees at its polls, has time on a busy machine, too.
+QUICK = {"FOLLOWS_WITHIN": 15.0, "LOOK_INTERVAL": 0.05}
 QUICK |= {"RESET_TAKES": 0.7, "WORMHOLE_STARTS_WITHIN": 0.9}
+IN_VAIN = {"FOLLOWS_WITHIN": 1.5}  # for steps that have no effect
 
 # -- the table, as a pure function -----------------------------------------------------------------
 
@@ -378,6 +379,7 @@ async def test_a_step_without_effect_is_not_taken_again(
     host: Served, controls: Controls, stalled: Chip
 ) -> None:
     """It says what is left, and which pods have lost their chip all the same."""
+    host.constants |= IN_VAIN
     controls.reset = lambda chip: None
     answer = await host.ask("fix", stalled.bdf, "--yes")
     assert controls.calls == ["tt-smi -r /dev/tenstorrent/0 --no_reinit"]
@@ -391,6 +393,7 @@ async def test_what_the_kernel_refuses_is_told(
     host: Served, controls: Controls, serve: Serve
 ) -> None:
     """With its reason; a bind that is a part of a rebind is not tried again by itself."""
+    host.constants |= IN_VAIN
     (ill,) = host.node.add("p150a")
     daemon = await serve()
     controls.refused["bind"] = "EBUSY"
@@ -426,6 +429,7 @@ async def test_what_is_left_after_each_step(
     left: str,
 ) -> None:
     """A card that a rescan does not find, and a driver that cannot be loaded."""
+    host.constants |= IN_VAIN
     (ill,) = host.node.add("n150")
     daemon = await serve()
     controls.refused["modprobe"] = "ENOENT"
@@ -457,9 +461,9 @@ async def test_an_effect_has_four_health_intervals(
 ) -> None:
     """If that is longer than the usual time, as the daemon sees it only at its polls."""
     (ill,) = host.node.add("n150")
-    daemon = await serve(interval=0.7)
-    ill.freeze()
-    await has_fault(daemon, ill, Kind.STALLED)
+    daemon = await serve(interval=3.0)
+    ill.die()
+    await has_fault(daemon, ill, Kind.NO_RESPONSE)
     loop = asyncio.get_running_loop()
     controls.reset = lambda chip: loop.call_later(0.5, heal, chip)
     host.constants["FOLLOWS_WITHIN"] = 0.1

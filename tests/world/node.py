@@ -330,6 +330,8 @@ class Chip:
         if self.present:
             raise ValueError(f"{self.bdf} is there")
         self.condition = "healthy"
+        if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
+            self.telemetry["tt_heartbeat"] = str(int(self.telemetry["tt_heartbeat"]) + 1)
         self.pci["driver_override"] = "(null)"
         self.node.chips.remove(self)
         self.node.chips.append(self)
