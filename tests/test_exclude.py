@@ -294,7 +294,6 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
 ) -> None:  # fmt: skip
     """A pod that has it keeps it; no other pod gets it; one line each way."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.3)
     monkeypatch.setattr(ttdp, "ROUND", 0.1)
     labels = Path(outlets(short_tmp)["labels_dir"]) / ttdp.LABELS_FILE
     labels.parent.mkdir()
