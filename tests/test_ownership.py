@@ -68,7 +68,7 @@ def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
 # -- a kubelet that has forgotten pods -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [(1, 31), (1, 36)])
+@pytest.mark.parametrize("version", [(1, 32), (1, 37)])
 @pytest.mark.parametrize("how", ["missing", "garbage", "intact"])
 async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,

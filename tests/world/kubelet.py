@@ -1,6 +1,6 @@
 """A reference kubelet: its side of the device plugin API and of the pod resources API.
 
-It is as strict as the original and behaves as Kubernetes 1.30 to 1.37 do, errors included, over
+It is as strict as the original and behaves as Kubernetes 1.32 to 1.38 do, errors included, over
 real gRPC on real sockets. Tests can also kill it, restart it and make it fail. `Kubelet.violations`
 lists what the original tolerates or fails of but a correct plugin never does, and every moment at
 which two pods run with one chip; tests assert that it stays empty. What the daemon's tests say here
@@ -372,10 +372,12 @@ class Kubelet(_Running):
     the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
     any plugin can register, and those of the API server when all resources are listed again (see
     `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
-    exists). Until then no pod is forgotten, and List does not name them. `pod_resources` is the socket of that API, by default
-    `pod-resources/kubelet.sock` beside the directory. `seed` drives what is in random order in the
-    original (Go's maps). `back_off`: seconds until a container that could not be started is tried
-    again (the original: 0.2 to 1 s, then 12 to 15 s). `cgroups`, `layout`, `host`: see Runtime.
+    exists). Until then no pod is forgotten, and List does not name them.
+
+    `pod_resources` is the socket of that API, by default `pod-resources/kubelet.sock` beside the
+    directory. `seed` drives what is in random order in the original (Go's maps). `back_off`:
+    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
+    then 12 to 15 s). `cgroups`, `layout`, `host`: see Runtime.
     """
 
     def __init__(
