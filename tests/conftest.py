@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import ttdp
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import until, workspace
@@ -34,6 +35,21 @@ async def turns(daemon: RunningDaemon, number: int = 5) -> None:
     """Wait until the loop has made some turns, each of which feeds the watchdog."""
     daemon.forget_notes()
     await until(lambda: daemon.notes.count("WATCHDOG=1") >= number)
+
+
+async def polls(daemon: RunningDaemon, number: int = 5) -> None:
+    """Wait for polls, at each of which the daemon looks at chips and pods' cgroups."""
+    for _ in range(number):
+        last = daemon.daemon.host.polled_at
+        await until(lambda: daemon.daemon.host.polled_at > last)  # noqa: B023
+
+
+@contextlib.contextmanager
+def half_a_minute_later() -> Iterator[None]:
+    """Let all answers, and the daemon's start, be so long ago that kubelets have written it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ttdp, "WRITTEN_WITHIN", 0.0)
+        yield
 
 
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
@@ -62,7 +78,7 @@ def node(tmp_path: Path) -> SimulatedNode:
 
 @pytest.fixture
 def ticking(node: SimulatedNode) -> Iterator[None]:
-    """The firmware of the node's cards lives."""
+    """The firmware of the node's cards lives: for tests in which one stops, see STALLS."""
     with Ticker(node, 0.05):
         yield
 

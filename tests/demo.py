@@ -297,7 +297,7 @@ class Boards(Story):
         await self.start_kubelet(GALAXY)
         got = await self.admit("train", GALAXY, 8)
         ids = sorted(got.ids[GALAXY])
-        trays = {self.node.chip(bdf).facts.telemetry["tt_serial"] for bdf in ids}
+        trays = {self.node.chip(bdf).telemetry["tt_serial"] for bdf in ids}
         assert len(ids) == 8 and len(trays) == 1, f"the chips {ids} are on the trays {trays}"
         fact("allocated", f"{ids[0]} to {ids[-1]}, which are one tray, {trays.pop()}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import json
@@ -11,7 +12,6 @@ import re
 import shlex
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def test_in_a_pipe_each_finding_is_one_line_that_ends_in_its_command(host: Host)
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, ticking: None) -> Host:
+def served(short_tmp: Path, node: SimulatedNode) -> Host:
     """The host of a kubelet and a daemon."""
     node.set_iommu(node.add("n150")[0].bdf)
     return Host(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
@@ -285,8 +285,14 @@ def test_a_device_file_that_not_every_user_can_open_is_named(host: Host) -> None
 
 
 def test_missing_telemetry_is_named(host: Host) -> None:
-    """The firmware may be late, or dead."""
-    host.node.chips[0].silence()
+    """The firmware may be late, or dead; one that reports fewer values is neither."""
+    (chip,) = host.node.chips
+    for attribute in ("tt_fw_bundle_ver", "temp1_input"):
+        chip.remove(attribute)
+        assert host.run("check").complaints == []
+        chip.restore(attribute)
+
+    chip.silence()
     assert "no firmware telemetry" in complaint(host.run("check"), "warn", FIRST)
 
 
@@ -772,24 +778,27 @@ async def test_files_are_looked_for_where_the_service_writes_them(
     assert ("ok", "CDI", f"{other / ttdp.CDI_FILE} is up to date") in answer.findings
 
 
-async def test_a_metrics_file_that_grows_old_fails_with_the_reason(
-    served: Host, kubelet: Kubelet, start: StartDaemon
+async def test_a_metrics_file_is_old_after_two_minutes(
+    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log has it; while the file is new there is nothing to report."""
+    """The daemon writes it every 15 s; the log has the reason if it does not."""
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 3600.0)  # it is written once
     file = served.root / "metrics/tt-device-plugin.prom"
     file.parent.mkdir()
-    await start(runtime_dir=str(served.root), interval=0.1, metrics_file=str(file))
+    daemon = await start(runtime_dir=str(served.root), metrics_file=str(file))
     await kubelet.registered("tenstorrent.com/n150")
     await until(file.exists)
+    os.utime(file, (1_000_000_000, 1_000_000_000))
 
-    subjects = {subject for _, subject, _ in (await served.ask("check")).complaints}
-    assert "metrics" not in subjects
+    async def finding_after(seconds: float) -> list[ttdp.Finding]:
+        monkeypatch.setattr("ttdp.time.time", lambda: 1_000_000_000 + seconds)
+        checks = await asyncio.to_thread(ttdp.Checks, daemon.settings, None)
+        return [each for each in checks.findings() if each.subject == "metrics"]
 
-    hours_ago = time.time() - 7200
-    os.utime(file, (hours_ago, hours_ago))
-    command = "run: journalctl -t tt-device-plugin -p "
-    text = f"{file} is 120 minutes old; the log has the reason; {command}"
-    assert ("FAIL", "metrics", f"{text}warning") in (await served.ask("check")).complaints
+    assert await finding_after(120) == []
+    text = f"{file} is 2 minutes old; the log has the reason"
+    command = "journalctl -t tt-device-plugin -p warning"
+    assert await finding_after(120.5) == [ttdp.Finding("FAIL", "metrics", text, command)]
 
 
 async def test_files_that_cannot_be_written_fail(

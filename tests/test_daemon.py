@@ -17,9 +17,7 @@ from tests.conftest import WATCHDOG, StartDaemon, plugin_sockets
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from tests.world.simulation import RunningDaemon, settings_of
-
-pytestmark = pytest.mark.usefixtures("ticking")
+from tests.world.simulation import STALLS, RunningDaemon, settings_of
 
 N150, P150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p150", "tenstorrent.com/p300"
 
@@ -64,12 +62,13 @@ async def test_a_container_gets_device_file_addresses_and_hugepages(
     ]
 
 
+@pytest.mark.usefixtures("ticking")
 async def test_an_unhealthy_chip_leaves_allocatable_until_it_recovers(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its capacity stays; the log has one line each way."""
     chip, other = node.add("n150") + node.add("n150")
-    daemon = await start()
+    daemon = await start(health=STALLS)
     await kubelet.registered(N150)
     chip.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
@@ -306,12 +305,13 @@ async def test_a_refusal_names_the_device(
 # -- starts, reloads, ends -------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("ticking")
 async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_list(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
 ) -> None:
     """Its heartbeat is where it was; another one's has changed."""
     dead, revived = node.add("n150") + node.add("n150")
-    daemon = await start(state_dir=str(short_tmp))
+    daemon = await start(health=STALLS, state_dir=str(short_tmp))
     await kubelet.registered(N150)
     dead.freeze()
     revived.freeze()
@@ -319,7 +319,7 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     await daemon.stop()
     revived.beat()
     restarted = time.monotonic()
-    await start(interval=3600, state_dir=str(short_tmp))
+    await start(interval=3600, health=STALLS, state_dir=str(short_tmp))
     await kubelet.wait_for(lambda: kubelet.find("list", since=restarted))
     first = kubelet.find("list", since=restarted)[0].fields
     assert first["unhealthy_ids"] == [dead.bdf] and first["healthy_ids"] == [revived.bdf]

@@ -262,6 +262,19 @@ async def test_without_inotify_one_line_is_logged(
         assert found.directory.take_changes()
 
 
+async def test_the_watch_can_have_the_descriptor_0(tmp_path: Path) -> None:
+    """A daemon that was started by hand can have a closed stdin."""
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        async with watched(tmp_path) as found:
+            (tmp_path / "kubelet.sock").touch()
+            assert await found.change()
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
 async def test_a_locked_directory_is_served_by_one_daemon(tmp_path: Path) -> None:
     """The message has the process that locks it, whatever it is."""
     with subprocess.Popen(["flock", str(tmp_path), "sleep", "60"]) as holder:

@@ -20,8 +20,6 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from ttdp import ChipState, Kind, Settings, SharedResource, Sharing
 
-pytestmark = pytest.mark.usefixtures("ticking")
-
 P300 = "tenstorrent.com/p300"
 PAIR = [chip(1, "p300c", serial="A" * 16), chip(2, "p300c", serial="A" * 16, ordinal=1)]
 FOUR = [*PAIR, *(chip(bus, "p300c", serial="B" * 16, ordinal=bus) for bus in (3, 4))]
@@ -296,7 +294,6 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
 ) -> None:  # fmt: skip
     """A pod that has it keeps it; no other pod gets it; one line each way."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.3)
     monkeypatch.setattr(ttdp, "ROUND", 0.1)
     labels = Path(outlets(short_tmp)["labels_dir"]) / ttdp.LABELS_FILE
     labels.parent.mkdir()

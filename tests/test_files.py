@@ -38,8 +38,6 @@ from ttdp import (
     Vitals,
 )
 
-pytestmark = pytest.mark.usefixtures("ticking")
-
 N150 = "tenstorrent.com/n150"
 NOBODY = 65534
 
@@ -114,7 +112,7 @@ async def test_a_directory_that_does_not_exist_is_used_once_it_does(
 ) -> None:
     """Without a line in the log; a file that others remove or replace is written again."""
     node.add("n150")
-    daemon = await start(interval=0.05, health={"heartbeat_misses": 1_000_000})
+    daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
 
     file = Path(daemon.settings.cdi_dir) / ttdp.CDI_FILE

@@ -23,14 +23,15 @@ from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import until
-from tests.world.simulation import RunningDaemon
+from tests.world.simulation import STALLS, RunningDaemon
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
 N150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p300"
 QUESTION = "Do this? [y/N] "
-# Seconds that the daemon's polls, each 0.25 s, fit in.
-QUICK = {"FOLLOWS_WITHIN": 1.5, "LOOK_INTERVAL": 0.05}
+# Seconds. An effect, which the daemon sees at its polls, has time on a busy machine, too.
+QUICK = {"FOLLOWS_WITHIN": 15.0, "LOOK_INTERVAL": 0.05}
 QUICK |= {"RESET_TAKES": 0.7, "WORMHOLE_STARTS_WITHIN": 0.9}
+IN_VAIN = {"FOLLOWS_WITHIN": 1.5}  # for steps that have no effect
 
 # -- the table, as a pure function -----------------------------------------------------------------
 
@@ -198,7 +199,8 @@ def serve(host: Served, start: StartDaemon) -> Serve:
     """Starts the daemon."""
 
     async def serve(**settings: Any) -> RunningDaemon:
-        daemon: RunningDaemon = await start(runtime_dir=str(host.root), **settings)
+        given = {"health": STALLS, **settings}
+        daemon: RunningDaemon = await start(runtime_dir=str(host.root), **given)
         await until(lambda: daemon.notified("READY=1"))
         host.daemon = daemon
         return daemon
@@ -377,6 +379,7 @@ async def test_a_step_without_effect_is_not_taken_again(
     host: Served, controls: Controls, stalled: Chip
 ) -> None:
     """It says what is left, and which pods have lost their chip all the same."""
+    host.constants |= IN_VAIN
     controls.reset = lambda chip: None
     answer = await host.ask("fix", stalled.bdf, "--yes")
     assert controls.calls == ["tt-smi -r /dev/tenstorrent/0 --no_reinit"]
@@ -390,6 +393,7 @@ async def test_what_the_kernel_refuses_is_told(
     host: Served, controls: Controls, serve: Serve
 ) -> None:
     """With its reason; a bind that is a part of a rebind is not tried again by itself."""
+    host.constants |= IN_VAIN
     (ill,) = host.node.add("p150a")
     daemon = await serve()
     controls.refused["bind"] = "EBUSY"
@@ -425,6 +429,7 @@ async def test_what_is_left_after_each_step(
     left: str,
 ) -> None:
     """A card that a rescan does not find, and a driver that cannot be loaded."""
+    host.constants |= IN_VAIN
     (ill,) = host.node.add("n150")
     daemon = await serve()
     controls.refused["modprobe"] = "ENOENT"
@@ -456,9 +461,9 @@ async def test_an_effect_has_four_health_intervals(
 ) -> None:
     """If that is longer than the usual time, as the daemon sees it only at its polls."""
     (ill,) = host.node.add("n150")
-    daemon = await serve(interval=0.7)
-    ill.freeze()
-    await has_fault(daemon, ill, Kind.STALLED)
+    daemon = await serve(interval=3.0)
+    ill.die()
+    await has_fault(daemon, ill, Kind.NO_RESPONSE)
     loop = asyncio.get_running_loop()
     controls.reset = lambda chip: loop.call_later(0.5, heal, chip)
     host.constants["FOLLOWS_WITHIN"] = 0.1

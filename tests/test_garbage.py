@@ -31,8 +31,8 @@ MISSING = grpc.StatusCode.NOT_FOUND
 
 
 @pytest.fixture
-def node(node: SimulatedNode, ticking: None) -> SimulatedNode:
-    """Two cards with firmware that runs."""
+def node(node: SimulatedNode) -> SimulatedNode:
+    """Two cards."""
     node.add("n150")
     node.add("n150")
     return node

@@ -404,6 +404,19 @@ def test_each_kind_of_fault_is_one_line() -> None:
     assert lines([dead], [well]) == [f"INFO {name}: healthy again"]
 
 
+def test_the_log_has_the_faults_of_chips_that_are_no_devices_yet_or_no_longer() -> None:
+    """One that waits for its board; one that only a pod has, and that is not on the node."""
+    waits, ill = chip(1, "p300c"), chip(1, "p300c", fault=Kind.STALLED)
+    settings = ttdp.Settings(unit="board")
+    assert lines([waits], [ill], settings=settings) == [
+        f"WARNING {waits.bdf} (p300c): unhealthy: it is ill; run: {FIX}"
+    ]
+
+    held = decide([], holds=[hold("n150", bdf(1), buses=[1])])
+    unhealthy = f"{bdf(1)} (unknown card): unhealthy: PCI device is gone; run: {FIX}"
+    assert unhealthy in [line for _, line in ttdp.changes(None, held)]
+
+
 def test_the_log_has_the_fault_of_a_held_chip_without_whom_that_concerns() -> None:
     """The same text as everywhere; `fix` names the pods when it runs."""
     held = [hold("n150", bdf(1), buses=[1])]

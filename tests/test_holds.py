@@ -655,7 +655,7 @@ def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: Wor
 
 
 def test_a_pod_that_has_ended_is_no_possible_caller(world: World) -> None:
-    """Kubelets up to 1.31 keep the entry of the pod that was admitted last."""
+    """Its entry stays until the kubelet forgets it: not before its API server answers."""
     written_and_over(world)
     world.look()
     heir = entry(pod=SECOND)

@@ -353,15 +353,6 @@ class Node(RuleBasedStateMachine):
         is_ready = pod.lives and pod.has_cgroup and pod in self.memory
         return bool(is_ready and pod.waiting and not pod.call)
 
-    def a_call_ends_with_an_error(self, pod: Pod) -> None:
-        pod.call = None
-
-    def a_pod_is_deleted(self, pod: Pod) -> None:
-        pod.life = "is deleted"
-
-    def a_pod_is_deleted_by_force(self, pod: Pod) -> None:
-        pod.life = "was deleted by force"
-
     def an_older_writing_lands(self) -> None:
         """It overtook the one with the pod's entry; a moment later that lands again."""
         if self.older is not None:

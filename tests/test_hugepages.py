@@ -20,7 +20,7 @@ import pytest
 
 import ttdp
 from tests.chips import bdf, hold
-from tests.conftest import StartDaemon
+from tests.conftest import StartDaemon, half_a_minute_later, polls
 from tests.test_holds import World, entry
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
@@ -28,8 +28,6 @@ from tests.world.pods import Container
 from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import Directories, Hold, Mount, OutOfSteps, Settings, SharedResource, Sharing, Steps
-
-pytestmark = pytest.mark.usefixtures("ticking")
 
 DOMAIN = "tenstorrent.com"
 N150 = f"{DOMAIN}/n150"
@@ -48,8 +46,7 @@ def node(node: SimulatedNode) -> SimulatedNode:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lasts for half a minute lasts for half a second, as this kubelet writes at once."""
-    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.5)
+    """What is done every five seconds is done at each poll."""
     monkeypatch.setattr(ttdp, "ROUND", 0.1)
 
 
@@ -93,8 +90,8 @@ def leave_pages(directory: Path) -> None:
 
 async def for_a_while(daemon: RunningDaemon) -> None:
     """Wait for longer than anything lasts that is not current, and for some turns after it."""
-    began = time.monotonic()
-    await until(lambda: daemon.daemon.host.polled_at > began + 2 * ttdp.WRITTEN_WITHIN)
+    with half_a_minute_later():
+        await polls(daemon)
 
 
 # -- which directory a container gets --------------------------------------------------------------
@@ -431,22 +428,19 @@ async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
 
 @pytest.mark.parametrize("name", ["0000:01:00.0-00ff", "0000:01:00.0"])
 async def test_what_was_there_at_the_start_of_the_daemon_stays_for_half_a_minute(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:  # fmt: skip
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None, name: str
+) -> None:
     """The checkpoint can be late. Then it goes, whatever its name: former ones are devices'."""
     own = around(node) / name
     own.mkdir(parents=True)
     own.parent.chmod(0o700)
-    monkeypatch.setattr(ttdp, "ROUND", 0.1)
     daemon = await start(interval=0.05)
     await run(kubelet, "train")
-    polls = daemon.daemon.host.polled_at
-    await until(lambda: daemon.daemon.host.polled_at > polls + 0.5)
+    await polls(daemon)
     assert own.exists()
 
-    monkeypatch.setattr(ttdp, "WRITTEN_WITHIN", 0.1)
-    await until(lambda: not own.exists())
+    with half_a_minute_later():
+        await until(lambda: not own.exists())
 
 
 async def test_nothing_is_removed_before_a_checkpoint_was_read(
@@ -472,8 +466,7 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
     own.rmdir()
     own.symlink_to("/")
     await until(lambda: "directory for containers cannot be used" in status(daemon))
-    polls = daemon.daemon.host.polled_at
-    await until(lambda: daemon.daemon.host.polled_at > polls + 0.2)
+    await polls(daemon)
     assert "cannot read" not in caplog.text and "internal error" not in caplog.text
     node.chips[0].vanish()
     await kubelet.wait_for(lambda: not kubelet.healthy(N150))
@@ -523,7 +516,8 @@ async def test_locks_are_removed_after_users_that_ended_while_the_daemon_was_not
     await daemon.stop()
     kubelet.remove_pod("train")
     await start(**locked(short_tmp))
-    await until(lambda: not lock.exists())
+    with half_a_minute_later():
+        await until(lambda: not lock.exists())
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,8 @@ def test_the_pci_subsystem_indicates_the_card(chip: Chip) -> None:
     """A Galaxy Blackhole with 7 of 8 memory tiles has trays, and less memory."""
     chip.silence()
 
-    for card, code in [*CARDS.items(), ("galaxy-blackhole", 0x202), (None, 0x99)]:
+    codes = [(card, each.code) for card, each in CARDS.items()]
+    for card, code in [*codes, ("galaxy-blackhole", 0x202), (None, 0x99)]:
         chip.write("subsystem_device", f"0x{code:04x}\n".encode())
         found = ttdp.Chip(function_of(chip))
         assert found.card_type == card
@@ -415,7 +416,7 @@ def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: Simulate
     node.swap_ordinals(first.bdf, second.bdf)
 
     assert read_telemetry(before).identity == Identity()
-    asic_id = second.facts.telemetry["tt_asic_id"]
+    asic_id = second.telemetry["tt_asic_id"]
     assert read_telemetry(function_of(second)).identity.asic_id == asic_id
 
 
@@ -790,8 +791,8 @@ def test_chips_that_come_and_go_are_seen_as_they_are_or_not_at_all(node: Simulat
         steps += 1
         inventory.scan(settings(node))
         for each in inventory.present:
-            subsystem = CARDS["n300" if each.bdf == "0000:01:00.0" else "p150a"]
-            assert each.subsystem == subsystem
+            card = CARDS["n300" if each.bdf == "0000:01:00.0" else "p150a"]
+            assert each.subsystem == card.code
 
     node.on_step = step
 

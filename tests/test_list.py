@@ -441,7 +441,7 @@ class Served(Host):
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, ticking: None) -> Served:
+def served(short_tmp: Path, node: SimulatedNode) -> Served:
     return Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
 
 

@@ -33,7 +33,6 @@ from tests.world.tree import put
 from ttdp import ChipState, Kind, Samples, Settings, SharedResource, Sharing, Telemetry
 
 N150 = "tenstorrent.com/n150"
-NEVER_STALLED = {"heartbeat_misses": 1_000_000}
 
 
 def samples(text: str) -> dict[str, float]:
@@ -139,7 +138,6 @@ P150A = {  # as it was captured on the real driver, but for a PCIe error
 }
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
     tmp_path: Path, directory: Path, listening: CountingSocket
 ) -> None:
@@ -154,7 +152,6 @@ async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
         assert of(card.bdf, await scrape(listening)) == P150A
 
 
-@pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize(
     "harm",
     [Card.die, Card.reset, Card.vanish, Card.block, lambda card: card.fail("tt_serial")],
@@ -171,7 +168,7 @@ async def test_a_dead_or_blocked_chip_has_no_values(
     monkeypatch.setattr("ttdp.READ_TIMEOUT", 0.3)
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.0)  # read again for each rendering
     card, other = node.add("p150a") + node.add("p150a")
-    daemon = await start(interval=0.05, health=NEVER_STALLED)
+    daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
     assert "power_watts" in of(card.bdf, await scrape(listening))
 
@@ -240,14 +237,13 @@ def test_functions_are_counted_by_driver_and_the_driver_is_shown_while_it_is_loa
         assert shown == wanted | ({f'tt_driver_info{{version="{driver}"}}': 1} if driver else {})
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_what_the_daemon_does_is_counted_from_zero(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, listening: CountingSocket
 ) -> None:
     """Registrations, and allocations by result."""
     first, second = node.add("n150") + node.add("n150")
     await kubelet.stop()
-    daemon = await start(interval=0.1, health=NEVER_STALLED)
+    daemon = await start(interval=0.1)
     await until(lambda: daemon.notified("READY=1"))
     resource = f'resource="{N150}"'
     counters = [
@@ -294,7 +290,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_sensors_are_read_every_15_seconds_at_most_and_only_for_metrics(
     node: SimulatedNode,
     start: StartDaemon,
@@ -328,14 +323,13 @@ def file(directory: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_the_file_is_written_again_though_nothing_changes(
     node: SimulatedNode, start: StartDaemon, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its age shows whether a daemon is running."""
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.1)
     node.add("n150")
-    await start(interval=0.02, health=NEVER_STALLED)
+    await start(interval=0.02)
     await until(file.exists)
     text, first = file.read_text(), file.stat().st_mtime_ns
 
@@ -343,7 +337,6 @@ async def test_the_file_is_written_again_though_nothing_changes(
     assert file.read_text() == text != ""
 
 
-@pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("how", ["fails", "is late"])
 async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
     node: SimulatedNode, start: StartDaemon, file: Path, monkeypatch: pytest.MonkeyPatch,
@@ -352,7 +345,7 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
     """Figures are never passed off as newer than they are."""
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.05)
     node.add("n150")
-    await start(interval=0.02, health=NEVER_STALLED)
+    await start(interval=0.02)
     await until(file.exists)
     attempts: list[int] = []
 
@@ -551,7 +544,6 @@ async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncI
         yield
 
 
-@pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("request_line", [b"", GET], ids=["idle", "asking"])
 @pytest.mark.parametrize("count", [1500, 2000])
 async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notices(
@@ -594,7 +586,6 @@ def hung_up(clients: list[socket.socket]) -> int:
     return sum(bool(event & select.POLLHUP) for _, event in polled.poll(0))
 
 
-@pytest.mark.usefixtures("ticking")
 async def test_clients_of_the_view_that_never_read_cost_32_connections(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, short_tmp: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,

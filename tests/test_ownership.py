@@ -11,7 +11,14 @@ import grpc
 import pytest
 
 import ttdp
-from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, turns
+from tests.conftest import (
+    WATCHDOG,
+    StartDaemon,
+    half_a_minute_later,
+    kubelet_of,
+    polls,
+    turns,
+)
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.pods import Container
@@ -19,19 +26,15 @@ from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import SharedResource, Sharing
 
-pytestmark = pytest.mark.usefixtures("hurried")
-
 DOMAIN = "tenstorrent.com"
 P300, P300C, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/p300c", f"{DOMAIN}/n150"
 P150, P150A = f"{DOMAIN}/p150", f"{DOMAIN}/p150a"
-NEVER_STALLED = {"heartbeat_misses": 1_000_000}  # heartbeats stand still
-FAST: dict[str, Any] = {"interval": 0.1, "health": NEVER_STALLED}
+FAST: dict[str, Any] = {"interval": 0.1}
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Evidence lasts for a shorter time, as this kubelet writes at once."""
-    monkeypatch.setattr("ttdp.WRITTEN_WITHIN", 0.5)
+@pytest.fixture(autouse=True)
+def informed(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the starts that wait."""
     caplog.set_level("INFO")
 
 
@@ -62,17 +65,10 @@ def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
     return {identifier for event in lists for identifier in event.fields["healthy_ids"]}
 
 
-async def more_polls(daemon: RunningDaemon, number: int = 5) -> None:
-    """Wait for polls, at each of which the daemon looks at the pods' cgroups."""
-    for _ in range(number):
-        last = daemon.daemon.host.polled_at
-        await until(lambda: daemon.daemon.host.polled_at > last)  # noqa: B023
-
-
 # -- a kubelet that has forgotten pods -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [(1, 31), (1, 36)])
+@pytest.mark.parametrize("version", [(1, 32), (1, 37)])
 @pytest.mark.parametrize("how", ["missing", "garbage", "intact"])
 async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,
@@ -202,7 +198,7 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
     settings = settings_of(node, directory, **FAST, resource_naming="card")
     async with RunningDaemon(node, settings) as daemon:
         await kubelet.registered(P150A)
-        await more_polls(daemon)
+        await polls(daemon)
         with pytest.raises(AdmissionError):
             await kubelet.admit("other", "main", {P150A: 1}, static=True)
         assert f"withheld: held until pod {kubelet.uid('train')} ends (as {P150}" in caplog.text
@@ -227,7 +223,7 @@ async def test_a_pod_keeps_its_name_when_another_pod_gets_its_device(
     await until(lambda: kubelet.uid("first") in names())
     kubelet.refuse_with(grpc.StatusCode.UNAVAILABLE, times=999, method="List")
     await run_pod(kubelet, "other")
-    await more_polls(daemon)
+    await polls(daemon)
     path, kubelet.file.path = kubelet.file.path, kubelet.file.path.with_name("elsewhere")
     kubelet.force_delete("first")
     await kubelet.admit("next", "main", {P150: 1})
@@ -301,11 +297,11 @@ async def test_a_container_waits_for_one_that_is_being_created(
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
         await until(lambda: "container start waits: " in caplog.text)
-        deleted = kubelet.find("deleted")[0].at
-        await until(lambda: time.monotonic() > deleted + 2 * ttdp.WRITTEN_WITHIN)
+        with half_a_minute_later():
+            await polls(daemon)
         kubelet.hold_creation(False)
         await kubelet.running("first", "main")
-        await more_polls(daemon)
+        await polls(daemon)
         assert len(kubelet.find("running")) == 1
         kubelet.end("first")
         await kubelet.running("second", "main")
@@ -461,7 +457,7 @@ async def test_a_resource_with_only_a_pods_ids_ends_with_that_pod(
     crashed = time.monotonic()
     kubelet.crash("train", "main")
     await kubelet.wait_for(lambda: kubelet.find("running", since=crashed))
-    await more_polls(daemon)
+    await polls(daemon)
     assert daemon.sessions.keys() == {P150, P150A} and not ever_offered(kubelet, P150A)
     kubelet.delete("train")
     await until(lambda: daemon.sessions.keys() == {P150A})
@@ -492,7 +488,7 @@ async def test_polls_cost_the_kubelet_nothing(
     await kubelet.registered(P150A)
     await until(lambda: daemon.daemon.host.holds.names)
     asked, lists = len(kubelet.find("asked")), len(kubelet.find("list"))
-    await more_polls(daemon, 8)
+    await polls(daemon, 8)
     assert (len(kubelet.find("asked")), len(kubelet.find("list"))) == (asked, lists)
     kubelet.complete("train")
     await offers(kubelet, P150A, chip.bdf)

@@ -232,7 +232,7 @@ async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when
 
 
 async def test_a_blocked_read_costs_a_handful_of_turns(
-    node: SimulatedNode, start: StartDaemon, ticking: None
+    node: SimulatedNode, start: StartDaemon
 ) -> None:
     """The loop is not woken every tenth of a second until the read counts as blocked."""
     blocked, other = node.add("n150") + node.add("n150")

@@ -308,9 +308,6 @@ def test_an_id_that_a_pod_holds_is_never_withheld() -> None:
     assert found == {"n150": {bdf(1): None}, "wormhole": dict.fromkeys(BDFS)}
 
 
-MOVED = [p300(1, present=False), p300(2, present=False), p300(5), p300(6)]
-
-
 def test_a_board_that_was_moved_and_is_then_absent_is_an_unhealthy_device() -> None:
     """Its chips are known at both places; a preference among devices can be asked for."""
     absent = [p300(bus, present=False) for bus in (1, 2, 5, 6)]

@@ -29,8 +29,6 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until, within
 from tests.world.simulation import RunningDaemon
 
-pytestmark = pytest.mark.usefixtures("ticking")
-
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 REGISTERED = "registered with kubelet"
 VERSIONS = [(1, 32), (1, 36), (1, 37)]
@@ -342,9 +340,9 @@ async def test_a_deleted_kubelet_socket_ends_nothing(
     await turns(daemon)
 
     (chip, *_) = node.chips
-    chip.freeze()
+    chip.die()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150))
-    chip.thaw()
+    chip.revive()
     await offers(kubelet, N150, chip.bdf)
     await kubelet.admit("pod", "main", {N150: 1})
     assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1

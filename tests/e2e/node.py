@@ -319,7 +319,7 @@ class Site:
         """Wait until every card is allocatable, or these IDs are, by resource."""
         by_resource: dict[str, set[str]] = {}
         for chip in self.cards.chips:
-            card = chip.facts.telemetry["tt_card_type"]
+            card = chip.telemetry["tt_card_type"]
             board = card if card.startswith("galaxy") else card.rstrip("abc")
             by_resource.setdefault(f"tenstorrent.com/{board}", set()).add(chip.bdf)
         for resource, devices in (by_resource if expected is None else expected).items():

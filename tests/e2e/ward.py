@@ -309,7 +309,7 @@ class Ward(Node):
 
 def listing(cards: SimulatedNode, config: str) -> Offer:
     """Return what each ID stands for, of two p300c."""
-    chips = {chip.bdf: chip.facts.telemetry for chip in cards.chips}
+    chips = {chip.bdf: chip.telemetry for chip in cards.chips}
     if config == BOARDS:
         boards: dict[str, frozenset[str]] = {}
         for bdf, telemetry in chips.items():

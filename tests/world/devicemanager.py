@@ -1,6 +1,6 @@
 """The reference kubelet's device manager: which devices a container gets and starts with.
 
-It follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.30 to 1.37; functions are named as in
+It follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.32 to 1.38; functions are named as in
 1.37.1. One `DeviceManager` is one life of a kubelet: a restart makes another one.
 """
 
@@ -129,7 +129,6 @@ class DeviceManager:
         self.devices = Devices()
         self.pods = PodDevices()
         self.plugins = Plugins(config, log, self.devices, self.write_checkpoint)
-        self.latest = ""  # the UID of the pod that was admitted last
         self._file = file
 
     def _snapshot(self) -> Snapshot:
@@ -178,8 +177,6 @@ class DeviceManager:
         if not self.desired.sources_ready:
             return
         gone = self.pods.held.keys() - self.desired.active()
-        if self.config.version < (1, 32):  # `pendingAdmissionPod`
-            gone.discard(self.latest)
         if gone:
             self.log.record("forgotten", uids=sorted(gone))
             self.pods.forget(gone)
@@ -296,7 +293,6 @@ class ContainerDevices:
         with the next write, of a pod that was rejected (allocateContainerResources()).
         """
         manager, reusable = self._manager, self._reusable
-        manager.latest = self._uid
         if request:
             manager.prune()
         is_new = False

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-PATIENCE = 15.0  # seconds after which a test that waits for something has failed
+from tests.world.processes import PATIENCE
+
 T = TypeVar("T")
 
 

@@ -1,6 +1,6 @@
 """A reference kubelet: its side of the device plugin API and of the pod resources API.
 
-It is as strict as the original and behaves as Kubernetes 1.30 to 1.37 do, errors included, over
+It is as strict as the original and behaves as Kubernetes 1.32 to 1.38 do, errors included, over
 real gRPC on real sockets. Tests can also kill it, restart it and make it fail. `Kubelet.violations`
 lists what the original tolerates or fails of but a correct plugin never does, and every moment at
 which two pods run with one chip; tests assert that it stays empty. What the daemon's tests say here
@@ -45,10 +45,11 @@ from tests.world.devicemanager import (
     Panic,
     check_fit,
 )
-from tests.world.eventlog import PATIENCE, Event, EventLog
+from tests.world.eventlog import Event, EventLog
 from tests.world.node import SimulatedNode
 from tests.world.plugins import Config, Failure, Policy, rpc
 from tests.world.pods import Container, Judge, Kind, Layout, Pod, Pods, Quality, Runtime, Worker
+from tests.world.processes import PATIENCE
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
 
@@ -369,12 +370,14 @@ class Kubelet(_Running):
 
     Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
     the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
-    any plugin can register, and those of the API server when all resources are listed again, or
-    after `pods_come` seconds (the original: 0.8 s after `kubelet.sock` exists). Until then no pod
-    is forgotten, and List does not name them. `pod_resources` is the socket of that API, by default
-    `pod-resources/kubelet.sock` beside the directory. `seed` drives what is in random order in the
-    original (Go's maps). `back_off`: seconds until a container that could not be started is tried
-    again (the original: 0.2 to 1 s, then 12 to 15 s). `cgroups`, `layout`, `host`: see Runtime.
+    any plugin can register, and those of the API server when all resources are listed again (see
+    `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
+    exists). Until then no pod is forgotten, and List does not name them.
+
+    `pod_resources` is the socket of that API, by default `pod-resources/kubelet.sock` beside the
+    directory. `seed` drives what is in random order in the original (Go's maps). `back_off`:
+    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
+    then 12 to 15 s). `cgroups`, `layout`, `host`: see Runtime.
     """
 
     def __init__(
@@ -409,6 +412,7 @@ class Kubelet(_Running):
         beside = config.directory.parent / "pod-resources/kubelet.sock"
         self.pod_resources = beside if pod_resources == "beside" else pod_resources
         self.pods_come = pods_come
+        self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
         self._sockets = Sockets()
         self._former: set[str] = set()  # resources of the former life
         self._admission = asyncio.Lock()
@@ -529,10 +533,8 @@ class Kubelet(_Running):
 
     def _hear_of_api_pods(self) -> None:
         async def hear() -> None:
-            plugins, resources = self.manager.plugins, {*self.manager.devices.healthy}
-            resources |= self._former  # in case that the checkpoint is lost
             with contextlib.suppress(TimeoutError):
-                await self.wait_for(lambda: all(map(plugins.is_listed, resources)), self.pods_come)
+                await self.wait_for(self.plugins_are_back, self.pods_come)
             self._former.clear()
             await self._admit_again(static=False)
             if self.alive:
@@ -540,6 +542,10 @@ class Kubelet(_Running):
                 self.log.record("sources-ready")
 
         self._learning = asyncio.create_task(hear())
+
+    def _lists_all_of_its_former_life(self) -> bool:
+        resources = {*self.manager.devices.healthy, *self._former}  # the checkpoint can be lost
+        return all(map(self.manager.plugins.is_listed, resources))
 
     async def _admit_again(self, *, static: bool) -> None:
         """Admit the existing pods of a source, the oldest first, also those that run.

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR, capture
 from tests.world.tree import link, put, put_control, put_errno, remove, remove_empty, replace
@@ -32,20 +32,37 @@ from tests.world.tree import link, put, put_control, put_errno, remove, remove_e
 ALL_ONES = "4294967295"
 DRIVER_MAJOR = 245  # dynamic in reality; the number of every capture
 
-# The board's code: bits 36-51 of its serial, and the PCI subsystem device id.
+
+class Card(NamedTuple):
+    """A kind of card. All else about it is its architecture's, see SimulatedNode._chip()."""
+
+    code: int  # bits 36-51 of its serial, and the PCI subsystem device id
+    arch: str
+    functions: int = 1
+
+
 CARDS = {
-    "n300": 0x14, "n150": 0x18, "galaxy-wormhole": 0x35, "p100": 0x36, "p150a": 0x40,
-    "p150b": 0x41, "p150c": 0x42, "p100a": 0x43,
-    "p300b": 0x44, "p300a": 0x45, "p300c": 0x46, "galaxy-blackhole": 0x47,
-}  # fmt: skip
-WORMHOLES = ("n150", "n300", "galaxy-wormhole")
+    "n300": Card(0x14, "wormhole"),
+    "n150": Card(0x18, "wormhole"),
+    "galaxy-wormhole": Card(0x35, "wormhole", 32),
+    "p100": Card(0x36, "blackhole"),
+    "p150a": Card(0x40, "blackhole"),
+    "p150b": Card(0x41, "blackhole"),
+    "p150c": Card(0x42, "blackhole"),
+    "p100a": Card(0x43, "blackhole"),
+    "p300b": Card(0x44, "blackhole", 2),
+    "p300a": Card(0x45, "blackhole", 2),
+    "p300c": Card(0x46, "blackhole", 2),
+    "galaxy-blackhole": Card(0x47, "blackhole", 32),
+}
 ARCHITECTURES = {"0x401e": "wormhole", "0xb140": "blackhole"}
 # First ordinal of a Galaxy tray by the high nibble of the bus number, a table of the driver.
 GALAXY_ORDINALS = {
     "wormhole": {0xC: 0, 0x8: 8, 0x0: 16, 0x4: 24},
     "blackhole": {0x0: 0, 0x4: 8, 0xC: 16, 0x8: 24},
 }
-GALAXY_PROBE_ORDER = (0x0, 0xC, 0x8, 0x4)  # in which the captured machine enumerated its root buses
+# In the order in which the captured machine enumerated its root buses.
+GALAXY_BUSES = [tray << 4 | chip for tray in (0x0, 0xC, 0x8, 0x4) for chip in range(1, 9)]
 
 # The release which brought an attribute; nothing listed here was in 1.34. Which architecture got
 # tt_asic_id in 2.1 is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
@@ -135,7 +152,6 @@ class Chip:
         self.bdf = self.path.rsplit("/", 1)[-1]
         self.arch = ARCHITECTURES[self.pci["device"]]
         self.lock = self.node.lock
-        self.facts = self
         self.directory = self.node.root / "sys/devices" / self.path
         # The link to the device file that our package's udev rule makes.
         self.by_pci = self.node.root / "dev/tenstorrent/by-pci" / self.bdf
@@ -330,6 +346,8 @@ class Chip:
         if self.present:
             raise ValueError(f"{self.bdf} is there")
         self.condition = "healthy"
+        if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
+            self.telemetry["tt_heartbeat"] = str(int(self.telemetry["tt_heartbeat"]) + 1)
         self.pci["driver_override"] = "(null)"
         self.node.chips.remove(self)
         self.node.chips.append(self)
@@ -442,7 +460,8 @@ class SimulatedNode:
             shown = function.get("class", {})
             if board := function.get("board"):  # no telemetry, or nothing at all, was shown
                 ident = board["serial"], board["asic_id"]
-                card = next(c for c, code in CARDS.items() if code == int(board["ssid"], 16))
+                code = int(board["ssid"], 16)
+                card = next(name for name, each in CARDS.items() if each.code == code)
                 chip = node._chip(card, function["path"], *ident)
                 chip.pci |= function.get("pci", {})
                 chip.firmware = not shown
@@ -485,18 +504,18 @@ class SimulatedNode:
     ) -> list[Chip]:
         """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
-        A p300* has two functions, a Galaxy 32 on its own buses, any other card one. `bdf`,
-        `asic_id` and `ordinal` are those of the first. The NUMA node is -1 by default, but on a
-        Galaxy 0 for the trays below bus 0x80 and 1 above. `firmware=False`: it is not ready.
+        `bdf`, `asic_id` and `ordinal` are those of the first. The NUMA node is -1 by default, but
+        on a Galaxy 0 for the trays below bus 0x80 and 1 above. `firmware=False`: it is not ready.
         """
-        is_galaxy = card.startswith("galaxy-")
+        code, _, functions = CARDS[card]
+        is_galaxy = functions == len(GALAXY_BUSES)
         number = len(self.chips) + 1
         added = []
         for index, place in enumerate(self._places(card, bdf)):
             bus = int(place.split(":")[1], 16)
             board = bus >> 4 if is_galaxy else number
-            own_serial = serial or f"000{CARDS[card]:04X}{511700100 + board}"
-            own_id = f"{0x3B1D7A5620E40000 + (CARDS[card] << 8) + number + index:016X}"
+            own_serial = serial or f"000{code:04X}{511700100 + board}"
+            own_id = f"{0x3B1D7A5620E40000 + (code << 8) + number + index:016X}"
             if asic_id and not index:
                 own_id = asic_id
             chip = self._chip(card, _path(place), own_serial, own_id)
@@ -512,15 +531,14 @@ class SimulatedNode:
         return added
 
     def _places(self, card: str, bdf: str | None) -> list[str]:
-        if card.startswith("galaxy-"):
-            buses = [tray << 4 | chip for tray in GALAXY_PROBE_ORDER for chip in range(1, 9)]
-            places = [f"0000:{bus:02x}:00.0" for bus in buses]
+        functions = CARDS[card].functions
+        if functions == len(GALAXY_BUSES):
+            places = [f"0000:{bus:02x}:00.0" for bus in GALAXY_BUSES]
         else:
             used = {int(chip.bdf.split(":")[1], 16) for chip in self.chips}
             domain, first = (bdf or "0000:01").split(":")[:2]
             free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
-            count = 2 if card.startswith("p300") else 1
-            places = [f"{domain}:{bus:02x}:00.0" for bus in free[:count]]
+            places = [f"{domain}:{bus:02x}:00.0" for bus in free[:functions]]
             places[0] = bdf or places[0]
         if taken := {chip.bdf for chip in self.chips} & {*places}:
             raise ValueError(f"{', '.join(taken)} is occupied")
@@ -528,7 +546,8 @@ class SimulatedNode:
 
     def _chip(self, card: str, path: str, serial: str, asic_id: str) -> Chip:
         """Return a chip of a card, with the values of the captured one of its architecture."""
-        code, is_wormhole = CARDS[card], card in WORMHOLES
+        code, arch, _ = CARDS[card]
+        is_wormhole = arch == "wormhole"
         sample = capture("n150-p150a")["functions"][0 if is_wormhole else 1]
 
         def offered(name: str) -> bool:

@@ -12,7 +12,6 @@ import grpc
 import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
-from generated import podresources_pb2_grpc as pods_rpc
 from tests.world.kubelet import Kubelet
 from tests.world.plugins import rpc
 
@@ -109,14 +108,6 @@ class Plugin:
     async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:
         await self.grants.wait()
         return pb.PreStartContainerResponse()
-
-
-@contextlib.asynccontextmanager
-async def lister(kubelet: Kubelet) -> AsyncIterator[Any]:
-    """Give a client of the pod resources API."""
-    options, address = [("grpc.use_local_subchannel_pool", 1)], f"unix:{kubelet.pod_resources}"
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
-        yield pods_rpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
 
 
 class Bench(contextlib.AsyncExitStack):

@@ -12,11 +12,10 @@ import grpc.aio
 import pytest
 
 from generated import deviceplugin_pb2 as pb
-from generated import podresources_pb2 as pods_pb
 from tests.world.plugins import is_extended_resource
 from tests.world.pods import ADDRESSES
 from tests.world.processes import until
-from tests.world.reference import Bench, Plugin, device, lister
+from tests.world.reference import Bench, Plugin, device
 
 N150 = "tenstorrent.com/n150"
 P150 = "tenstorrent.com/p150"
@@ -191,19 +190,6 @@ async def test_the_answers_of_two_resources_are_merged(bench: Bench) -> None:
     assert {spec.container_path for spec in allocation.devices} == {"/dev/a", "/dev/b"}
     assert allocation.envs["IDS"] in ("a", "b")
     assert kubelet.allocation("pod", "main").ids == allocation.ids
-
-
-async def test_before_1_32_the_pod_that_was_admitted_last_is_kept(bench: Bench) -> None:
-    """Its entry stays until another pod is admitted, whether List asks or not."""
-    kubelet = await bench.kubelet(version=(1, 31))
-    await bench.registered(kubelet, A, B)
-    for name in ("one", "two"):
-        await kubelet.admit(name, "main", {N150: 1})
-        kubelet.delete(name)
-        async with lister(kubelet) as stub:
-            await stub.List(pods_pb.ListPodResourcesRequest())
-        (entry,) = kubelet.manager.pods.entries()
-        assert entry.uid == kubelet.uid(name)
 
 
 async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(bench: Bench) -> None:
