@@ -2171,11 +2171,12 @@ def _parse_entry(entry: Json, domain: str) -> Hold | None:
     """Return the hold of an entry, None for others' devices; raises ValueError and others.
 
     Another plugin's answer under our domain counts, whatever the resource is called: its chips are
-    ours. One under another domain does not: a monitoring pod can have all chips.
+    ours. Its ID must be listed even if the answer does not show which chips these are. One under
+    another domain does not count: a monitoring pod can have all chips.
     """
     resource = _name(entry["ResourceName"])
     answer = _parse_answer(entry["AllocResp"] or "", resource.startswith(f"{domain}/"))
-    if not answer or not (answer.chips or answer.device_files):
+    if not answer:
         return None
 
     ids: set[str] = set()
