@@ -4905,6 +4905,7 @@ class Host:
         self.scanned_at = -inf
         self.polled_at = -inf
         self.wake = wake
+        self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
 
     @contextmanager
@@ -5013,9 +5014,12 @@ class Allocator:
 
     def _decide(self, *, look: bool = False) -> Decision:
         """Observe, and return the decision for a call at this moment; raises OSError."""
-        now = monotonic()
-        self._host.refresh_holds(now, look=look)
-        return self._host.decide(now)
+        host, now = self._host, monotonic()
+        host.refresh_holds(now, look=look)
+        decision = host.decide(now)
+        if decision is not host.applied:
+            host.wake()  # an ID that has gone with its hold leaves the list before the next request
+        return decision
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
         """Return the edits for containers with these IDs; raises RequestError, OSError."""
@@ -6005,7 +6009,6 @@ class Daemon:
 
         self._stage = Stage.SCANNING
         self._binding_since = 0.0
-        self._applied: Decision | None = None  # the last decision that was applied
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
@@ -6089,7 +6092,7 @@ class Daemon:
             due.append(host.scanned_at + DEBOUNCE)
         if host.waiting_starts or host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
-        if self._applied and self._applied.resources is not self._applied.offer.resources:
+        if host.applied and host.applied.resources is not host.applied.offer.resources:
             due.append(self._looked_at + HELD_INTERVAL)
         if self._must_tidy:
             due.append(now + TIDY_INTERVAL)
@@ -6175,7 +6178,7 @@ class Daemon:
         """Bring log, files, sessions and status in line with the decision."""
         host = self.host
         decision = host.decide(now)
-        former, self._applied = self._applied, decision
+        former, host.applied = host.applied, decision
         if decision is not former:
             for level, line in changes(former, decision):
                 log.log(level, "%s", line)
