@@ -5062,8 +5062,11 @@ class Allocator:
             decision = self._decide()
 
         existing_links = {bdf: link for bdf, link in links.items() if link}
-        answers = []
+        answers: list[Edits] = []
         for ids, its_chips in zip(containers, chips, strict=True):
+            if answers:  # kubelets name one container; others could name thousands
+                await asyncio.sleep(0)
+                check_request(self._decide().resource(name), [ids])
             hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
             mounts = self._mounts(hold, resource)
             edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
@@ -5379,6 +5382,7 @@ class Endpoint(rpc.DevicePluginServicer):
             for question in request.container_requests:
                 ids = self._allocator.prefer(self._resource, question)
                 response.container_responses.add(deviceIDs=ids)
+                await asyncio.sleep(0)  # a request can have thousands of questions
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
