@@ -4545,7 +4545,7 @@ class StateFile:
                 raise ValueError(f"format {document['format']}, not {self.FORMAT}")
 
             files = [str(each) for each in document["files"]]
-            if self._boot is None or document["boot"] != self._boot:
+            if not self._boot or document["boot"] != self._boot:
                 return SavedState(files)
             return SavedState(
                 files,
