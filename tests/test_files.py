@@ -369,7 +369,7 @@ def set_boot_id(root: Path, boot: str | None) -> None:
     path = root / "proc/sys/kernel/random/boot_id"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    if boot:
+    if boot is not None:
         path.write_text(f"{boot}\n")
 
 
