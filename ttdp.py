@@ -2171,11 +2171,12 @@ def _parse_entry(entry: Json, domain: str) -> Hold | None:
     """Return the hold of an entry, None for others' devices; raises ValueError and others.
 
     Another plugin's answer under our domain counts, whatever the resource is called: its chips are
-    ours. One under another domain does not: a monitoring pod can have all chips.
+    ours. Its ID must be listed even if the answer does not show which chips these are. One under
+    another domain does not count: a monitoring pod can have all chips.
     """
     resource = _name(entry["ResourceName"])
     answer = _parse_answer(entry["AllocResp"] or "", resource.startswith(f"{domain}/"))
-    if not answer or not (answer.chips or answer.device_files):
+    if not answer:
         return None
 
     ids: set[str] = set()
@@ -4544,7 +4545,7 @@ class StateFile:
                 raise ValueError(f"format {document['format']}, not {self.FORMAT}")
 
             files = [str(each) for each in document["files"]]
-            if self._boot is None or document["boot"] != self._boot:
+            if not self._boot or document["boot"] != self._boot:
                 return SavedState(files)
             return SavedState(
                 files,
@@ -4904,6 +4905,7 @@ class Host:
         self.scanned_at = -inf
         self.polled_at = -inf
         self.wake = wake
+        self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
 
     @contextmanager
@@ -5012,9 +5014,12 @@ class Allocator:
 
     def _decide(self, *, look: bool = False) -> Decision:
         """Observe, and return the decision for a call at this moment; raises OSError."""
-        now = monotonic()
-        self._host.refresh_holds(now, look=look)
-        return self._host.decide(now)
+        host, now = self._host, monotonic()
+        host.refresh_holds(now, look=look)
+        decision = host.decide(now)
+        if decision is not host.applied:
+            host.wake()  # an ID that has gone with its hold leaves the list before the next request
+        return decision
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
         """Return the edits for containers with these IDs; raises RequestError, OSError."""
@@ -5057,8 +5062,11 @@ class Allocator:
             decision = self._decide()
 
         existing_links = {bdf: link for bdf, link in links.items() if link}
-        answers = []
+        answers: list[Edits] = []
         for ids, its_chips in zip(containers, chips, strict=True):
+            if answers:  # kubelets name one container; others could name thousands
+                await asyncio.sleep(0)
+                check_request(self._decide().resource(name), [ids])
             hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
             mounts = self._mounts(hold, resource)
             edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
@@ -5374,6 +5382,7 @@ class Endpoint(rpc.DevicePluginServicer):
             for question in request.container_requests:
                 ids = self._allocator.prefer(self._resource, question)
                 response.container_responses.add(deviceIDs=ids)
+                await asyncio.sleep(0)  # a request can have thousands of questions
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
@@ -6004,7 +6013,6 @@ class Daemon:
 
         self._stage = Stage.SCANNING
         self._binding_since = 0.0
-        self._applied: Decision | None = None  # the last decision that was applied
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
@@ -6088,7 +6096,7 @@ class Daemon:
             due.append(host.scanned_at + DEBOUNCE)
         if host.waiting_starts or host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
-        if self._applied and self._applied.resources is not self._applied.offer.resources:
+        if host.applied and host.applied.resources is not host.applied.offer.resources:
             due.append(self._looked_at + HELD_INTERVAL)
         if self._must_tidy:
             due.append(now + TIDY_INTERVAL)
@@ -6174,7 +6182,7 @@ class Daemon:
         """Bring log, files, sessions and status in line with the decision."""
         host = self.host
         decision = host.decide(now)
-        former, self._applied = self._applied, decision
+        former, host.applied = host.applied, decision
         if decision is not former:
             for level, line in changes(former, decision):
                 log.log(level, "%s", line)

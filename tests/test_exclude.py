@@ -15,12 +15,12 @@ import ttdp
 from tests.chips import bdf, chip, decide, hold
 from tests.commands import Host, host_with
 from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
+from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from ttdp import ChipState, Kind, Settings, SharedResource, Sharing
 
-P300 = "tenstorrent.com/p300"
+P300, N150 = "tenstorrent.com/p300", "tenstorrent.com/n150"
 PAIR = [chip(1, "p300c", serial="A" * 16), chip(2, "p300c", serial="A" * 16, ordinal=1)]
 FOUR = [*PAIR, *(chip(bus, "p300c", serial="B" * 16, ordinal=bus) for bus in (3, 4))]
 
@@ -317,3 +317,26 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
     await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine, other})
     lines = [line for line in caplog.messages if "excluded" in line]
     assert len(lines) == 4 and sum("no longer" in line for line in lines) == 2
+
+
+async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_had_the_chip(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ID leaves the list with the hold, as soon as a request shows that this has ended."""
+    for name in ("ROUND", "HELD_INTERVAL"):
+        monkeypatch.setattr(ttdp, name, 3600)
+    (chip,) = node.add("n150")
+    daemon = await start(interval=3600)
+    await kubelet.registered(N150)
+    await kubelet.admit("train", "main", {N150: 1})
+    await kubelet.running("train", "main")
+    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+    daemon.reload(exclude=(chip.bdf,))
+    await until(lambda: daemon.notes.count("READY=1") == 2)
+    assert kubelet.healthy(N150) == {chip.bdf}
+
+    kubelet.delete("train")
+    with pytest.raises(AdmissionError):
+        await kubelet.admit("next", "main", {N150: 1})
+
+    await kubelet.wait_for(lambda: not kubelet.healthy(N150))

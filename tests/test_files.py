@@ -367,7 +367,7 @@ def set_boot_id(root: Path, boot: str | None) -> None:
     path = root / "proc/sys/kernel/random/boot_id"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    if boot:
+    if boot is not None:
         path.write_text(f"{boot}\n")
 
 
@@ -463,7 +463,9 @@ def test_a_chip_that_had_stalled_is_stalled_until_its_heartbeat_changes(
     assert kind_of(inventory.chips[bdf(1)]) is kind
 
 
-@pytest.mark.parametrize("boots", [("this", "next"), ("this", None), (None, "this"), (None, None)])
+@pytest.mark.parametrize(
+    "boots", [("this", "next"), ("this", None), (None, "this"), (None, None), ("", "")]
+)
 def test_only_files_are_kept_unless_the_boot_is_the_same(
     settings: Settings, tmp_path: Path, boots: tuple[str | None, str | None]
 ) -> None:

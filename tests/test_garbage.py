@@ -171,3 +171,27 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
     finally:
         logging.getLogger("grpc").removeHandler(handler)
         ttdp.log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("method", ["Allocate", "GetPreferredAllocation"])
+async def test_a_request_for_thousands_of_containers_keeps_no_other_call_waiting(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, method: str
+) -> None:
+    """Kubelets name one; the loop does other work between the answers for two of them."""
+    entry = ttdp.SharedResource("n150", 1000)
+    await start(sharing=ttdp.Sharing(lock_dir="", resources=(entry,)))
+    await kubelet.registered(NAME)
+    ids = sorted(kubelet.healthy(NAME))
+    request: Any = allocation(*([each] for each in ids))
+    if method == "GetPreferredAllocation":
+        request = preference([ids[0]], 1)
+        request.container_requests.extend([request.container_requests[0]] * 2000)
+
+    (path,) = directory.glob("tt-*")
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        stub: Any = rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
+        call = asyncio.ensure_future(getattr(stub, method)(request))
+        for _ in range(3):
+            await stub.Allocate(allocation(ids[:1]))
+        assert not call.done()
+        call.cancel()
