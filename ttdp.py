@@ -385,7 +385,7 @@ KEYS = {
         f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
         SOCKET_PATH_MAX,
     ),
-    "fail_on_init_error": _switch("exit with status 1 if there is no driver or device at start"),
+    "fail_on_init_error": _switch("exit with status 1 if the driver or all devices are missing at start"),
     "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
     "hugepages": _one_of(
         ("private", "host", "none"),
@@ -1440,7 +1440,7 @@ def judge(
         problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
         return Fault(Kind.TRIPPED, problem)
 
-    # After a rebind the firmware of a healthy chip has ten seconds; one that was ill must show that
+    # After a rebind the firmware of a healthy chip has ten seconds; an unhealthy one must show that
     # it is well. A chip that never had telemetry may have old firmware.
     is_missing = vitals.empty_since is not None and vitals.had_telemetry
     if is_missing and (former or reading.at - (vitals.empty_since or 0) >= FIRMWARE_TIMEOUT):
@@ -3785,7 +3785,7 @@ def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
 
 
 def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogLines:
-    """Yield log lines about a chip. Of one that is out of service, there are none."""
+    """Yield log lines about a chip, unless it is out of service."""
     chip = decision.chips[bdf]
     before = former.chips.get(bdf) if former else None
     if not is_logged(decision, bdf):
@@ -5092,7 +5092,7 @@ class Allocator:
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
         """Return the best IDs; raises RequestError, OSError."""
-        # Not by the last look at pods: one that has ended since has a chip to choose.
+        # Not by the last look at pods: a pod that has ended since has a chip to choose.
         decision = self._decide(look=True)
         return preferred_allocation(
             decision.resource(name),
@@ -7588,7 +7588,7 @@ class Checks:
 
     def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
         rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
-        # One that was not offered since boot costs no pod anything.
+        # A chip that was not offered since boot costs no pod anything.
         is_offered = any(row["resource"] or row["index"] is not None for row in rows)
         card = rows[0]["card"] or rows[0]["arch"]
         text = f"{card}: {problem}" if card else problem
