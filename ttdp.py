@@ -385,7 +385,9 @@ KEYS = {
         f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
         SOCKET_PATH_MAX,
     ),
-    "fail_on_init_error": _switch("exit with status 1 if the driver or all devices are missing at start"),
+    "fail_on_init_error": _switch(
+        "exit with status 1 if the driver or all devices are missing at start"
+    ),
     "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
     "hugepages": _one_of(
         ("private", "host", "none"),
