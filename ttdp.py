@@ -5,10 +5,10 @@ Ten nouns, each with this one meaning:
     chip        a PCI function of a card, known by its PCI address, with one device file
     board       the chips that are one card; of a Galaxy, a tray is a board
     tray        8 chips of a Galaxy
-    device      what an ID of a resource stands for: a chip, or with unit = "board" a board
+    device      the unit of allocation: a chip, or with unit = "board" a board
     resource    a name at the kubelet, such as tenstorrent.com/n300, with its devices
     ID          a device's name; of a shared device one for each replica
-    hold        one answer to Allocate: what a container was given
+    hold        one answer to Allocate, with all that a container was given
     fault       why a chip is unhealthy: a kind and a text
     session     keeps one resource registered with the kubelet
     view        the node, as `list --json` shows it
@@ -17,7 +17,7 @@ The daemon is one asyncio loop: events only wake it, then it observes the host, 
 be advertised and written, and brings sockets and files in line with that (see Daemon). The chapters
 stand bottom-up; each uses only those above it:
 
-    what the host shows     CONFIGURATION, INVENTORY, HEALTH, CHIPS
+    the host                CONFIGURATION, INVENTORY, HEALTH, CHIPS
     who has what            RESOURCES, HOLDS
     pure decisions          PREFERRED ALLOCATION, CONTAINER EDITS, CDI AND LABELS, DECISION, REPORTS
     infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, HOST
@@ -91,7 +91,7 @@ __version__ = "0.2.0"
 
 Json = dict[str, Any]
 ChipAddresses = frozenset[str]  # PCI addresses, "0000:03:00.0"
-DeviceIds = frozenset[str]  # what the kubelet allocates; for an unshared chip its PCI address
+DeviceIds = frozenset[str]  # as the kubelet allocates them; an unshared chip has its address
 Task = asyncio.Task[None]
 
 log = logging.getLogger("tt-device-plugin")
@@ -369,7 +369,7 @@ KEYS = {
     ),
     "unit": _one_of(
         ("chip", "board"),
-        "what one device is: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+        "unit of allocation: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
     ),
     "device_list_strategy": _one_of(
         ("device-specs", "cdi"),
@@ -385,7 +385,9 @@ KEYS = {
         f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
         SOCKET_PATH_MAX,
     ),
-    "fail_on_init_error": _switch("exit with status 1 if there is no driver or device at start"),
+    "fail_on_init_error": _switch(
+        "exit with status 1 if the driver or all devices are missing at start"
+    ),
     "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
     "hugepages": _one_of(
         ("private", "host", "none"),
@@ -458,7 +460,7 @@ KEYS = {
 
 
 def _keys_of(heading: str) -> list[str]:
-    """Return what can stand in a table of the file: keys, and names of tables in it."""
+    """Return the names that a table of the file can have: keys, and tables in it."""
     names = [each.name for each in fields(TABLES[heading])]
     return [name for name in names if name not in ("state_dir", "runtime_dir")]
 
@@ -682,7 +684,7 @@ MEMORY = {
 MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
 # Each register of a chip that does not respond reads as ones; the driver converts them like any
-# value. What it makes of them is called DEAD_… below.
+# value. Its results are called DEAD_… below.
 ALL_ONES = 0xFFFFFFFF
 
 # errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
@@ -724,7 +726,7 @@ class PciFunction(NamedTuple):
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
 
     def is_same_but_numa_node(self, other: PciFunction) -> bool:
-        """Return whether no more differs than what an administrator can correct in sysfs."""
+        """Return whether nothing else differs; an administrator can correct it in sysfs."""
         return self._replace(numa_node=other.numa_node) == other
 
     def without_device_file(self, driver: str | None = None) -> PciFunction:
@@ -744,7 +746,7 @@ class Identity(NamedTuple):
     firmware: str | None = None  # version of the bundle, "19.4.0.0"
 
     def contradicts(self, other: Identity) -> bool:
-        """Return whether it is another chip's: what an update of the firmware cannot change."""
+        """Return whether it is another chip's, as an update of the firmware cannot change it."""
         pairs = zip(self[:3], other[:3], strict=True)  # card, serial, asic_id
         return any(ours and theirs and ours != theirs for ours, theirs in pairs)
 
@@ -952,7 +954,7 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
 def file_fault_now(function: PciFunction) -> str | None:
     """Return why the device file cannot be used at this moment.
 
-    devtmpfs made it when the device appeared; nobody makes it again but `fix`.
+    devtmpfs made it when the device appeared; only `fix` makes it again.
     """
     path = function.path
     number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
@@ -1324,7 +1326,7 @@ class Fault(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """What is wrong, and the command that helps. As a text: PROBLEM; run: COMMAND."""
+    """A problem, and the command that helps. As a text: PROBLEM; run: COMMAND."""
 
     problem: str
     command: str = ""  # empty: there is nothing to run
@@ -1440,7 +1442,7 @@ def judge(
         problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
         return Fault(Kind.TRIPPED, problem)
 
-    # After a rebind the firmware of a healthy chip has ten seconds; one that was ill must show that
+    # After a rebind the firmware of a healthy chip has ten seconds; an unhealthy one must show that
     # it is well. A chip that never had telemetry may have old firmware.
     is_missing = vitals.empty_since is not None and vitals.had_telemetry
     if is_missing and (former or reading.at - (vitals.empty_since or 0) >= FIRMWARE_TIMEOUT):
@@ -1706,7 +1708,7 @@ class ChipState:
             self.since = now if fault else None
 
     def to_saved(self) -> Json:
-        """Return what a reading cannot show to the next daemon."""
+        """Return the part of the state that the next daemon cannot read again."""
         function, fault = self.chip.function, self.chip.telemetry_fault
         return {
             "arch": function.arch,
@@ -1748,7 +1750,7 @@ class Inventory:
     def __init__(self, states: dict[str, ChipState]) -> None:
         self.states = states  # by PCI address
         self.driver: str | None = None  # see driver_version()
-        self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions that no driver of ours has
+        self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions without a driver for them
         self._bus: Bus = {}
 
     @property
@@ -1791,7 +1793,7 @@ class Inventory:
             self.states[bdf].vanish(last.without_device_file()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
-        """Record what was read of chips."""
+        """Record readings of chips."""
         for reading in readings:
             state = self.states[reading.function.bdf]
             # A chip that has been renumbered since was read under its former number.
@@ -1801,24 +1803,24 @@ class Inventory:
     def date_faults(self, now: float | None) -> None:
         """Record which faults have begun or ended.
 
-        `now`: Unix time; None: nobody has watched the chips, so new faults can be old ones.
+        `now`: Unix time; None: the chips were not watched, so new faults can be old ones.
         """
         for state in self.states.values():
             state.date_fault(now)
 
 
-# ==== RESOURCES: what the configuration gives, whoever holds it. Pure =============================
+# ==== RESOURCES: as the configuration gives them, held or not. Pure ===============================
 
 Status = grpc.StatusCode
 DeviceList = pb.ListAndWatchResponse
 
 
 class RequestError(Exception):
-    """A request of the kubelet's that is rejected: gRPC status code and reason."""
+    """A kubelet's request that is rejected: gRPC status code and reason."""
 
 
 class Device(NamedTuple):
-    """What an ID of a resource stands for: a chip, or a board. If it is shared, it has several."""
+    """The unit of allocation: a chip, or a board. If it is shared, it has several IDs."""
 
     id: str
     chips: tuple[Chip, ...]  # in the order of PCI addresses
@@ -1916,7 +1918,7 @@ Resources = dict[str, Resource]  # by name
 
 @dataclass(frozen=True)
 class Offer:
-    """What the configuration gives."""
+    """All resources that the configuration gives."""
 
     resources: Resources
     excluded: ChipAddresses  # chips that are taken out of service, with their whole boards
@@ -1935,7 +1937,7 @@ class Offer:
 
 
 def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
-    """Return what the configuration gives of these chips, by address and in that order."""
+    """Return the resources of these chips, which are by address and in that order."""
     listed = [chip for chip in chips.values() if chip.is_listed]
     devices = devices_by_name(listed, settings)
     excluded = chips.keys() & set(settings.exclude)
@@ -2060,10 +2062,10 @@ def _without_effect(
             yield f"sharing: there is no resource {entry.name}; available: {available}"
 
 
-# ==== HOLDS: which pod has which chips, and what follows from that ================================
+# ==== HOLDS: which pod has which chips, and the consequences ======================================
 #
-# A *hold* is one answer to Allocate: what one container was given. The chips and directories stand
-# in the answer. The kubelet keeps it in its checkpoint, with resource, IDs, pod and container. So
+# A *hold* is one answer to Allocate, for one container. The chips and directories can be read in
+# the answer. The kubelet keeps it in its checkpoint, with resource, IDs, pod and container. So
 # holds are read, not remembered:
 #
 #     the hold is                           it is *current*, so has its chips
@@ -2075,8 +2077,8 @@ def _without_effect(
 #
 # An answer need not be in the checkpoint: kubelets write late, and their writings overtake each
 # other.
-# A checkpoint that has disappeared or cannot be parsed is as if it had not changed. What follows
-# from the current holds stands below, in this order:
+# A checkpoint that has disappeared or cannot be parsed is as if it had not changed. The current
+# holds have these consequences, in this order below:
 #
 #     runs          which pods use their chips: others' containers do not start on these
 #     starts        whose start a PreStartContainer call may be, and when it is allowed
@@ -2098,7 +2100,7 @@ HoldKey = tuple[str, str, str, str]
 
 
 class Hold(NamedTuple):
-    """One answer to Allocate: what a container was given of a resource."""
+    """One answer to Allocate: the devices of a resource that a container was given."""
 
     resource: str
     ids: DeviceIds
@@ -2136,7 +2138,7 @@ class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     holds: Sequence[Hold] = ()
-    unreadable: Sequence[str] = ()  # entries of ours, "pod UID, container NAME"
+    unreadable: Sequence[str] = ()  # our entries, "pod UID, container NAME"
     registered: Mapping[str, Any] = {}  # the IDs that the kubelet takes for healthy, by resource
 
 
@@ -2163,7 +2165,7 @@ def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
 
 
 def _is_ours(entry: object, domain: str) -> bool:
-    """Return whether an entry is that of a device of ours, though the rest cannot be read."""
+    """Return whether an entry is about one of our devices, though the rest cannot be read."""
     return isinstance(entry, dict) and str(entry.get("ResourceName")).startswith(f"{domain}/")
 
 
@@ -2200,7 +2202,7 @@ def _name(value: object) -> str:
 
 @lru_cache(maxsize=1024)  # a checkpoint is written often, with the same answers
 def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
-    """Return what stands in an answer, None if it is another vendor's; raises ValueError."""
+    """Return the hold of an answer, None if it is another vendor's; raises ValueError."""
     content = base64.b64decode(encoded, validate=True)
     if not is_our_domain and ADDRESSES.encode() not in content:
         return None
@@ -2213,7 +2215,7 @@ def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
 
 
 def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
-    """Return what stands in an answer, without resource, IDs and pod."""
+    """Return the hold of an answer, without resource, IDs and pod."""
     ours = frozenset(filter(BDF.fullmatch, answer.envs.get(ADDRESSES, "").split(",")))
     if not ours:
         texts = [*answer.envs.values(), *(each.name for each in answer.cdi_devices)]
@@ -2401,7 +2403,7 @@ class Start(Enum):
 
 @dataclass(slots=True)
 class HoldState:
-    """A hold, and what was seen of it."""
+    """A hold, and its history."""
 
     hold: Hold
     answered_at: float | None = None  # in this boot; None: it was found in the checkpoint
@@ -2414,7 +2416,7 @@ class HoldState:
 
     @property
     def pod_key(self) -> HoldKey | str:
-        """Return what is equal for holds of one pod; one without a name is a pod of its own."""
+        """Return a key that is equal for holds of one pod; a hold without a pod has its own."""
         return self.hold.pod or self.hold.key
 
     def is_recent(self, now: float) -> bool:
@@ -2541,7 +2543,7 @@ class HoldBook:
         if self.problem is None:
             log.warning("%s %s (%s); its last content stays in use", self._path, what, why)
         self.problem = f"{CHECKPOINT} {what}"
-        # What is registered now is not known, so no other plugin is named.
+        # The present registrations are not known, so no other plugin is named.
         self._checkpoint = self._checkpoint._replace(registered={})
         self._strange = {}
 
@@ -2572,7 +2574,7 @@ class HoldBook:
         return HoldState(hold, start=start)
 
     def _follow(self, now: float) -> None:
-        """Note what has become of pods and starts, and drop the states that no longer matter."""
+        """Note the progress of pods and starts, and drop the states that no longer matter."""
         for state in self._states.values():
             pod = state.hold.pod
             state.cgroup_seen |= self._cgroups.exists(pod)
@@ -2939,7 +2941,7 @@ class Directories:
             self._lock_paths.add(path)
 
     def put_right(self, hold: Hold) -> None:
-        """Make what a hold names and is missing, with its mode; raises OSError.
+        """Make the missing directories of a hold, with their modes; raises OSError.
 
         Runtimes resolve the paths of an answer each time that they create a container.
         """
@@ -2956,7 +2958,7 @@ class Directories:
     def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
         """Return the directories that no current hold names; raises OSError.
 
-        In the daemon's first seconds none that was there before: the checkpoint can be late.
+        In the daemon's first seconds no older ones: the checkpoint can be late.
         """
         named = {path for hold in holds for path in (*hold.directories, hold.locks)}
         present = {*self._hugepage_paths(), *self._lock_paths}
@@ -2975,7 +2977,7 @@ class Directories:
         paths = {*unnamed, *left_behind}
         self.resisting = {path: self.resisting[path] for path in paths & self.resisting.keys()}
         self._tried_at = {path: self._tried_at[path] for path in paths & self._tried_at.keys()}
-        # The one that took all steps of the last time comes last.
+        # The directory that took all steps of the last time comes last.
         for path in sorted(paths, key=lambda path: (self._tried_at.get(path, 0.0), path)):
             if path not in self.resisting or now >= self.resisting[path].next_try:
                 self._tried_at[path] = now
@@ -2984,7 +2986,7 @@ class Directories:
     def _hugepage_paths(self) -> Iterator[str]:
         for hugetlbfs in hugetlbfs_mounts(self._settings):
             parent = f"{hugetlbfs.host}/{OWN_DIRECTORY}"
-            # One that is not there, or another user's, has nothing to be removed.
+            # A missing directory, or another user's, has nothing to be removed.
             unusable = (FileNotFoundError, NotADirectoryError, PermissionError)
             with suppress(*unusable), _opened_own_directory(parent) as directory:
                 for name in os.listdir(directory):
@@ -3029,7 +3031,7 @@ def _make_hugepage_directory(path: str) -> None:
     with _naming(parent):
         _make_directory(parent, 0o700)
         with _opened_own_directory(parent) as directory:
-            os.fchmod(directory, 0o700)  # runtimes make what is missing, with mode 0755
+            os.fchmod(directory, 0o700)  # runtimes make missing ones 0755
             with _naming(path):
                 _make_directory(path, 0o777, directory)
                 _set_mode(path, 0o777, directory)
@@ -3038,7 +3040,7 @@ def _make_hugepage_directory(path: str) -> None:
 def _check_lock_dir(path: str) -> None:
     """Raise OSError if others than root can change a directory of lock directories.
 
-    Whoever could replace one of these could redirect root. The container may own its own.
+    A user who could replace one of these could redirect root. The container may own its own.
     """
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
@@ -3090,7 +3092,7 @@ def _move_up(name: str, parent: int, steps: Steps, failures: list[OSError]) -> b
 
 
 def _entries(directory: int, steps: Steps) -> Iterator[os.DirEntry[str]]:
-    """Yield what is in an open directory; each takes a step."""
+    """Yield the entries of an open directory; each takes a step."""
     with os.scandir(directory) as entries:
         for entry in entries:
             steps.take()
@@ -3154,9 +3156,9 @@ def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
 
 @contextmanager
 def _opened_own_directory(path: str) -> Iterator[int]:
-    """Open a directory of ours; raises OSError if it is another user's.
+    """Open one of our directories; raises OSError if it is another user's.
 
-    What is in it is reached by this descriptor. By its path, a container that has the host's
+    Its entries are reached by this descriptor. By its path, a container that has the host's
     hugetlbfs could lead the daemon elsewhere, with a link in its place.
     """
     with _opened_directory(path) as directory:
@@ -3252,7 +3254,7 @@ class Board:
 
     @property
     def ring(self) -> object:
-        """Return what the trays of one Galaxy have in common."""
+        """Return a key that is the same for the trays of one Galaxy."""
         return self.tray and (self.tray.card, self.tray.domain)
 
     def best_choice(self, size: int) -> Choice:
@@ -3389,8 +3391,8 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
     """Return the numbers of the candidates of the best choice of this size."""
     taken_nodes = set[int]().union(*(board.taken_numa_nodes for board in boards))
 
-    # Trays of a ring stand together, so that the ring ends with the last of them. Other boards on
-    # the same NUMA nodes stand together to keep the number of choices low.
+    # Trays of a ring are adjacent, so that the ring ends with the last of them. Other boards on
+    # the same NUMA nodes are adjacent to keep the number of choices low.
     boards = [board for board in boards if board.chosen or board.candidates]
     boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
     fewest_boards = _fewest_boards(boards, size)[size]
@@ -3677,10 +3679,10 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The desired state. What others read of it is computed in REPORTS, when they want it."""
+    """The desired state. REPORTS computes the texts about it, when somebody wants them."""
 
     observation: Observation
-    chips: Mapping[str, Chip]  # also those that only a hold has, in the order of addresses
+    chips: Mapping[str, Chip]  # also chips that only a hold has, in the order of addresses
     holds: Sequence[Hold]  # with the chips of other plugins' holds
     offer: Offer  # by the configuration alone
     resources: Resources  # as advertised, by name
@@ -3707,7 +3709,7 @@ class Decision:
         return pod_label(hold, self.observation.names)
 
     def is_out_of_service(self, bdf: str) -> bool:
-        """Return whether a chip is excluded, and no pod holds it: its faults concern nobody."""
+        """Return whether a chip is excluded and not held, so that its faults do not matter."""
         return bdf in self.offer.excluded and bdf not in self.held_chips
 
 
@@ -3773,7 +3775,7 @@ UNSUPPORTED = "a Tenstorrent card of a generation that this program does not kno
 
 
 def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return what is wrong with devices, and the text of its end, by "RESOURCE ID"."""
+    """Return the problems of devices, and the texts of their ends, by "RESOURCE ID"."""
     found = {}
     for name, resource in decision.resources.items():
         for device in resource.unique_devices:
@@ -3786,7 +3788,7 @@ def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
 
 
 def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogLines:
-    """Yield log lines about a chip. Of one that is out of service, there are none."""
+    """Yield log lines about a chip, unless it is out of service."""
     chip = decision.chips[bdf]
     before = former.chips.get(bdf) if former else None
     if not is_logged(decision, bdf):
@@ -4301,7 +4303,7 @@ class TelemetryReaders:
     def submit(
         self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, except those that are being read; see read_chip()."""
+        """Read these chips, unless they are being read already; see read_chip()."""
         waiting = deque[PciFunction]()
         for function in functions:
             if function.bdf not in self._since:
@@ -4332,7 +4334,7 @@ class TelemetryReaders:
     def _relieve(
         self, thread: threading.Thread, waiting: deque[PciFunction], read: ReadChip
     ) -> None:
-        """If a thread has not ended, give each chip that waits for it a thread of its own."""
+        """If a thread has not ended, give each chip that waits for it another thread."""
         if not thread.is_alive():
             return
         for function in _take(waiting):
@@ -4399,7 +4401,7 @@ class TelemetryReaders:
 # ==== FILES: for others, and to survive a restart =================================================
 
 
-# What it raises to read a JSON document that has another form than expected.
+# Raised while a JSON document is read that has another form than expected.
 OTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -4407,7 +4409,7 @@ class OutputFile:
     """A file that is replaced when its text changes, and removed if that fails.
 
     A new file is created and renamed: nothing that another user has put in its place is followed or
-    written to. Without its directory there is no reader, and so no file.
+    written to. Without its directory nothing reads it, so it is not written.
     """
 
     def __init__(self, path: str, mode: int = 0o644, *, keep_outdated: bool = False) -> None:
@@ -4520,7 +4522,7 @@ class SavedState(NamedTuple):
 class StateFile:
     """The state that survives a restart of the daemon within the same boot.
 
-    It is root's own and taken as it is: one that does not fit is discarded as a whole.
+    It is root's own and taken as it is. If it does not fit, it is discarded as a whole.
     """
 
     FORMAT = 4
@@ -4928,7 +4930,7 @@ class Host:
         self.readers.submit(self.inventory.present, is_poll=is_poll, settings=settings)
 
     def take_readings(self, now: float) -> None:
-        """Record what was read of chips, and which reads are late; raises OSError."""
+        """Record readings of chips, and which reads are late; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
         for bdf, state in self.readers.under_way(now).items():
             chip = self.inventory.states[bdf]
@@ -4977,7 +4979,7 @@ class Host:
             self.problems.pop(subject, None)
 
     def save_state(self) -> None:
-        """Save what the next daemon cannot read again."""
+        """Save the state that the next daemon cannot read again."""
         self.must_save = False
         chips = {}
         for bdf, state in self.inventory.states.items():
@@ -5100,7 +5102,7 @@ class Allocator:
 
     def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
         """Return the best IDs; raises RequestError, OSError."""
-        # Not by the last look at pods: one that has ended since has a chip to choose.
+        # Not by the last look at pods: a pod that has ended since has a chip to choose.
         decision = self._decide(look=True)
         return preferred_allocation(
             decision.resource(name),
@@ -5264,7 +5266,7 @@ def remove_dead_sockets(directory: str) -> None:
 
 
 class Seen(NamedTuple):
-    """What a registration depends on, as the loop sees it in one turn."""
+    """The conditions of a registration, as the loop sees them in one turn."""
 
     kubelet: FileIdentity | None = None  # kubelet.sock
     checkpoint: FileIdentity | None = None  # the kubelet's, as it was read last
@@ -5273,7 +5275,7 @@ class Seen(NamedTuple):
 
 
 def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
-    """Return how a registration ends by what the loop sees now, None if it goes on.
+    """Return how a registration ends under the present conditions, None if it goes on.
 
     `at_register` has the sockets as they were at Register, and the checkpoint as it was before the
     kubelet was sent the present list.
@@ -5351,7 +5353,7 @@ class Endpoint(rpc.DevicePluginServicer):
         self._allocator = allocator
 
     def judge(self, seen: Seen) -> None:
-        """Set `lost` if the registration is, by what the loop sees now; raises OSError."""
+        """Set `lost` if the registration is, under these conditions; raises OSError."""
         seen = seen._replace(own_socket=file_identity(self.path))
         # Until the kubelet is sent the present list, no checkpoint shows what becomes of it.
         if self.stream.sent is not self._devices.message:
@@ -5517,7 +5519,7 @@ class KubeletSession:
         self._task = asyncio.create_task(self._run())
 
     def update(self, devices: DeviceList, seen: Seen, *, is_disturbed: bool) -> None:
-        """Take what the loop sees in this turn, the own socket apart; raises OSError.
+        """Take the conditions of this turn, the own socket apart; raises OSError.
 
         `is_disturbed`: files of others have come or gone in the directory.
         """
@@ -6337,7 +6339,7 @@ OMITTED_FIRST = ("FIRMWARE", "SERIAL", "NUMA", "CARD")  # if the table is too wi
 
 
 class Command(NamedTuple):
-    """What the first word of the command line can be."""
+    """A command, which is the first word of the command line."""
 
     help: str
     options: tuple[str, ...]  # without dashes, and with underscores
@@ -6424,7 +6426,7 @@ def overview_parser() -> argparse.ArgumentParser:
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of what follows a command."""
+    """Return the parser of a command's options."""
     command = COMMANDS[name]
     about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
     example = f"example:\n  {command.example}\n"
@@ -6475,7 +6477,7 @@ def parse_command_line(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
 
 
 def _unrecognized(words: Sequence[str], command: str) -> str:
-    """Return the error about words that are no options of a command."""
+    """Return the error about words that are not options of a command."""
     text = f"unrecognized arguments: {' '.join(words)}"
     flag = words[0].partition("=")[0]
     if not flag.startswith("--"):
@@ -6582,7 +6584,7 @@ def terminal_width() -> int | None:
 def wrapped(text: str, command: str, width: int | None, indent: str = "    ") -> Iterator[str]:
     """Yield the lines of a text and a command.
 
-    On a terminal, the command stands on a separate line, whatever its length: one that is broken by
+    On a terminal, the command is on a separate line, whatever its length: one that is broken by
     the end of a line would do something else when it is pasted. Else, both are one line.
     """
     if width is None:
@@ -6719,7 +6721,7 @@ def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
 
 
 def list_lines(view: View, width: int | None) -> Iterator[str]:
-    """Yield the table and what is below it; `width`: columns of a terminal."""
+    """Yield the table and the lines below it; `width`: columns of a terminal."""
     rows = view["chips"]
     if rows:
         firmware = common_value(row["firmware"] for row in rows) or "unknown"
@@ -6865,7 +6867,7 @@ GALAXY_RESETS = (
 
 
 class Step(Enum):
-    """What can be done about a chip."""
+    """An action that can help a chip."""
 
     RESCAN = "rescan the PCI bus, so that the kernel finds the card again"
     LOAD = "load the driver, which concerns all chips of this node"
@@ -6876,19 +6878,19 @@ class Step(Enum):
     RESET = "reset the chip with tt-smi"
 
 
-INTERRUPTING = (Step.REBIND, Step.RESET)  # those that take a working chip from its users
+INTERRUPTING = (Step.REBIND, Step.RESET)  # they take a working chip from its users
 COSTS_NOTHING = (Step.MAKE_FILE, Step.WAIT)  # those after which pods need not be started again
 
 
 class End(NamedTuple):
-    """Why there is no further step."""
+    """The reason not to take another step."""
 
     text: str
     is_well: bool = False
 
 
 class Plan(NamedTuple):
-    """What an answer is about: the same step can be for another device number, or other pods."""
+    """The subject of an answer: a step can be for another device number, or other pods."""
 
     step: Step | End
     program: str = ""  # path of modprobe or tt-smi
@@ -6897,7 +6899,7 @@ class Plan(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """A chip at one moment, as sysfs and the daemon show it, and what was done about it."""
+    """A chip at one moment, as sysfs and the daemon show it, and the steps so far."""
 
     function: PciFunction  # by sysfs
     override: str | None = None  # see driver_override()
@@ -6917,7 +6919,7 @@ class Situation(NamedTuple):
 
     @property
     def present_fault(self) -> Fault | None:
-        """Return what is wrong; sysfs shows it earlier than the daemon."""
+        """Return the fault; sysfs shows it earlier than the daemon."""
         shown = Chip(self.function).fault
         if shown is None and self.fault and self.fault.kind in STRUCTURAL:
             return self.fault._replace(text=WAITING)
@@ -6999,7 +7001,7 @@ def _why_cooling(seen: Situation) -> str:
 
 
 def shown_command(step: Step, seen: Situation, settings: Settings, program: str) -> str:
-    """Return what does the same as a step in a shell; `program`: tt-smi or modprobe."""
+    """Return a shell command that does the same as a step; `program`: tt-smi or modprobe."""
     bdf, path = seen.function.bdf, seen.function.path
     drivers = f"{settings.sysfs_root}/bus/pci/drivers/{DRIVER}"
     if step is Step.RESCAN:
@@ -7089,7 +7091,7 @@ async def running(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a program of the card's tools, which ends with this context; raises OSError.
 
-    It has a session of its own, so that its children end with it.
+    It has its own session, so that its children end with it.
     """
     environ = {name: text for name, text in os.environ.items() if name != "TT_VISIBLE_DEVICES"}
     process = await asyncio.create_subprocess_exec(
@@ -7258,7 +7260,7 @@ class Mender:
             self._show(seen)
 
     async def _plan(self, seen: Situation) -> Plan:
-        """Return what is next, and what an answer to it must be about."""
+        """Return the next step, and the subject of an answer to it."""
         step, program = next_step(seen), ""
         if step in (Step.LOAD, Step.RESET):
             program, problem = await self._program("modprobe" if step is Step.LOAD else "tt-smi")
@@ -7270,7 +7272,7 @@ class Mender:
         pods = [pods_of(row) for row in self._rows_hit(step)]
         return Plan(step, program, shown_command(step, seen, self._settings, program), pods)
 
-    # What is seen
+    # Looks
 
     def _look(self) -> Situation:
         """Return what sysfs and the daemon show now; raises Refusal, OSError."""
@@ -7301,7 +7303,7 @@ class Mender:
         )
 
     async def _watch(self, seconds: float, is_enough: Callable[[Situation], bool]) -> Situation:
-        """Look until it is enough, or for so long; return what was seen last."""
+        """Look until it is enough, or for so long; return the last look."""
         deadline = monotonic() + seconds
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
@@ -7335,13 +7337,13 @@ class Mender:
             return [row, *(each for each in self._view["chips"] if each is not row)]
         return [row, *other_chips(self._view, row)] if step is Step.RESET else [row]
 
-    # What is said and asked
+    # Lines and questions
 
     def _say(self, text: str) -> None:
         print_lines(wrapped(text, "", terminal_width()))
 
     def _show(self, seen: Situation) -> None:
-        """Say how the chip is, and who uses it."""
+        """Print how the chip is, and who uses it."""
         row = row_of(self._view, self._bdf)
         state = "healthy" if seen.in_service else "out of service"
         if fault := seen.present_fault:
@@ -7349,7 +7351,7 @@ class Mender:
         self._say(f"{self._bdf} ({row['card'] or row['arch']}): {state}; {_use(row)}")
 
     def _describe(self, plan: Plan, seen: Situation) -> None:
-        """Say what a step does, and what else it hits."""
+        """Print the effect of a step, and whom else it affects."""
         step = plan.step
         assert isinstance(step, Step)
         row, *others = rows = self._rows_hit(step)
@@ -7411,7 +7413,7 @@ class Mender:
             print_lines([""])
         return answer.decode("utf-8", "replace").strip()
 
-    # What is done
+    # Steps
 
     async def _program(self, name: str) -> tuple[str, str]:
         """Return the path of modprobe or tt-smi, and why it cannot be used."""
@@ -7432,7 +7434,7 @@ class Mender:
         return path, ""
 
     async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step. What the kernel refuses is said; raises PermissionError."""
+        """Take a step. An error of the kernel is printed; raises PermissionError."""
         step, program = plan.step, plan.program
         assert isinstance(step, Step)
         hit = [] if step in COSTS_NOTHING else plan.pods
@@ -7462,7 +7464,7 @@ class Mender:
         if step is Step.RESCAN:
             write_attribute(f"{bus}/rescan", "1")
         elif step is Step.LOAD:
-            # In a session of its own, it does not get the terminal's Ctrl-C either.
+            # In its own session, it does not get the terminal's Ctrl-C either.
             command = [program, DRIVER]
             subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
         elif step is Step.BIND:
@@ -7596,7 +7598,7 @@ class Checks:
 
     def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
         rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
-        # One that was not offered since boot costs no pod anything.
+        # A chip that was not offered since boot costs no pod anything.
         is_offered = any(row["resource"] or row["index"] is not None for row in rows)
         card = rows[0]["card"] or rows[0]["arch"]
         text = f"{card}: {problem}" if card else problem
@@ -7792,7 +7794,7 @@ class Checks:
             yield Finding("warn", "kubelet", text)
 
     def _elsewhere(self, directory: str) -> Findings:
-        """Look for a kubelet where all kubelets are: the directory is a constant of theirs."""
+        """Look for a kubelet where all kubelets are, as the directory is their constant."""
         constant = Settings().device_plugin_dir
         if directory != constant and exists(f"{constant}/{KUBELET_SOCKET}"):
             text = f"a kubelet is on {constant}, where each kubelet is; remove device_plugin_dir"

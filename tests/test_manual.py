@@ -103,6 +103,14 @@ def test_every_message_is_one_of_the_program(part: str) -> None:
     assert not unknown, unknown
 
 
+def test_messages_are_in_alphabetical_order() -> None:
+    """Those of the log, without the names that begin some of them; some share one explanation."""
+    groups = re.findall(r"(?m)^\.It Em .+(?:\n\.It Em .+)*", subsection("Log and status"))
+    firsts = [group.partition("\n")[0].removeprefix(".It Em ") for group in groups]
+    words = [re.sub(r"^([A-Z]+:? )+", "", first).lower() for first in firsts]
+    assert len(words) > 20 and words == sorted(words)
+
+
 def test_every_metric() -> None:
     named = re.findall(r"(?m)^\.It Li (tt_\w+)", section("METRICS"))
     chips = {f"tt_device_{name}" for name in ttdp.CHIP_METRICS}

@@ -25,14 +25,15 @@ else:
 
 DEB = ROOT / "packaging/deb"
 README = (ROOT / "README.md").read_text()
+MANY_NODES = (DEB / "many-nodes.md").read_text()
 PROSE = re.sub(r"(?ms)^```.*?^```$", "", README)
 KUBELETS = "kubelet k3s k3s-agent rke2-server rke2-agent k0sworker k0scontroller"
 KUBELETS += " snap.microk8s.daemon-kubelite"
 
 
-def fenced(language: str) -> list[str]:
+def fenced(language: str, text: str = README) -> list[str]:
     """README's blocks of code in a language."""
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README)
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
 
 
 def names(unit: str) -> Iterator[str]:
@@ -77,9 +78,10 @@ def test_readme_queries_are_tested() -> None:
     assert queries and queries <= {query.strip() for query in QUERIES}
 
 
-def test_readme_installation_is_tested() -> None:
+def test_the_installation_on_many_nodes_is_tested() -> None:
     """Its lines are the tests', with another address."""
-    block, copied = (each for each in fenced("console") if "sources.list.d" in each)
+    blocks = fenced("console", MANY_NODES)
+    block, copied = (each for each in blocks if "sources.list.d" in each)
     lines = [line.replace(" --yes", "") for line in INSTALLATION_OF_COPY]
     assert copied.splitlines() == [f"# {line}" for line in lines]
     served = re.search(r"(https://\S+)/tt-device-plugin.sources", block)

@@ -807,7 +807,7 @@ def test_an_existing_configuration_is_kept(host: Host) -> None:
 
 
 def test_a_configuration_is_checked_without_an_installation(host: Host, told: Told) -> None:
-    """The commands of the README, with the package that is not installed."""
+    """The commands of many-nodes.md, with the package that is not installed."""
     host("dpkg", "--purge", UNIT)
     before = host.files()
     for text, status in ((BAD, 1), (CONFIGURATION, 0)):

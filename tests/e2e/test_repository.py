@@ -25,7 +25,7 @@ from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie")
 URL = "http://127.0.0.1:8000"
-# The commands of the README, with the address of this server.
+# The commands of many-nodes.md, with the address of this server.
 INSTALLATION = (
     f"curl -fsSLo /etc/apt/keyrings/{UNIT}-archive-keyring.pgp {URL}/{UNIT}-archive-keyring.pgp",
     f"curl -fsSLo /etc/apt/sources.list.d/{UNIT}.sources {URL}/{UNIT}.sources",
@@ -40,7 +40,7 @@ INSTALLATION_OF_COPY = (
     "apt update",
     f"apt install --yes {UNIT}",
 )
-# The line of the README for unattended-upgrades, in a file beside Debian's own configuration.
+# The line of many-nodes.md for unattended-upgrades, in a file beside Debian's own configuration.
 PATTERN = "origin=tt-device-plugin,suite=stable"
 UNATTENDED = f'Unattended-Upgrade::Origins-Pattern {{ "{PATTERN}"; }};\n'
 UNATTENDED_FILE = f"/etc/apt/apt.conf.d/52{UNIT}"
@@ -164,7 +164,7 @@ def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
 def test_unattended_upgrades_with_an_edited_configuration(
     node: Node, publisher: Publisher, told: Told
 ) -> None:
-    """With the line of the README it installs a newer version; without it, it does not.
+    """With the line of many-nodes.md it installs a newer version; without it, it does not.
 
     It asks no question, Debian's own patterns stay in force, and the edited file stays.
     """
