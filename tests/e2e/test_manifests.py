@@ -1,11 +1,13 @@
 """The example pods of the package, on real kubelets: each is admitted, and gets its devices.
 
 A kubelet validates a static pod as the API server does. Only image and network are replaced: there
-is neither a registry nor a network plugin.
+is neither a registry nor a network plugin. Nor is there a card: their programs are replaced
+by one that shows what the container got.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ PODS = ROOT / "packaging/deb/pods"
 PAGES = "hugepages-1048576kB"
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
 BOARDS = 'unit = "board"\n'
+LOOK = ["sh", "-c", "ls /dev/tenstorrent/*; env | grep ^TT_ | sort"]
 SHARED = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
 
 
@@ -41,6 +44,8 @@ class Example:
 EXAMPLES = {
     "first-n300": Example("n300", "n300"),
     "one-chip": Example("p150a", "p150"),
+    "compute": Example("p150a", "p150"),
+    "linked-chips": Example("p300c", "p300", chips=2),
     "several-chips": Example("p300c", "p300", chips=2),
     "galaxy-tray": Example(
         "galaxy-wormhole", "galaxy-wormhole-board", chips=8, config=BOARDS, devices=4
@@ -115,6 +120,8 @@ def test_an_example_gets_its_devices(empty_node: Node, name: str) -> None:
     pod = manifest(name)
     pod["spec"]["hostNetwork"] = True
     for container in pod["spec"]["containers"]:
+        if not container["image"].startswith("busybox:"):
+            container["command"] = LOOK
         container["image"] = IMAGE
     pod["metadata"]["name"] = instance = f"{name}-{node.version.replace('.', '-')}"
     pod["metadata"]["namespace"] = "default"
@@ -142,8 +149,25 @@ def test_an_example_has_no_privileges(name: str) -> None:
         assert context["capabilities"] == {"drop": ["ALL"]}
         limits = container["resources"]["limits"]
         if "hugepages-1Gi" in limits:
-            assert limits["hugepages-1Gi"] == f"{PAGES_PER_CHIP * EXAMPLES[name].chips}Gi"
-            assert "memory" in limits
+            pages = PAGES_PER_CHIP * EXAMPLES[name].chips
+            assert limits["hugepages-1Gi"] == f"{pages}Gi"
+            # They count towards it where hugetlb accounting is on: as much again for the rest.
+            assert int(limits["memory"].removesuffix("Gi")) >= 2 * pages
+
+
+@pytest.mark.parametrize("name", ["compute", "linked-chips"])
+def test_the_program_of_an_example_is_python(name: str) -> None:
+    """It can only run on a card; it uses nothing but torch and ttnn."""
+    (container,) = manifest(name)["spec"]["containers"]
+    program, option, code = container["command"]
+    assert (program, option) == ("python3", "-c")
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert imported == {"torch", "ttnn"}
 
 
 def test_each_example_is_tested() -> None:
