@@ -14,7 +14,7 @@ Layout, by chapter of ttdp.py:
     INVENTORY                         test_inventory
     HEALTH, CHIPS                     test_health, test_places, test_exclude
     HOLDS                             test_holds, test_holds_explored, test_hugepages
-                                      test_ownership
+                                      test_ownership, test_migration
     RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
     DECISION                          each of the above; test_exclude

@@ -12,6 +12,22 @@ from tests.world.processes import ROOT
 DEB = ROOT / "packaging/deb"
 
 
+def listed(name: str) -> set[str]:
+    """Return the files that one of debhelper's lists installs, by their place in packaging/deb."""
+    lines = (DEB / name).read_text().split()
+    return {line.removeprefix("debian/") for line in lines}
+
+
+def test_every_example_is_installed() -> None:
+    """And every text; a file that is listed exists."""
+    examples = {path.name for path in DEB.glob("tt-device-plugin.*") if path.suffix != ".5"}
+    examples -= {"tt-device-plugin.8"}
+    for directory in ("pods", "rollout"):
+        examples |= {f"{directory}/{path.name}" for path in (DEB / directory).iterdir()}
+    assert listed("examples") == examples | {"config.toml", "tt-inference-server"}
+    assert {path.name for path in DEB.glob("*.md")} < listed("docs")
+
+
 def checked(path: Path) -> subprocess.CompletedProcess[str]:
     """Return what the program reports about a configuration file."""
     command = [sys.executable, "ttdp.py", "check", "--config-only", f"--config-file={path}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import ttdp
 from tests.chips import chip
@@ -22,7 +24,7 @@ from tests.conftest import StartDaemon
 from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import ROOT, until
 from tests.world.simulation import STALLS, RunningDaemon
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
@@ -1060,3 +1062,51 @@ async def test_an_interrupt_while_it_waits(host: Served, controls: Controls, sta
         terminal.type("\x03")
         assert await terminal.ended() == 130
     assert terminal.text.rstrip().endswith("pods that must be started again: default/train-0")
+
+
+# -- from a fault to an empty node, and back -------------------------------------------------------
+
+
+async def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
+    host: Served, kubelet: Kubelet, controls: Controls, serve: Serve
+) -> None:
+    """node-problem-detector runs a check; its status is the condition, which taints the node.
+
+    The message, as long as it may be, has the command, and after that the check finds no failure.
+    """
+    deb = ROOT / "packaging/deb"
+    example = yaml.safe_load((deb / "tt-device-plugin.node-problem-detector.yml").read_text())
+    monitor = json.loads(example["data"]["check.json"])
+    (rule,) = monitor["rules"]
+    words = rule["args"][rule["args"].index("tt-device-plugin") + 1 :]
+
+    async def check() -> tuple[int, str]:
+        answer = await host.ask(*words)
+        return answer.status, answer.out[: monitor["pluginConfig"]["max_output_length"]]
+
+    (ill,) = host.node.add("n150")
+    daemon = await serve()
+    await kubelet.registered(N150)
+    assert (await check())[0] == 0
+
+    controls.finds, controls.reset = {ill.bdf}, heal
+    ill.die()
+    await has_fault(daemon, ill, Kind.NO_RESPONSE)
+    status, message = await check()
+    assert status == 1
+    (command,) = re.findall(r"(?m)^FAIL .*; run: tt-device-plugin (.*)$", message)
+
+    assert (await host.ask(*command.split(), "--yes")).status == 0
+    assert (await check())[0] == 0
+
+
+def test_the_taint_of_the_example_follows_that_condition() -> None:
+    """It has the name of node-problem-detector's condition, and is there while that is True."""
+    deb = ROOT / "packaging/deb"
+    example = yaml.safe_load((deb / "tt-device-plugin.node-problem-detector.yml").read_text())
+    (condition,) = json.loads(example["data"]["check.json"])["conditions"]
+    spec = yaml.safe_load((deb / "tt-device-plugin.readiness-rule.yml").read_text())["spec"]
+    required = {"type": condition["type"], "requiredStatus": "False", "defaultStatus": "False"}
+    assert spec["conditions"] == [required]
+    assert spec["enforcementMode"] == "continuous"
+    assert re.fullmatch(r"readiness\.k8s\.io/[a-z-]+", spec["taint"]["key"])

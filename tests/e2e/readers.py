@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
+
 from tests.e2e.machine import (
     CACHE,
     HERE,
@@ -77,6 +79,16 @@ def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.Com
     sources = [JUDGES / file for file in ("go.mod", "go.sum", f"{name}/main.go")]
     command = [str(built(name, f"./{name}", sources)), *arguments]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+
+
+def kustomized(directory: Path) -> list[JSON]:
+    """Return the objects that kubectl's kustomize makes of a directory."""
+    here = JUDGES / "kustomize"
+    package = "sigs.k8s.io/kustomize/kustomize/v5"
+    program = built("kustomize", package, [here / "go.mod", here / "go.sum"])
+    done = subprocess.run([program, "build", directory], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [*yaml.safe_load_all(done.stdout)]
 
 
 KUBECONFIG = {

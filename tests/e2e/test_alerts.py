@@ -21,9 +21,9 @@ import ttdp
 from tests.e2e.readers import promtool
 from tests.world.processes import ROOT
 
-RULES = ROOT / "packaging/deb/tt-device-plugin.rules.yml"
-(GROUP,) = yaml.safe_load(RULES.read_text())["groups"]
-ALERTS = {rule["alert"]: rule for rule in GROUP["rules"] if "alert" in rule}
+FILES = [ROOT / f"packaging/deb/tt-device-plugin.{name}.yml" for name in ("rules", "idle-rules")]
+GROUPS = [group for file in FILES for group in yaml.safe_load(file.read_text())["groups"]]
+ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
 BEGIN = 10  # the minute of a case in which its fault begins
 
 Value = float | Callable[[int], float | None] | None  # at each minute of a case; None: no sample
@@ -33,6 +33,7 @@ World = dict[str, Value]  # by series
 
 N150, P300, SIBLING = "0000:01:00.0", "0000:05:00.0", "0000:06:00.0"
 NEW, LAST = "0000:07:00.0", "0000:08:00.0"  # of two p300 without telemetry so far
+EXCLUDED = "0000:09:00.0"  # out of service
 CHIPS = {
     N150: "board=n150 card=n150 serial=0100018511111111",
     **dict.fromkeys((P300, SIBLING), "board=p300 card=p300c serial=0000046131111111"),
@@ -57,14 +58,12 @@ def healthy(output: str, suffix: str = "") -> World:
     world: World = {"up": 1, KUBELET: 1, DRIVER: 1, BOUND: 5, **dict.fromkeys(REGISTERED, 1)}
     world["tt_plugin_info version=0.3.0"] = 1
     for chip, identity in CHIPS.items():
-        arch = "wormhole" if chip == N150 and not suffix else "blackhole"
-        world[f"tt_device_info device={chip} arch={arch} firmware=19.4.0.0 {identity}"] = 1
-        world |= working(chip, 1e9, 100)
+        world[f"tt_device_info device={chip} excluded=false firmware=19.4.0.0 {identity}"] = 1
+        world[f"tt_device_power_watts device={chip}"] = 100
+        world[f"tt_device_open device={chip}"] = 1
         world |= {f"tt_device_pcie_link_width{end} device={chip}": 16 for end in ("", "_max")}
         for severity in ("correctable", "nonfatal", "fatal"):
             world[f"{ERRORS.replace(P300, chip)}{severity}"] = 0
-    if suffix:  # at work, though one value is as low as at rest
-        world |= working(P300, 800e6, 100) | working(N150, 1e9, 20)
     for chip, holder in (*HOLDERS, *([(LAST, "default/far/main")] if suffix else [])):
         namespace, pod, container = holder.split("/")
         names = f"pod_namespace={namespace} pod_name={pod}{suffix} container_name={container}"
@@ -73,12 +72,6 @@ def healthy(output: str, suffix: str = "") -> World:
         world |= {MTIME: lambda minute: 60.0 * minute}
         world["node_textfile_mtime_seconds file=/var/lib/other.prom"] = 1e6
     return world
-
-
-def working(chip: str, clock: Value, watts: Value) -> World:
-    power = {f"tt_device_power_watts device={chip}": watts}
-    limit: World = {f"tt_device_power_limit_watts device={chip}": 150}
-    return power | limit | {f"tt_device_clock_hertz device={chip} clock=aiclk": clock}
 
 
 # -- Cases -----------------------------------------------------------------------------------------
@@ -123,6 +116,17 @@ def fault(kind: str, chip: str = P300, more: World | None = None) -> Case:
     return of(chip, changes, alert, 2, action, labels=f"kind={kind}")
 
 
+def idle(chip: str, pod: str, opened: Value = 0, **more: Any) -> Case:
+    """Return the case of a pod that holds a chip; opened: how many processes have it open."""
+    changes, action = {f"tt_device_open device={chip}": opened}, "Ask the pod's owner whether "
+    pod_labels = f"pod_namespace=default pod_name={pod} holder=default/{pod}"
+    summary = f"default/{pod} holds a chip that nobody has opened for an hour on {{instance}}"
+    action += "it still needs the chip"
+    case = of(chip, changes, "DeviceIdle", 60, action, labels=pod_labels, summary=summary, **more)
+    users = f"; in use by default/{pod}"
+    return case._replace(description=case.description.replace(f"; {USERS[chip]}", users))
+
+
 def cases(output: str) -> dict[str, Case]:
     """Return the cases by name; output: "file" (node_exporter) or "port" (the plugin's own)."""
     is_file = output == "file"
@@ -142,7 +146,6 @@ def cases(output: str) -> dict[str, Case]:
         "TenstorrentResourceNotRegistered", 5,
         "Check both services; run: systemctl status kubelet tt-device-plugin",
     )  # fmt: skip
-    unused = ("DeviceUnused", 60, "Ask the pod's owner whether it still needs the chip")
     stopped = Case(
         {MTIME: 60.0 * BEGIN} if is_file else down, "TenstorrentPluginNotReporting",
         6 if is_file else 3, "To see what fails, run: tt-device-plugin check", "{where}",
@@ -151,11 +154,22 @@ def cases(output: str) -> dict[str, Case]:
     elsewhere = elsewhere._replace(description=f"{elsewhere.description}-elsewhere")
     dead = fault("gone", more={f"{ERRORS}fatal": lambda at: 1 if at == BEGIN else None})
     probe = "job=blackbox instance=node-1"
+    excluded: World = {
+        f"tt_device_info device={EXCLUDED} excluded=true board=p300 card=p300c serial=": 1,
+        f"tt_device_pcie_link_width device={EXCLUDED}": 4,
+        f"tt_device_pcie_link_width_max device={EXCLUDED}": 16,
+        f"{ERRORS.replace(P300, EXCLUDED)}correctable": lambda at: 30 * at,
+        f"{ERRORS.replace(P300, EXCLUDED)}fatal": lambda at: at,
+        f"tt_device_open device={EXCLUDED}": 0,
+    }
     return {
         **{kind: fault(kind) for kind in KINDS},
         "unbound": fault("no_driver", more={UNBOUND: 1}),
         "no serial": fault("no_response", NEW),
-        "stalled, not unused": fault("stalled", more=working(P300, 800e6, 20))._replace(lasts=65),
+        "stalled, not idle": fault("stalled", more={f"tt_device_open device={P300}": 0})._replace(
+            lasts=65
+        ),
+        "excluded": Case(excluded, minutes=15),
         "gone after an error": dead._replace(lasts=65),
         "driver unloaded": unloading,
         "driver missing since boot": Case(unloaded | unseen, *missing),
@@ -197,15 +211,13 @@ def cases(output: str) -> dict[str, Case]:
         "two chips": fault("gone", SIBLING)._replace(other=fault("blocked"), is_beside=True),
         "node down": Case(down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}),
         "node_exporter down": Case(down if is_file else {}),
-        "unused Wormhole": of(N150, working(N150, 500e6, 20), *unused),
-        "unused, a fault elsewhere": of(
-            N150, working(N150, 500e6, 20), *unused, other=elsewhere
+        "idle": idle(N150, "train"),
+        "idle, a fault elsewhere": idle(N150, "train", other=elsewhere),
+        "idle, shared": idle(P300, "infer-0", other=idle(P300, "infer-1"), is_beside=True),
+        "no pod, or an old driver": Case(
+            {f"tt_device_open device={LAST}": 0, f"tt_device_open device={N150}": None}
         ),
-        "unused Blackhole": of(P300, working(P300, 800e6, 20), *unused),
-        "no pod": Case(working(LAST, 800e6, 20)),
-        "clock is up": Case(working(N150, 800e6, 20)),
-        "power is drawn": Case(working(P300, 800e6, 60)),
-        "now and then": Case(working(P300, lambda at: 1e9 if at % 30 == 0 else 800e6, 20)),
+        "opened now and then": Case({f"tt_device_open device={P300}": lambda at: at % 30 == 0}),
     }  # fmt: skip
 
 
@@ -290,7 +302,7 @@ def check(path: Path, history: object, expected: dict[int, list[Any]], others: l
             named = [alert for alert in alerts if alert["exp_labels"]["alertname"] == name]
             rules.append(at | {"alertname": name, "exp_alerts": named})
     test = {"interval": "1m", "promql_expr_test": states, "alert_rule_test": rules}
-    file = {"rule_files": [str(RULES)], "evaluation_interval": "1m"}
+    file = {"rule_files": [*map(str, FILES)], "evaluation_interval": "1m"}
     path.write_text(json.dumps({**file, "tests": [{**test, "input_series": history}]}))
     done = promtool("test", "rules", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -330,12 +342,27 @@ def test_each_fault_raises_one_alert(tmp_path: Path, cell: Cell) -> None:
 
 
 def test_the_rules_fit_the_program() -> None:
-    """promtool accepts the file; each alert has a case, and a kind of a later version, too."""
-    assert promtool("check", "rules", str(RULES)).returncode == 0
+    """promtool accepts the files; each alert has a case, and a kind of a later version, too."""
+    assert promtool("check", "rules", *map(str, FILES)).returncode == 0
     assert {case.alert for case in cases("file").values()} == {"", *ALERTS}
     severities = {rule["labels"]["severity"] for rule in ALERTS.values()}
     assert severities == {"critical", "warning", "info"}
     assert {*COOLING} == {each.value for each in ttdp.NO_COMMAND_HELPS}
+
+
+def test_the_alert_on_idle_chips_is_off_by_default() -> None:
+    """It is in the file that the example configuration does not load."""
+    config = yaml.safe_load((ROOT / "packaging/deb/tt-device-plugin.prometheus.yml").read_text())
+    assert config["rule_files"] == [FILES[0].name]
+    assert "TenstorrentDeviceIdle" not in FILES[0].read_text()
+
+
+def test_the_only_command_for_a_chip_is_fix() -> None:
+    """A reset by hand can hit every card of the node."""
+    for rule in ALERTS.values():
+        assert "tt-smi" not in rule["annotations"]["action"]
+    action = ALERTS["TenstorrentDeviceUnhealthy"]["annotations"]["action"]
+    assert action.endswith(f"run: {ttdp.fix_command('{{ $labels.device }}')}")
 
 
 def test_each_alert_names_the_node_and_an_action() -> None:

@@ -39,23 +39,29 @@ QUERIES: dict[str, str] = {title: panel["targets"][0]["expr"] for title, panel i
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
 PLACES = [*itertools.product(("east", "west"), [f"node-{number}" for number in range(6)])]
 HOURS = 3
+EXCLUDED = "0000:09:00.0"
 
 
 # -- A node at work --------------------------------------------------------------------------------
 
 
 async def metrics_of_a_node(home: Path) -> str:
-    """Return the daemon's metrics: six chips, two with a pod, one dead, one with a narrow link."""
+    """Return the daemon's metrics: six chips, two with a pod, one dead, one with a narrow link.
+
+    A seventh is excluded. Its link is narrow, too.
+    """
     node = SimulatedNode(home / "node")
     for card in ("n150", "n150", "p150a", "p150a", "p300c"):
         node.add(card)
     dead, narrow = node.chips[1], node.chips[2]
+    (excluded,) = node.add("p100a", bdf=EXCLUDED)
     narrow.write("current_link_width", b"4\n")
+    excluded.write("current_link_width", b"8\n")
     narrow.write("tt_therm_trip_count", b"1\n")
     directory = narrow.attribute("max_link_width").parent
     for severity, kind in (("correctable", "COR"), ("nonfatal", "NONFATAL"), ("fatal", "FATAL")):
         put(directory / f"aer_dev_{severity}", f"RxErr 5\nTOTAL_ERR_{kind} 5")
-    settings = settings_of(node, home / "dp", interval=0.1)
+    settings = settings_of(node, home / "dp", interval=0.1, exclude=(excluded.bdf,))
     file = Path(settings.metrics_file)
     file.parent.mkdir()
     with Ticker(node, 0.05):
@@ -67,7 +73,7 @@ async def metrics_of_a_node(home: Path) -> str:
 
             def is_complete() -> bool:
                 text = file.read_text() if file.exists() else ""
-                return 'kind="no_response"' in text and 'pod_name="train"' in text
+                return all(each in text for each in ("no_response", '"train"', "tt_device_open"))
 
             await until(is_complete, "the metrics of a pod and a fault", 60)
             return file.read_text()
@@ -202,7 +208,10 @@ def values(prometheus: Prometheus, title: str) -> dict[str, float]:
 
 
 def test_the_values_of_panels(prometheus: Prometheus) -> None:
-    """On each of six nodes: six chips, one dead, two with a pod that is idle, a narrow link."""
+    """On each of six nodes: six chips, one dead, two with a pod that is idle, a narrow link.
+
+    No panel counts the chip that is excluded.
+    """
     assert values(prometheus, "Chips") == {"": 6 * 6}
     assert values(prometheus, "Unhealthy") == {"": 6}
     assert values(prometheus, "In use") == {"": 6 * 2}
@@ -212,8 +221,18 @@ def test_the_values_of_panels(prometheus: Prometheus) -> None:
     assert values(prometheus, "Faults by kind") == {"no_response": 6}
     assert values(prometheus, "Power by pod: top ten") == {"team-a train": 6 * (16 + 24)}
     assert values(prometheus, "Chips by pod: top ten") == {"team-a train": 6 * 2}
-    assert values(prometheus, "Allocated and unused for an hour") == {"team-a train": 1}
+    assert values(prometheus, "Allocated and not opened for an hour") == {"team-a train": 1}
     assert set(values(prometheus, "Links narrower than the card supports").values()) == {4}
+
+
+def test_no_panel_shows_a_chip_that_is_excluded(prometheus: Prometheus) -> None:
+    """Prometheus has its sensors all the same, and neither health nor a fault."""
+    has = {sample["metric"]["__name__"] for sample in prometheus.query(f'{{device="{EXCLUDED}"}}')}
+    assert {"tt_device_info", "tt_device_temperature_celsius"} <= has
+    assert not {"tt_device_healthy", "tt_device_fault"} & has
+    for title in QUERIES:
+        shown = json.dumps(prometheus.query(expression(title)))
+        assert EXCLUDED not in shown and "p100" not in shown, title
 
 
 # -- The examples ----------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """The example pods of the package, on real kubelets: each is admitted, and gets its devices.
 
 A kubelet validates a static pod as the API server does. Only image and network are replaced: there
-is neither a registry nor a network plugin.
+is neither a registry nor a network plugin. Nor is there a card: their programs are replaced
+by one that shows what the container got.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +21,15 @@ import yaml
 
 from tests.e2e.machine import IMAGE, VERSIONS
 from tests.e2e.node import Node, Program
+from tests.e2e.readers import kustomized
 from tests.world.processes import ROOT, wait_until
 
-PODS = ROOT / "packaging/deb/pods"
+DEB = ROOT / "packaging/deb"
+PODS = DEB / "pods"
 PAGES = "hugepages-1048576kB"
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
 BOARDS = 'unit = "board"\n'
+LOOK = ["sh", "-c", "ls /dev/tenstorrent/*; env | grep ^TT_ | sort"]
 SHARED = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
 
 
@@ -41,6 +47,8 @@ class Example:
 EXAMPLES = {
     "first-n300": Example("n300", "n300"),
     "one-chip": Example("p150a", "p150"),
+    "compute": Example("p150a", "p150"),
+    "linked-chips": Example("p300c", "p300", chips=2),
     "several-chips": Example("p300c", "p300", chips=2),
     "galaxy-tray": Example(
         "galaxy-wormhole", "galaxy-wormhole-board", chips=8, config=BOARDS, devices=4
@@ -115,6 +123,8 @@ def test_an_example_gets_its_devices(empty_node: Node, name: str) -> None:
     pod = manifest(name)
     pod["spec"]["hostNetwork"] = True
     for container in pod["spec"]["containers"]:
+        if not container["image"].startswith("busybox:"):
+            container["command"] = LOOK
         container["image"] = IMAGE
     pod["metadata"]["name"] = instance = f"{name}-{node.version.replace('.', '-')}"
     pod["metadata"]["namespace"] = "default"
@@ -130,6 +140,108 @@ def test_an_example_gets_its_devices(empty_node: Node, name: str) -> None:
     assert variables["TT_VISIBLE_DEVICES"] == ",".join(addresses)
 
 
+# -- Tenstorrent's chart tt-inference-server -------------------------------------------------------
+
+# What its output has in common with the chart's.
+CHART = """\
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: server, namespace: default}
+data: {MODEL: some}
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: server-tt, namespace: default}
+spec:
+  spec:
+    devices:
+      requests: [{name: tt, exactly: {deviceClassName: tenstorrent.com, count: 1}}]
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: server, namespace: default}
+spec:
+  selector: {matchLabels: {app: server}}
+  template:
+    metadata: {labels: {app: server}}
+    spec:
+      hostIPC: true
+      resourceClaims: [{name: tt, resourceClaimTemplateName: server-tt}]
+      initContainers:
+        - name: fix-cache-permissions
+          image: busybox
+          command: [sh, -c, chown -R 1000:1000 /cache]
+          volumeMounts: [{name: cache, mountPath: /cache}]
+        - name: cleanup-hugepages
+          image: busybox
+          command: [sh, -c, rm -f /dev/hugepages-1G/tenstorrent]
+          resources: {claims: [{name: tt}]}
+          volumeMounts: [{name: hugepages-1g, mountPath: /dev/hugepages-1G}]
+      containers:
+        - name: inference-server
+          image: server
+          volumeMounts:
+            - {name: cache, mountPath: /home/user/cache}
+            - {name: hugepages-1g, mountPath: /dev/hugepages-1G}
+          resources:
+            limits: {hugepages-1Gi: 32Gi}
+            requests: {cpu: "1", memory: 64Gi, hugepages-1Gi: 32Gi}
+            claims: [{name: tt}]
+      volumes:
+        - {name: cache, hostPath: {path: /run/cache, type: DirectoryOrCreate}}
+        - {name: hugepages-1g, hostPath: {path: /dev/hugepages-1G, type: Directory}}
+"""
+
+
+@pytest.fixture
+def rendered(tmp_path: Path) -> dict[str, Any]:
+    """The chart's output after the post-renderer, by kind."""
+    shutil.copytree(DEB / "tt-inference-server", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chart.yaml").write_text(CHART)
+    return {each["kind"]: each for each in kustomized(tmp_path)}
+
+
+def test_the_inference_server_has_limits_instead_of_a_claim(rendered: dict[str, Any]) -> None:
+    """Neither the host's hugepages nor their clean-up are left; everything else is."""
+    config, _, before = yaml.safe_load_all(CHART)
+    spec = before["spec"]["template"]["spec"]
+    del spec["resourceClaims"], spec["initContainers"][1], spec["volumes"][1]
+    (server,) = spec["containers"]
+    del server["volumeMounts"][1], server["resources"]["claims"]
+    server["resources"]["limits"] = {"tenstorrent.com/n300": 1, "hugepages-1Gi": "4Gi"}
+    server["resources"]["requests"]["hugepages-1Gi"] = "4Gi"
+
+    assert rendered == {"ConfigMap": config, "Deployment": before}
+
+
+def test_the_inference_servers_pod_gets_its_device(
+    empty_node: Node, rendered: dict[str, Any]
+) -> None:
+    """The kubelet admits it, and the container of the server has the chip."""
+    node = empty_node
+    node.cards.add("n300")
+    node.start_daemon(config="", expected={})
+    wait_until(lambda: node.kubelet.allocatable("tenstorrent.com/n300"), "the n300", 30)
+
+    spec = rendered["Deployment"]["spec"]["template"]["spec"]
+    spec |= {"hostNetwork": True, "restartPolicy": "Never"}
+    (server,) = spec["containers"]
+    server |= {"name": "main", "command": LOOK}
+    for container in [server, *spec["initContainers"]]:
+        container["image"] = IMAGE
+    name = f"server-{node.version.replace('.', '-')}"
+    metadata = {"name": name, "namespace": "default"}
+    node.adopt({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+
+    lines = printed(node, name)
+    (chip,) = node.cards.chips
+    assert f"/dev/tenstorrent/{node.cards.chip(chip.bdf).ordinal}" in lines
+    assert f"TT_VISIBLE_DEVICES={chip.bdf}" in lines
+
+
+# -- All pods --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_has_no_privileges(name: str) -> None:
     """It meets the Pod Security Standard "restricted", and requests pages for each chip."""
@@ -142,14 +254,31 @@ def test_an_example_has_no_privileges(name: str) -> None:
         assert context["capabilities"] == {"drop": ["ALL"]}
         limits = container["resources"]["limits"]
         if "hugepages-1Gi" in limits:
-            assert limits["hugepages-1Gi"] == f"{PAGES_PER_CHIP * EXAMPLES[name].chips}Gi"
-            assert "memory" in limits
+            pages = PAGES_PER_CHIP * EXAMPLES[name].chips
+            assert limits["hugepages-1Gi"] == f"{pages}Gi"
+            # They count towards it where hugetlb accounting is on: as much again for the rest.
+            assert int(limits["memory"].removesuffix("Gi")) >= 2 * pages
+
+
+@pytest.mark.parametrize("name", ["compute", "linked-chips"])
+def test_the_program_of_an_example_is_python(name: str) -> None:
+    """It can only run on a card; it uses nothing but torch and ttnn."""
+    (container,) = manifest(name)["spec"]["containers"]
+    program, option, code = container["command"]
+    assert (program, option) == ("python3", "-c")
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert imported == {"torch", "ttnn"}
 
 
 def test_each_example_is_tested() -> None:
     """And each is installed, and named after its pod."""
     files = {path.stem for path in PODS.iterdir()}
     assert files == EXAMPLES.keys()
-    installed = (ROOT / "packaging/deb/examples").read_text()
+    installed = (DEB / "examples").read_text()
     assert {*re.findall(r"(?m)^debian/pods/(.*)\.yaml$", installed)} == files
     assert all(manifest(name)["metadata"]["name"] == name for name in files)
