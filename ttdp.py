@@ -7763,7 +7763,8 @@ class Checks:
             yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
             return
         except OSError:
-            yield Finding("warn", "kubelet", f"{directory} does not exist; no kubelet has run yet")
+            why = "is a link to nothing" if os.path.islink(directory) else "does not exist"
+            yield Finding("warn", "kubelet", f"{directory} {why}; no kubelet has run yet")
             yield from self._elsewhere(directory)
             return
 
