@@ -2095,7 +2095,8 @@ CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as t
 MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
 
 Label = Callable[["Hold"], str]  # returns the name of its pod
-PodNames = Mapping[tuple[str, str, str], str]  # "namespace/name" by resource, ID and container
+# "namespace/name" of pods by resource, ID and container: two, if both were given the ID
+PodNames = Mapping[tuple[str, str, str], Collection[str]]
 HoldKey = tuple[str, str, str, str]
 
 
@@ -2742,11 +2743,17 @@ class HoldBook:
         A known name stays: the kubelet's answer can be newer than its checkpoint, and have another
         pod already for the devices of one that was deleted by force.
         """
-        names = dict(self.names)
+        pods = defaultdict(set)
         for hold in self._checkpoint.holds:
             for device_id in hold.ids:
-                if name := listed.get((hold.resource, device_id, hold.container)):
-                    names.setdefault(hold.pod, name)
+                pods[hold.resource, device_id, hold.container].add(hold.pod)
+
+        names = dict(self.names)
+        for key, holders in pods.items():
+            unnamed = holders - names.keys()
+            possible = {*listed.get(key, ())} - {names[pod] for pod in holders - unnamed}
+            if len(unnamed) == len(possible) == 1:  # else it is not known which is whose
+                names[unnamed.pop()] = possible.pop()
         self.names = names
 
     def to_saved(self) -> list[Json]:
@@ -5721,13 +5728,13 @@ async def list_pods(path: str) -> PodNames:
         call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
         answer = await call(b"", timeout=NAMES_TIMEOUT)
 
-    names = {}
+    names = defaultdict(set)
     for pod in podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources:
         for container in pod.containers:
             for devices in container.devices:
                 for device_id in devices.device_ids:
                     key = (devices.resource_name, device_id, container.name)
-                    names[key] = printable(f"{pod.namespace}/{pod.name}")
+                    names[key].add(printable(f"{pod.namespace}/{pod.name}"))
     return names
 
 
@@ -7760,7 +7767,8 @@ class Checks:
             yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
             return
         except OSError:
-            yield Finding("warn", "kubelet", f"{directory} does not exist; no kubelet has run yet")
+            why = "is a link to nothing" if os.path.islink(directory) else "does not exist"
+            yield Finding("warn", "kubelet", f"{directory} {why}; no kubelet has run yet")
             yield from self._elsewhere(directory)
             return
 

@@ -863,3 +863,11 @@ def test_another_allocator_of_these_cards_is_named(host: Host) -> None:
     socket_.touch()
     text = complaint(host.run("check"), "warn", "allocators")
     assert text.startswith(f"Tenstorrent's DRA driver is on this node, too ({socket_} and 1 more)")
+
+
+def test_a_directory_that_is_a_link_to_nothing_is_named_so(host: Host) -> None:
+    """The service says the same, and ends."""
+    shutil.rmtree(host.plugins)
+    host.plugins.symlink_to("nothing")
+    text = complaint(host.run("check"), "warn", "kubelet")
+    assert text == f"{host.plugins} is a link to nothing; no kubelet has run yet"

@@ -335,7 +335,7 @@ def test_nothing_is_kept_of_a_pod_that_has_ended(world: World) -> None:
     world.answer(entry(2))
     written_and_started(world)
     world.look()
-    world.book.apply_names({(N150, A, "main"): "default/train"})
+    world.book.apply_names({(N150, A, "main"): {"default/train"}})
     assert world.book.names == {FIRST: "default/train"}
 
     world.write()
@@ -588,6 +588,13 @@ def test_of_two_pods_with_one_id_the_first_start_goes_on(world: World) -> None:
     waits_for = world.book.waits_for(call, decision.holds)
     why = f"the kubelet has given {A} to pod {FIRST} and pod {SECOND}; delete one of these pods"
     assert ttdp._why_waiting(call, waits_for, decision) == why
+
+    names = {(N150, A, "main"): {"default/one", "default/other"}}
+    world.book.apply_names(names)
+    assert not world.book.names, "which is whose is not known"
+    world.book.names = {FIRST: "default/one"}
+    world.book.apply_names(names)
+    assert world.book.names == {FIRST: "default/one", SECOND: "default/other"}
 
 
 def test_a_call_whose_pod_was_deleted_is_refused(world: World) -> None:
