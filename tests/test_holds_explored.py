@@ -10,6 +10,7 @@ whose entry was never written. A kubelet that has forgotten a pod does not start
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -64,6 +65,10 @@ class Container:
     @property
     def directory(self) -> Path:
         return Path(self.entry.held.answer.mounts[0].host_path)
+
+    @property
+    def is_shared(self) -> bool:
+        return any("::" in ident for ident in self.entry.held.ids)
 
     @property
     def chips(self) -> frozenset[str]:
@@ -137,7 +142,7 @@ class Node(RuleBasedStateMachine):
         self.decision = decide(chips)
         self.settings = CONFIGURATIONS[0]
         self.world = World(self.home)
-        self.directories = Directories(self.world.settings, self.world.now)
+        self.start_directories(self.world.now)
         self.pods = []
         self.memory = []
         self.unwritten_since: float | None = None
@@ -203,6 +208,10 @@ class Node(RuleBasedStateMachine):
         self.decision = ttdp.decide(seen, self.decision)
         return self.decision
 
+    def start_directories(self, began_at: float) -> None:
+        self.began_at = began_at
+        self.directories = Directories(self.world.settings, began_at)
+
     def the_daemon_looks(self) -> None:
         """As at each turn of its loop."""
         self.world.look()
@@ -233,11 +242,29 @@ class Node(RuleBasedStateMachine):
         self.clear(call)
         book.allow(call, self.world.now)
         pod.call = None
+        assert not [*self.pages_of_others(pod, container, call)]
         container.allowed_at = self.world.now
         container.cgroup = f"container-{next(self.numbers)}"
         container.state = "is created"
         self.show(pod)
         return True
+
+    def pages_of_others(self, mine: Pod, container: Container, call: Call) -> Iterator[Path]:
+        """Yield what pods that do not run have left on a container's chips.
+
+        Not of a possible caller, nor while the daemon may remove nothing.
+        """
+        is_young = self.world.now - self.began_at < ttdp.WRITTEN_WITHIN
+        if is_young or self.world.book.problem or container.is_shared:
+            return
+        callers = {state.hold.pod for state in call.callers}
+        for pod in self.pods:
+            if pod is mine or pod.busy or pod.uid in callers:
+                continue
+            for each in pod.containers:
+                is_there = each.directory.is_dir() and not each.is_shared
+                if is_there and not each.chips.isdisjoint(container.chips):
+                    yield from each.directory.iterdir()
 
     def the_daemon_restarts(self) -> None:
         """This takes longer than the moment in which an older writing is there."""
@@ -245,7 +272,7 @@ class Node(RuleBasedStateMachine):
         if self.kubelet != "late":
             self.write()
         self.world = self.world.restarted()
-        self.directories = Directories(self.world.settings, self.world.now)
+        self.start_directories(self.world.now)
         self.the_daemon_looks()
 
     def the_daemon_is_installed_anew(self) -> None:
@@ -256,7 +283,7 @@ class Node(RuleBasedStateMachine):
         self.drop_calls()
         self.older = None
         self.world = World(self.home, now=self.world.now)
-        self.directories = Directories(self.world.settings)
+        self.start_directories(-math.inf)
         self.the_daemon_looks()
 
     def the_configuration_changes(self, draw: Random) -> None:
@@ -312,6 +339,7 @@ class Node(RuleBasedStateMachine):
                 pod.containers.append(self.allocate(pod, name, resource.name, ids))
         except ttdp.RequestError:
             return
+        assert len({each.directory for each in pod.containers}) == 1
         for other in self.memory if is_twin else ():
             if any(each.entry.held.ids & {*ids} for each in other.containers):
                 pod.twin, other.twin = other, pod
@@ -410,7 +438,7 @@ class Node(RuleBasedStateMachine):
         directory = container.directory
         assert directory.is_dir() and directory.stat().st_mode & 0o7777 == 0o777
         found = {*directory.iterdir()}
-        if not pod.twin and not any("::" in ident for ident in container.entry.held.ids):
+        if not pod.twin and not container.is_shared:
             assert found == {path for path in pod.files if path.parent == directory}
         file = directory / str(pod.number)
         file.touch()
@@ -476,7 +504,7 @@ class Node(RuleBasedStateMachine):
             shutil.rmtree(directory)
 
         self.world = World(self.home, now=5.0)
-        self.directories = Directories(self.world.settings, self.world.now)
+        self.start_directories(self.world.now)
         self.the_daemon_looks()
 
     # -- what must hold
