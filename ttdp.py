@@ -694,7 +694,7 @@ OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileIdentity = tuple[int, int, int]  # device, inode, mtime: inodes are reused
+FileStamp = tuple[int, int, int]  # device, inode, mtime: inodes are reused
 Result = TypeVar("Result")
 
 
@@ -805,7 +805,7 @@ def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
         raise
 
 
-def file_identity(path: str) -> FileIdentity | None:
+def file_stamp(path: str) -> FileStamp | None:
     """Return a value that changes when the file is replaced; None if it does not exist."""
     status = if_exists(os.stat, path)
     if status is None:
@@ -2479,7 +2479,7 @@ class HoldBook:
     """The holds of this host. Times are seconds of the monotonic clock."""
 
     def __init__(self, settings: Settings, saved: Iterable[HoldState]) -> None:
-        self.checkpoint_stamp: FileIdentity | None = None  # of the checkpoint that was read last
+        self.checkpoint_stamp: FileStamp | None = None  # of the checkpoint that was read last
         self.has_read = False  # a checkpoint was parsed
         self.problem: str | None = None  # why the present checkpoint cannot be used
         self.unreadable: Sequence[str] = ()  # its entries that cannot be read
@@ -2509,7 +2509,7 @@ class HoldBook:
 
     def _read_checkpoint(self, domain: str) -> bool:
         """Return whether there is a new checkpoint."""
-        stamp = file_identity(self._path)
+        stamp = file_stamp(self._path)
         if (stamp, domain) == (self.checkpoint_stamp, self._domain):
             return False
         if stamp is None and not self.has_read:
@@ -4425,12 +4425,12 @@ class OutputFile:
         self._mode = mode
         self._keep_outdated = keep_outdated
         # The text that was written last, and the file's identity then; None for no file.
-        self._written: tuple[str | None, FileIdentity | None] | None = None
+        self._written: tuple[str | None, FileStamp | None] | None = None
 
     def keep(self, text: str | None) -> None:
         """Write the text, None for no file, unless the file is as it should be."""
         with suppress(OSError):
-            if self._written == (text, file_identity(self.path)):
+            if self._written == (text, file_stamp(self.path)):
                 return
         if text is None:
             self._report(self._remove())
@@ -4442,7 +4442,7 @@ class OutputFile:
         problem = None
         try:
             self._replace(text)
-            self._written = (text, file_identity(self.path))
+            self._written = (text, file_stamp(self.path))
         except FileNotFoundError:  # no reader, so no line in the log
             self.problem = f"{dirname(self.path)} does not exist"
             return
@@ -5275,10 +5275,10 @@ def remove_dead_sockets(directory: str) -> None:
 class Seen(NamedTuple):
     """The conditions of a registration, as the loop sees them in one turn."""
 
-    kubelet: FileIdentity | None = None  # kubelet.sock
-    checkpoint: FileIdentity | None = None  # the kubelet's, as it was read last
+    kubelet: FileStamp | None = None  # kubelet.sock
+    checkpoint: FileStamp | None = None  # the kubelet's, as it was read last
     has_others_ids: bool = False  # the checkpoint has IDs that another plugin has listed
-    own_socket: FileIdentity | None = None  # the plugin's
+    own_socket: FileStamp | None = None  # the plugin's
 
 
 def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
@@ -5361,7 +5361,7 @@ class Endpoint(rpc.DevicePluginServicer):
 
     def judge(self, seen: Seen) -> None:
         """Set `lost` if the registration is, under these conditions; raises OSError."""
-        seen = seen._replace(own_socket=file_identity(self.path))
+        seen = seen._replace(own_socket=file_stamp(self.path))
         # Until the kubelet is sent the present list, no checkpoint shows what becomes of it.
         if self.stream.sent is not self._devices.message:
             self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
@@ -5575,8 +5575,8 @@ class KubeletSession:
         # The socket is bound only now, as a kubelet that starts deletes all sockets.
         async with self._serving() as endpoint:
             # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
-            self._seen = self._seen._replace(kubelet=file_identity(self._kubelet_socket))
-            own_socket = file_identity(endpoint.path)
+            self._seen = self._seen._replace(kubelet=file_stamp(self._kubelet_socket))
+            own_socket = file_stamp(endpoint.path)
             endpoint.at_register = self._seen._replace(own_socket=own_socket)
             self._endpoint = endpoint
             return await first_of(endpoint.lost, self._register_and_follow(endpoint))
@@ -5660,7 +5660,7 @@ class KubeletSessions:
     def update(
         self,
         resources: Resources,
-        checkpoint: FileIdentity | None,
+        checkpoint: FileStamp | None,
         others: Collection[str],
         *,
         is_disturbed: bool,
@@ -5674,7 +5674,7 @@ class KubeletSessions:
             log.info("%s: no devices left; no longer registered", name)
             self._closing[name] = asyncio.create_task(self._close(self.by_name.pop(name)))
 
-        kubelet = file_identity(f"{self._directory}/{KUBELET_SOCKET}")
+        kubelet = file_stamp(f"{self._directory}/{KUBELET_SOCKET}")
         for name, resource in resources.items():
             if name in self._closing:  # it returns once its former session has ended completely
                 continue

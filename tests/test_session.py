@@ -84,7 +84,7 @@ class Session:
     def turn(self, *ids: str, checkpoint: int = 0, has_others_ids: bool = False) -> None:
         """Make a turn of the loop, with this list and the checkpoint of this number."""
         devices = [pb.Device(ID=each, health="Healthy") for each in ids]
-        kubelet = ttdp.file_identity(str(self._kubelet.socket))
+        kubelet = ttdp.file_stamp(str(self._kubelet.socket))
         seen = ttdp.Seen(kubelet, (0, 0, checkpoint), has_others_ids)
         self.session.update(ttdp.DeviceList(devices=devices), seen, is_disturbed=False)
 
