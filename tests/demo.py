@@ -22,6 +22,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tests.world.kubelet import AdmissionError, Allocation, Kubelet
@@ -111,9 +112,11 @@ class Story:
         flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
         flags += [*self.node.flags, *outlet_flags(self.home)]
         command, environ = self.installation.command("list", *flags)
-        done = await asyncio.to_thread(
-            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=STEP
-        )
+        look = partial(subprocess.run, env=environ, capture_output=True, text=True, timeout=STEP)
+        try:
+            done = await asyncio.to_thread(look, command)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"waited {STEP:g} s for tt-device-plugin list") from None
         assert done.returncode == 0, f"list exits with status {done.returncode}: {done.stderr}"
         return done.stdout
 
