@@ -123,9 +123,9 @@ def test_the_documents_are_those_of_the_sources(host: Host) -> None:
     names = {Path(line).name for line in (DEB / "examples").read_text().splitlines()}
     examples = host.path(f"{DOCUMENTS}/examples")
     assert {path.name for path in examples.iterdir()} == names
-    for name in names:
-        [source] = (ROOT / "packaging").rglob(name)
-        assert (examples / name).read_bytes() == source.read_bytes(), name
+    for path in filter(Path.is_file, examples.rglob("*")):
+        [source] = (ROOT / "packaging").rglob(path.name)
+        assert path.read_bytes() == source.read_bytes(), path
     for name in ("README.md", "CHANGELOG.md"):
         text = gzip.decompress(host.path(f"{DOCUMENTS}/{name}.gz").read_bytes())
         assert text == (ROOT / name).read_bytes(), name
@@ -729,12 +729,14 @@ def test_a_kubelet_that_is_installed_later(host: Host, is_link: bool) -> None:
     make = f"mkdir -p {elsewhere} && ln -s {elsewhere} {own}" if is_link else f"mkdir {own}"
     host.shell(f"{make} && systemctl start kubelet")
     host.event(since, "registered", resource=RESOURCE)
-    assert host("stat", "--format=%a %U", f"{DIRECTORY}/.") == "750 root\n"
     host.status_becomes("registered with kubelet")
 
-    # It can be deleted as well, as by `kubeadm reset`.
+    # It can be deleted as well, as by `kubeadm reset`. The daemon makes it again.
     since = time.monotonic()
-    host.shell(f"systemctl stop kubelet && rm -r {DIRECTORY} && systemctl start kubelet")
+    host.shell(f"systemctl stop kubelet && rm -r {DIRECTORY}")
+    wait_until(functools.partial(host.exists, DIRECTORY), f"{DIRECTORY} exists")
+    assert host("stat", "--format=%a %U", f"{DIRECTORY}/.") == "750 root\n"
+    host.systemctl("start", "kubelet")
     host.event(since, "registered", resource=RESOURCE)
 
     host.systemctl("stop", "kubelet")
