@@ -2165,7 +2165,12 @@ def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
 
 def _is_ours(entry: object, domain: str) -> bool:
     """Return whether an entry is that of a device of ours, though the rest cannot be read."""
-    return isinstance(entry, dict) and str(entry.get("ResourceName")).startswith(f"{domain}/")
+    if not isinstance(entry, dict):
+        return False
+    with suppress(TypeError, ValueError):  # the domain can be another one by now
+        if ADDRESSES.encode() in base64.b64decode(entry.get("AllocResp") or ""):
+            return True
+    return str(entry.get("ResourceName")).startswith(f"{domain}/")
 
 
 def _parse_entry(entry: Json, domain: str) -> Hold | None:
