@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,11 @@ class Host(Container):
         self.install_kubelet(DIRECTORY)
         self.boot()
         self._files_before = self.files()
+
+    def boot(self, begun: Callable[[], object] = lambda: None) -> float:
+        if self._node:
+            self._node.boot()  # the daemon reads the boot ID of the simulated node
+        return super().boot(begun)
 
     def delete(self) -> None:
         self._heartbeats.close()

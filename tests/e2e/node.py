@@ -407,6 +407,7 @@ class Node(Site):
         }
         self.machine.power_off()
         self.daemon.process = None
+        self.cards.boot()
         while_off()
         self._power_on()
         if daemon_late_by is None:

@@ -127,10 +127,9 @@ def test_the_documents_are_those_of_the_sources(host: Host) -> None:
         [source] = (ROOT / "packaging").rglob(path.name)
         assert path.read_bytes() == source.read_bytes(), path
     for name in ("README.md", "CHANGELOG.md"):
-        text = gzip.decompress(host.path(f"{DOCUMENTS}/{name}.gz").read_bytes())
-        assert text == (ROOT / name).read_bytes(), name
+        assert host.path(f"{DOCUMENTS}/{name}").read_bytes() == (ROOT / name).read_bytes(), name
     changelog = gzip.decompress(host.path(f"{DOCUMENTS}/changelog.gz").read_bytes()).decode()
-    assert f"{DOCUMENTS}/CHANGELOG.md.gz" in changelog
+    assert f"{DOCUMENTS}/CHANGELOG.md" in changelog
     for page in ("man8/tt-device-plugin.8.gz", "man5/tt-device-plugin.toml.5.gz"):
         text = gzip.decompress(host.path(f"/usr/share/man/{page}").read_bytes())
         assert text == (DEB / Path(page).stem).read_bytes(), page
