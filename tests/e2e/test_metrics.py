@@ -56,32 +56,16 @@ def host(machine: Machine, program: Program) -> Iterator[MetricsHost]:
         yield host
 
 
-def test_promtool_has_no_objection(host: MetricsHost) -> None:
-    """`promtool check metrics` has no remark on a name, a unit or a help text."""
-    file = host.machine.path(FILE)
-    wait_until(file.exists, "the file", 20)
-    done = promtool("check", "metrics", text=file.read_text())
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    wrong = "# HELP a_total What.\n# TYPE a_total gauge\na_total 1\n"
-    assert "should not" in promtool("check", "metrics", text=wrong).stderr
-
-
 def test_node_exporter_shows_the_whole_file(host: MetricsHost) -> None:
-    """Each metric is there, with the time of writing; a dead chip has a fault while it lasts."""
-    chip = host.cards.chips[0]
-    healthy = f'tt_device_healthy{{device="{chip.bdf}"}} %d'
-    host.wait_scraped(healthy % 1, "node_textfile_scrape_error 0")
+    """Each metric is there, with the time of writing."""
+    healthy = f'tt_device_healthy{{device="{host.cards.chips[0].bdf}"}} 1'
+    host.wait_scraped(healthy, "node_textfile_scrape_error 0")
     lines = host.machine.path(FILE).read_text().splitlines()
     names = {re.split("[ {]", line)[0] for line in lines if line[0] != "#"}
     shown = host.scrape()
     found = {re.split("[ {]", line)[0] for line in shown.splitlines() if line.startswith("tt_")}
     assert names == found
     assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
-    chip.die()
-    host.wait_scraped(healthy % 0, f'tt_device_fault{{device="{chip.bdf}",kind="no_response"}} 1')
-    chip.revive()
-    host.wait_scraped(healthy % 1)
-    assert "\ntt_device_fault" not in host.scrape()
 
 
 QUERIES = [

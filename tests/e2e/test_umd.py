@@ -6,7 +6,6 @@ tt-umd, kubelets and containers are real. What tt-umd asks the driver is answere
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -18,19 +17,17 @@ from tests.world.processes import wait_until
 
 
 @pytest.fixture(scope="module")
-def umd_nodes(program: Program) -> Iterator[dict[str, Node]]:
-    """Nodes that have the image with tt-umd."""
-    with contextlib.ExitStack() as stack:
-        nodes = {version: Node(version, program, images=[umd.image()]) for version in VERSIONS}
-        yield {version: stack.enter_context(node) for version, node in nodes.items()}
+def umd_node(program: Program) -> Iterator[Node]:
+    """A node that has the image with tt-umd."""
+    with Node(VERSIONS[-1], program, images=[umd.image()]) as node:
+        yield node
 
 
-@pytest.fixture(params=VERSIONS)
-def node(request: pytest.FixtureRequest, umd_nodes: dict[str, Node]) -> Iterator[Node]:
-    node = umd_nodes[request.param]
-    node.wait_clear()
-    yield node
-    node.clear()
+@pytest.fixture
+def node(umd_node: Node) -> Iterator[Node]:
+    umd_node.wait_clear()
+    yield umd_node
+    umd_node.clear()
 
 
 ENUMERATE = "import tt_umd; print(tt_umd.PCIDevice.enumerate_devices())"
