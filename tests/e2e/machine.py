@@ -421,7 +421,6 @@ class Containerd:
         self._binary = shutil.which("containerd", path=self._env["PATH"]) or "containerd"
         self._ctr = shutil.which("ctr", path=self._env["PATH"]) or "ctr"
         self.images: list[Path] = []  # archives of further ones, for the next start
-        self.runtime: Path | None = None  # a program that stands before runc, for the next start
         self.process: Process | None = None
 
     def start(self, timeout: float = 30) -> None:
@@ -471,25 +470,17 @@ class Containerd:
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
-            plugin = "[plugins.'io.containerd.cri.v1.runtime'"
             lines = ["version = 3", "[plugins.'io.containerd.cri.v1.images'.pinned_images]"]
-            lines += [f"sandbox = '{IMAGE}'", f"{plugin}]"]
+            lines += [f"sandbox = '{IMAGE}'", "[plugins.'io.containerd.cri.v1.runtime']"]
         else:
-            plugin = "[plugins.'io.containerd.grpc.v1.cri'"
-            lines = ["version = 2", f"{plugin}]", f"sandbox_image = '{IMAGE}'"]
+            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']"]
+            lines.append(f"sandbox_image = '{IMAGE}'")
             if (int(found[1]), int(found[2])) >= (1, 7):
                 lines.append("enable_cdi = true")  # the default of 2.0
 
         if not _has_capability(_CAP_SYS_RESOURCE):  # runc fails: pods want less than our own
             lines.append("restrict_oom_score_adj = true")
 
-        if self.runtime is not None:
-            lines += [
-                f"{plugin}.containerd.runtimes.runc]",
-                "runtime_type = 'io.containerd.runc.v2'",
-            ]
-            lines += [f"{plugin}.containerd.runtimes.runc.options]"]
-            lines.append(f"BinaryName = '{self.runtime}'")
         return "\n".join(lines) + "\n"
 
 
