@@ -423,20 +423,17 @@ class Containerd:
         self.images: list[Path] = []  # archives of further ones, for the next start
         self.process: Process | None = None
 
-    def start(self, timeout: float = 30) -> None:
+    def start(self) -> None:
+        """Start it, and wait until it answers; the first time, import the images."""
         assert self.process is None or not self.process.alive, "it runs already"
         config = self.machine.scratch / "containerd.toml"
-        config.write_text(self.config())
+        config.write_text(self._config())
         self.process = self.machine.spawn(
             [self._binary, "--config", str(config)],
             self.machine.logs / "containerd.log",
             env=self._env,
         )
-        self.prepare(timeout)
-
-    def prepare(self, timeout: float = 30) -> None:
-        """Wait until it answers; the first time, import the images."""
-        wait_until(self._answers, "containerd's socket", timeout)
+        wait_until(self._answers, "containerd's socket", 30)
         archive = self.machine.scratch / "image.tar"
         if not archive.exists():
             archive.write_bytes(image_archive(IMAGE, busybox_layer()))
@@ -464,7 +461,7 @@ class Containerd:
             raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
         return done
 
-    def config(self) -> str:
+    def _config(self) -> str:
         """Return the defaults, but for the pause image and what a restricted root may not do."""
         said = subprocess.check_output([self._binary, "--version"], text=True)
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
@@ -577,7 +574,6 @@ def pod(
     command: Sequence[str] | None = None,
     restart: str = "Always",
     image: str = IMAGE,
-    selector: Mapping[str, str] | None = None,
 ) -> JSON:
     """Return a manifest: containers main, main-1, … that each ask for these resources and sleep."""
     wanted = {resource: str(count) for resource, count in (resources or {}).items()}
@@ -593,7 +589,6 @@ def pod(
         "restartPolicy": restart,
         "terminationGracePeriodSeconds": 1,
         "enableServiceLinks": False,
-        "nodeSelector": dict(selector or {}),
         "containers": [
             {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
         ],
@@ -699,20 +694,16 @@ class Kubelet:
         """Set keys of its configuration, from the next start on."""
         self._config |= keys
 
-    def start(self, timeout: float = 60) -> None:
+    def start(self) -> None:
         """Start it, again or for the first time, and wait until it answers."""
-        self.spawn()
-        self.wait_ready(timeout)
-
-    def spawn(self) -> None:
-        """Start it and do not wait."""
         assert self.process is None or not self.process.alive, "it runs already"
         self._starts += 1
         self._hang_up()
-        self._stale_socket = self.socket_identity()
-        self.process = self.machine.spawn(self.command(), self.log)
+        self._stale_socket = self._socket_identity()
+        self.process = self.machine.spawn(self._command(), self.log)
+        wait_until(self._ready, f"kubelet {self.version} to answer", 60)
 
-    def command(self) -> list[str]:
+    def _command(self) -> list[str]:
         """Write its configuration; return the command that starts it with that."""
         Path(self._config["staticPodPath"]).mkdir(exist_ok=True)
         config = self.machine.scratch / "kubelet.json"
@@ -735,20 +726,17 @@ class Kubelet:
         kubeconfig.write_text(json.dumps(config))
         return [f"--kubeconfig={kubeconfig}", f"--node-ip={NODE_ADDRESS}"]
 
-    def wait_ready(self, timeout: float = 60) -> None:
-        """Wait until it answers on its port and takes registrations."""
-        wait_until(self._ready, f"kubelet {self.version} to answer", timeout)
-
     def _ready(self) -> bool:
+        """Return whether it answers on its port and takes registrations."""
         if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
             is_healthy = self.get("/healthz") == b"ok"
         except OSError:
             return False
-        return is_healthy and self.socket_identity() not in (None, self._stale_socket)
+        return is_healthy and self._socket_identity() not in (None, self._stale_socket)
 
-    def socket_identity(self) -> int | None:
+    def _socket_identity(self) -> int | None:
         """Return what tells this start's registration socket from the one that the last left."""
         try:
             return (self.device_plugin_dir / "kubelet.sock").stat().st_ctime_ns
@@ -930,10 +918,6 @@ class Kubelet:
     def wait_allocatable(self, resource: str, devices: set[str]) -> None:
         what = f"{resource} to be {sorted(devices)}"
         wait_until(lambda: self.allocatable(resource) == devices, what, 30)
-
-    def socket_appeared(self) -> float:
-        """Return when the registration socket was made: Unix time, in steps of a few ms."""
-        return (self.device_plugin_dir / "kubelet.sock").stat().st_mtime
 
 
 def _klog_time(line: str) -> float:

@@ -77,12 +77,6 @@ class Program:
 
     zipapp: bool
 
-    def has_option(self, flag: str) -> bool:
-        """Return whether the program knows an option."""
-        program = str(ZIPAPP if self.zipapp else ROOT / "ttdp.py")
-        command = [sys.executable, program, "run", "--help"]
-        return flag in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     def install(self, directory: Path) -> list[str]:
         """Replace the old one in one step, as dpkg does; return the command."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -103,7 +97,6 @@ class Daemon:
     ) -> None:
         """interval: seconds between two polls; the default is the daemon's own."""
         self.process: Process | None = None
-        self.starting: Callable[[], object] = lambda: None  # called at a start, before READY=1
         self.log = machine.logs / "tt-device-plugin.log"
         self.log.unlink(missing_ok=True)  # of another one, which has ended
         self._machine = machine
@@ -151,7 +144,6 @@ class Daemon:
 
         with contextlib.closing(manager):
             self.process = self._machine.spawn([*command, *self._flags], self.log, environment)
-            self.starting()
             wait_until(is_ready, lambda: f"READY=1; the log ends\n{tail(self.log)}\n", 30)
 
     def stop(self) -> None:
@@ -180,11 +172,11 @@ _names = itertools.count(1)
 
 Outcome = str  # what became of a pod: RUNNING, or why the kubelet refused it
 RUNNING: Outcome = "running"
-N = TypeVar("N", bound="Site")
+N = TypeVar("N", bound="Node")
 
 
-class Site:
-    """A running kubelet with its machine; cards and daemon are made anew for each test."""
+class Node:
+    """A running kubelet with its machine; cards, daemon and pods are made anew for each test."""
 
     def __init__(
         self,
@@ -195,8 +187,6 @@ class Site:
         config: JSON | None = None,
         containerd: Path | None = None,
         images: Sequence[Path] = (),
-        machine: Machine | None = None,
-        kubelet: type[Kubelet] = Kubelet,
     ) -> None:
         """Args:
         static_pods: else an API server has the pods; config: the kubelet's; containerd: a
@@ -204,12 +194,12 @@ class Site:
         """
         self.version = version
         self.program = program
-        self.machine = machine or Machine(numa_nodes=2)
+        self.machine = Machine(numa_nodes=2)
         self.containerd = Containerd(self.machine, containerd)
         self.containerd.images += images
         self.api = None if static_pods else ApiServer()
         api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
-        self.kubelet = kubelet(
+        self.kubelet = Kubelet(
             version, self.machine, self.containerd, config=config, api_server=api_server
         )
         self._boot = ""
@@ -217,6 +207,9 @@ class Site:
         self._cards: SimulatedNode | None = None
         self._hugepages = 0  # of 2 MiB, in a hugetlbfs of the machine's
         self._ticker = contextlib.ExitStack()
+        self._dead: set[str] = set()  # containers of former boots
+        self._pods: list[str] = []
+        self._going: list[str] = []
 
     def __enter__(self: N) -> N:
         try:
@@ -325,25 +318,6 @@ class Site:
         for resource, devices in (by_resource if expected is None else expected).items():
             self.kubelet.wait_allocatable(resource, devices)
 
-    def wait_status(self, expected: Mapping[str, tuple[int, int]]) -> None:
-        """Wait until the node's status has these capacities and allocatable counts."""
-
-        def found() -> dict[str, tuple[int, int]]:
-            assert self.api is not None
-            status = self.api.node(NODE_NAME).get("status", {})
-            capacity, allocatable = status.get("capacity", {}), status.get("allocatable", {})
-            return {
-                name: (int(capacity.get(name, 0)), int(allocatable.get(name, 0)))
-                for name in expected
-            }
-
-        wait_until(lambda: found() == expected, lambda: f"{expected}, not {found()}", 30)
-
-    def label(self, labels: Mapping[str, str]) -> None:
-        """Give the node these labels, as nfd-master does."""
-        assert self.api is not None
-        self.api.patch(f"/api/v1/nodes/{NODE_NAME}", {"metadata": {"labels": dict(labels)}})
-
     def last_words(self) -> str:
         """Return the end of the daemon's and of the kubelet's log."""
         return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
@@ -352,17 +326,6 @@ class Site:
         """Return the major and minor number of a chip's device file as it is now."""
         status = os.stat(self.cards.chip(bdf).device_node)
         return os.major(status.st_rdev), os.minor(status.st_rdev)
-
-
-class Node(Site):
-    """Such a site, with pods."""
-
-    def __init__(self, version: str, program: Program, **others: Any) -> None:
-        """`others`: of Site."""
-        super().__init__(version, program, **others)
-        self._dead: set[str] = set()  # containers of former boots
-        self._pods: list[str] = []
-        self._going: list[str] = []
 
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards; `wait_clear` waits for the pods' end."""
@@ -422,13 +385,6 @@ class Node(Site):
         self.kubelet.stop()
         self.kubelet.configure(**config)
         self.kubelet.start()
-
-    def registration_delay(self, resource: str, devices: int) -> float:
-        """Return seconds from a kubelet's socket to so many devices, after its start."""
-        counted = f'"Processed device updates for resource" resourceName="{resource}"'
-        counted += rf" totalCount=\d+ healthyCount={devices}"
-        allocatable, _ = self.kubelet.wait_logged(counted)
-        return allocatable - self.kubelet.socket_appeared()
 
     # Pods
 
