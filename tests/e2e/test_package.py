@@ -28,7 +28,6 @@ CACHE = "/var/cache/tt-device-plugin"
 LOCKS = "/run/ttdp/shm"
 PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
 DEB = ROOT / "packaging/deb"
-DOCUMENTS = f"/usr/share/doc/{UNIT}"
 WRITTEN = (
     "/run/cdi/tenstorrent.com-device.json",
     "/etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
