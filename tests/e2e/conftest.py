@@ -7,7 +7,6 @@ need root.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -86,15 +85,11 @@ def tools(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def program(tools: None, pytestconfig: pytest.Config) -> Program:
-    """Return the zipapp; without one of this very program the sources, loudly, but not in CI."""
-    if (reason := stale_zipapp()) and os.environ.get("CI") == "true":
+def program(tools: None) -> Program:
+    """Return the zipapp; without one of this very program there is no run."""
+    if reason := stale_zipapp():
         pytest.exit(reason, returncode=1)
-    if reason:
-        capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print(f"\n*** NOT AS SHIPPED: {reason}. ttdp.py itself is tested instead.", flush=True)
-    return Program(zipapp=not reason)
+    return Program()
 
 
 @pytest.fixture(scope="session")

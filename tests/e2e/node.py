@@ -14,12 +14,10 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,22 +69,14 @@ def stale_zipapp() -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """The zipapp, or where there is none the sources, of which copies are installed on machines."""
+    """The zipapp, of which copies are installed on machines."""
 
-    zipapp: bool
-
-    def install(self, directory: Path) -> list[str]:
-        """Replace the old one in one step, as dpkg does; return the command."""
+    def install(self, directory: Path) -> Path:
+        """Replace the old one in one step, as dpkg does; return the new one."""
         directory.mkdir(parents=True, exist_ok=True)
-        file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
-        shutil.copy2(file, directory / ".new")
-        (directory / ".new").rename(directory / file.name)
-        if self.zipapp:
-            return [str(directory / file.name)]
-        shutil.copytree(ROOT / "generated", directory / "generated", dirs_exist_ok=True)
-        return [sys.executable, str(directory / file.name)]
+        shutil.copy2(ZIPAPP, directory / ".new")
+        return (directory / ".new").rename(directory / ZIPAPP.name)
 
 
 class Daemon:
@@ -137,7 +127,7 @@ class Daemon:
             "PYTHONPYCACHEPREFIX": str(self._cache),
         }
         # Nice as in the unit: a kubelet that starts takes all the processors that it can get.
-        command = ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}"]
+        command = ["nice", "-n-10", str(self._command), "run", f"--config-file={self._config}"]
 
         def is_ready() -> bool:
             return any("READY=1" in note.text.splitlines() for note in manager.receive())
