@@ -266,9 +266,9 @@ class GuestNode:
 
         wait_for(is_forgotten, f"the kubelet to forget {pod.name}")
 
-    def output(self, pod: Pod, container: str = "main") -> list[str]:
-        """Return the lines that a pod's containers have written, also of former containers."""
-        place = Path(f"/var/log/pods/default_{pod.name}_{pod.uid}/{container}")
+    def output(self, pod: Pod) -> list[str]:
+        """Return the lines that a pod's container has written, also of former containers."""
+        place = Path(f"/var/log/pods/default_{pod.name}_{pod.uid}/main")
         files = sorted(place.glob("*.log"), key=lambda file: int(file.stem))
         lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
         return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]

@@ -234,7 +234,7 @@ class Host(Container):
         """A property that is a time, such as "ActiveEnter"."""
         return int(self.property(f"{name}TimestampMonotonic", unit)) / 1e6
 
-    def status_becomes(self, *parts: str, timeout: float = PATIENCE) -> str:
+    def status_becomes(self, *parts: str) -> str:
         """Wait until the status text has all these parts, and return it."""
 
         def text() -> str:
@@ -242,7 +242,7 @@ class Host(Container):
             return status if all(part in status for part in parts) else ""
 
         what = f"{parts} in the status"
-        return wait_until(text, lambda: f"{what} {self.property('StatusText')!r}", timeout)
+        return wait_until(text, lambda: f"{what} {self.property('StatusText')!r}", PATIENCE)
 
     def journal(self, since: float = 0.0) -> list[tuple[float, int, str]]:
         """Times, priorities and messages of the daemon's own lines."""

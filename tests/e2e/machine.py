@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import fcntl
 import hashlib
 import http.client
@@ -144,11 +143,11 @@ class Process:
     def alive(self) -> bool:
         return self._entered.poll() is None
 
-    def signal(self, number: signal.Signals, timeout: float = 15) -> None:
+    def signal(self, number: signal.Signals) -> None:
         """Send a signal and wait for the end."""
         if self.alive:
             os.kill(self.pid, number)
-        self._entered.wait(timeout)
+        self._entered.wait(15)
 
     @property
     def status(self) -> int:
@@ -304,10 +303,10 @@ class Machine:
             output: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             return Process(subprocess.Popen(self._entering(argv), env=env, **output), log)
 
-    def run(self, argv: Sequence[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
         streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        return subprocess.run(self._entering(argv), timeout=timeout, **streams)
+        return subprocess.run(self._entering(argv), timeout=30, **streams)
 
     def connect(self, port: int) -> socket.socket:
         """Connect to the machine's loopback device."""
@@ -454,9 +453,9 @@ class Containerd:
                 return False
         return True
 
-    def ctr(self, *argv: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def ctr(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run containerd's own client, in the namespace of the kubelet's containers."""
-        done = self.machine.run([self._ctr, "--namespace", "k8s.io", *argv], timeout)
+        done = self.machine.run([self._ctr, "--namespace", "k8s.io", *argv])
         if done.returncode != 0 and argv[:2] != ("tasks", "exec"):
             raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
         return done
@@ -784,15 +783,11 @@ class Kubelet:
             self._connection.close()
             self._connection = None
 
-    def logged(self, pattern: str) -> list[tuple[float, str]]:
-        """Return the lines of this start's log that match, each with its Unix time."""
-        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
-        return [(_klog_time(line), line) for line in said]
-
-    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
-        """Wait until this start's log has a line that matches; the first, with its Unix time."""
-        what = f"the kubelet to log {pattern!r}"
-        return wait_until(lambda: self.logged(pattern), what, timeout)[0]
+    def wait_logged(self, text: str) -> None:
+        """Wait until this start's log has a text."""
+        wait_until(
+            lambda: text in self.log.read_text(errors="replace"), f"the kubelet to log {text!r}", 30
+        )
 
     # Pods
 
@@ -829,43 +824,34 @@ class Kubelet:
         found = self.get_pod(name)
         return dict(found["status"]) if found else {}
 
-    def rejection(self, name: str) -> str | None:
-        """Return why the kubelet refused the pod ("reason: message"), or None if it did not."""
-        return refusal(self.pod_status(name))
-
     def running(self, name: str) -> bool:
         """Return whether each of its containers runs."""
         found = self.get_pod(name)
         return found is not None and all_run(found)
 
-    def wait_running(self, name: str, timeout: float = 30) -> None:
+    def wait_running(self, name: str) -> None:
         def probe() -> bool:
-            if refused := self.rejection(name):
+            if refused := refusal(self.pod_status(name)):
                 raise AssertionError(f"pod {name} was refused: {refused}")
             return self.running(name)
 
-        wait_until(probe, f"pod {name} to run", timeout)
+        wait_until(probe, f"pod {name} to run", 30)
 
-    def wait_rejected(self, name: str, timeout: float = 30) -> str:
-        """Wait until the pod is refused; return the reason."""
-        return wait_until(lambda: self.rejection(name), f"pod {name} to be refused", timeout)
-
-    def container_id(self, name: str, container: str = "main") -> str:
+    def container_id(self, name: str) -> str:
+        """Return the ID of a pod's container main."""
         for state in self.pod_status(name).get("containerStatuses", ()):
-            if state["name"] == container:
+            if state["name"] == "main":
                 return str(state["containerID"]).removeprefix("containerd://")
-        raise LookupError(f"pod {name} has no container {container}")
+        raise LookupError(f"pod {name} has no container main")
 
-    def exec(
-        self, name: str, argv: Sequence[str], container: str = "main"
-    ) -> subprocess.CompletedProcess[str]:
+    def exec(self, name: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod's container, and again if its output does not come to its end.
 
         A process that ends at once can be gone before containerd has copied what it wrote.
         """
         end = uuid.uuid4().hex
         script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
-        identity = self.container_id(name, container)
+        identity = self.container_id(name)
         for _ in range(10):
             command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, identity)
             done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
@@ -875,10 +861,10 @@ class Kubelet:
                 return done
         raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts: {done}")
 
-    def logs(self, name: str, container: str = "main") -> str:
-        """Return what a container has written, with the runtime's time stamps."""
+    def logs(self, name: str) -> str:
+        """Return what a pod's container main has written, with the runtime's time stamps."""
         where = self.machine.path("/var/log/pods")
-        files = sorted(where.glob(f"default_{name}{self._suffix}_*/{container}/*.log"))
+        files = sorted(where.glob(f"default_{name}{self._suffix}_*/main/*.log"))
         return "".join(file.read_text(errors="replace") for file in files)
 
     # Devices
@@ -918,12 +904,6 @@ class Kubelet:
     def wait_allocatable(self, resource: str, devices: set[str]) -> None:
         what = f"{resource} to be {sorted(devices)}"
         wait_until(lambda: self.allocatable(resource) == devices, what, 30)
-
-
-def _klog_time(line: str) -> float:
-    """Return the Unix time of "I1121 12:54:07.123456   4711 manager.go:317] …", a local time."""
-    year = datetime.datetime.now().year
-    return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
 
 
 if __name__ == "__main__":  # build the kubelets, which takes minutes the first time

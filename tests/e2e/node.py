@@ -401,7 +401,9 @@ class Node:
         self.kubelet.wait_running(name)
         return name
 
-    def outcome(self, name: str, timeout: float = 30) -> Outcome:
+    def outcome(self, name: str) -> Outcome:
+        """Wait until a pod runs or is refused; return which."""
+
         def probe() -> Outcome | None:
             found = self.find(name)
             # An API server shows the containers of before the reboot until the kubelet reports
@@ -410,21 +412,19 @@ class Node:
                 return RUNNING
             return refusal(found["status"]) if found else None
 
-        return wait_until(probe, f"pod {name} to run or be refused", timeout)
+        return wait_until(probe, f"pod {name} to run or be refused", 30)
 
-    def devices(self, resource: str, name: str, container: str = "main") -> set[str]:
-        """Return the IDs that a container of the pod has."""
-        return self.kubelet.assigned(resource).get((name, container), set())
+    def devices(self, resource: str, name: str) -> set[str]:
+        """Return the IDs that the pod's container has."""
+        return self.kubelet.assigned(resource).get((name, "main"), set())
 
-    def inside(
-        self, name: str, *argv: str, container: str = "main"
-    ) -> subprocess.CompletedProcess[str]:
+    def inside(self, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod's container."""
-        return self.kubelet.exec(name, argv, container)
+        return self.kubelet.exec(name, argv)
 
-    def device_files(self, name: str, container: str = "main") -> set[str]:
+    def device_files(self, name: str) -> set[str]:
         """Return the cards' device files in a pod's container."""
-        found = self.inside(name, "ls", "-A", "/dev/tenstorrent", container=container).stdout
+        found = self.inside(name, "ls", "-A", "/dev/tenstorrent").stdout
         return {f"/dev/tenstorrent/{each}" for each in found.split()}
 
     def open_inside(self, name: str, path: str) -> str:

@@ -39,7 +39,7 @@ from tests.world.processes import wait_until
 STEPS = int(os.environ.get("OWNERSHIP_STEPS", "25"))
 SEED = int(os.environ.get("OWNERSHIP_SEED", "1"))
 HAND_OVERS = int(os.environ.get("OWNERSHIP_HAND_OVERS", "60"))
-HEARD_OF_ALL = r"SyncLoop \(housekeeping\) end"  # in the kubelet's: all pods were admitted
+HEARD_OF_ALL = "SyncLoop (housekeeping) end"  # in the kubelet's: all pods were admitted
 
 # --- Nodes ----------------------------------------------------------------------------------------
 

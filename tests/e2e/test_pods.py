@@ -72,7 +72,7 @@ def test_single_numa_node(node: Node) -> None:
         node.start_daemon()
         first = node.devices(N300, node.started({N300: 2}))
         assert len(first) == 2 and first < near
-        refused = node.kubelet.wait_rejected(node.run({N300: 2}))  # one is free here, one there
+        refused = node.outcome(node.run({N300: 2}))  # one is free here, one there
         assert refused.startswith("TopologyAffinityError: Pod was rejected: Resources cannot be")
         last = [node.devices(N300, node.started({N300: 1})) for _ in range(2)]
         assert set().union(*last) == (near | far) - first
