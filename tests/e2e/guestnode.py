@@ -167,7 +167,6 @@ class GuestNode:
         name: str,
         resources: JSON,
         *,
-        script: str = OPEN,
         then: str = "",
         stubborn: bool = False,
         user: int | None = None,
@@ -185,7 +184,7 @@ class GuestNode:
         term = "''" if stubborn else "'exit 0'"
         container: JSON = {"image": IMAGE, "imagePullPolicy": "Never"}
         container["resources"] = {"limits": resources}
-        filled = script.replace("{term}", term).replace("{then}", then)
+        filled = OPEN.replace("{term}", term).replace("{then}", then)
         command = ["sh", "-c", filled]
         spec: JSON = {
             "restartPolicy": "Never" if once else "Always",

@@ -105,7 +105,7 @@ class Host(Container):
         self._heartbeats = contextlib.ExitStack()
 
     def start(self) -> None:
-        self.install_kubelet(DIRECTORY)
+        self.install_kubelet()
         self.boot()
         self._files_before = self.files()
 
@@ -135,7 +135,7 @@ class Host(Container):
 
     def recover(self) -> None:
         """Undo the changes of a test that has failed."""
-        self.install_kubelet(DIRECTORY)
+        self.install_kubelet()
         self.shell(f"rm -rf {Path(DROP_IN).parent} /var/snap; systemctl daemon-reload", check=False)
         self.shell(f"systemctl reset-failed; systemctl --no-block restart {UNIT}", check=False)
 
@@ -198,8 +198,8 @@ class Host(Container):
 
     # The kubelet.
 
-    def install_kubelet(self, directory: str) -> None:
-        self.write("/etc/systemd/system/kubelet.service", KUBELET % directory)
+    def install_kubelet(self) -> None:
+        self.write("/etc/systemd/system/kubelet.service", KUBELET % DIRECTORY)
 
     def tell_kubelet(self, line: str) -> None:
         with (self.shared / "input").open("w") as commands:

@@ -71,14 +71,14 @@ _PACKAGES = {
 }
 
 
-def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
+def missing_tools() -> str | None:
     """Return what is missing to run these kubelets here, in one line, or None."""
     if os.geteuid() != 0:
         return "the real kubelet needs root"
     packages = {package for tool, package in _PACKAGES.items() if shutil.which(tool) is None}
     if packages:
         return f"apt-get install --no-install-recommends {' '.join(sorted(packages))}"
-    if shutil.which("go") or all(kubelet_path(version).exists() for version in versions):
+    if shutil.which("go") or all(kubelet_path(version).exists() for version in VERSIONS):
         return None
     return "building the kubelet needs Go 1.21 or newer (golang-go of bookworm-backports)"
 
@@ -567,7 +567,7 @@ def _store(blobs: dict[str, bytes], content: bytes, media_type: str) -> JSON:
 
 def pod(
     name: str,
-    resources: Mapping[str, int] | None = None,
+    resources: Mapping[str, int],
     *,
     containers: int = 1,
     command: Sequence[str] | None = None,
@@ -575,7 +575,7 @@ def pod(
     image: str = IMAGE,
 ) -> JSON:
     """Return a manifest: containers main, main-1, … that each ask for these resources and sleep."""
-    wanted = {resource: str(count) for resource, count in (resources or {}).items()}
+    wanted = {resource: str(count) for resource, count in resources.items()}
     container: JSON = {
         "image": image,
         "imagePullPolicy": "Never",

@@ -61,11 +61,12 @@ class Pages(Ward):
             LONG,
         )
 
-    def wait_free(self, count: int, seconds: float = LONG) -> None:
+    def wait_free(self, count: int) -> None:
+        """Wait until this many pages are free: those of a pod that has ended return."""
         wait_until(
             lambda: self.free_hugepages() == count,
             lambda: f"{count} free pages, not {self.free_hugepages()}",
-            seconds,
+            RETURN,
         )
 
 
@@ -123,7 +124,7 @@ def test_a_killed_pods_page_returns_to_the_node(ward: Pages) -> None:
     assert ward.free_hugepages() == PAGES - 1
     ward.force_delete(holder)
     ward.wait_ended(holder)
-    ward.wait_free(PAGES, RETURN)
+    ward.wait_free(PAGES)
 
 
 def test_a_killed_pods_successor_finds_no_page(ward: Pages) -> None:
