@@ -156,6 +156,19 @@ class Process:
         return self._entered.returncode
 
 
+def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
+    """Return a socket that is made in a process's network namespace, and works from here."""
+
+    def enter() -> socket.socket:  # a namespace is a thread's own
+        with open(f"/proc/{pid}/ns/net", "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(enter).result()
+
+
 def _child_of(pid: int) -> int | None:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0]) if children else None
@@ -310,23 +323,13 @@ class Machine:
 
     def connect(self, port: int) -> socket.socket:
         """Connect to the machine's loopback device."""
-        return self._in_network(lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
+        return in_network(
+            self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10)
+        )
 
     def listen(self, port: int) -> socket.socket:
         """Listen on the machine's loopback device."""
-        return self._in_network(lambda: socket.create_server(("127.0.0.1", port)))
-
-    def _in_network(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """Return a socket that is made in the machine's network namespace, and works from here."""
-
-        def enter() -> socket.socket:  # a namespace is a thread's own
-            with open(f"/proc/{self._init_pid}/ns/net", "rb") as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return make()
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(enter).result()
+        return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     def _fake_numa(self, nodes: int) -> Path:
         """Make a /sys/devices/system/node with that many nodes; the first have the CPUs."""

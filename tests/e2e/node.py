@@ -47,6 +47,7 @@ N300 = "tenstorrent.com/n300"
 # The first cards' numbers: fuse, loop-control, cpuid of two processors, autofs, btrfs-control. To
 # open them takes no capability, as with a Tenstorrent card. runc lets all containers open tun.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (203, 1), (10, 234))
+FORBIDDEN = "Operation not permitted"  # what a container has of all other numbers
 
 
 # --- What is tested -------------------------------------------------------------------------------

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.machine import JSON, VERSIONS, Machine
-from tests.e2e.node import CDI_DIRECTORY, N300, OPENABLE, RUNNING, Node, Program
+from tests.e2e.node import CDI_DIRECTORY, FORBIDDEN, N300, OPENABLE, RUNNING, Node, Program
 from tests.e2e.readers import Alone, Podman, containerd_of, device_numbers, judge
 from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import wait_until
 
 DEVICE = "tenstorrent.com/device"
 FILE = f"{CDI_DIRECTORY}/tenstorrent.com-device.json"
-FORBIDDEN = "Operation not permitted"
 PAGES = ("/dev/hugepages", "/dev/hugepages-1G")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.machine import Machine
 from tests.e2e.node import Program
-from tests.e2e.readers import Alone, promtool
+from tests.e2e.readers import Alone, labelled, promtool
 from tests.world.processes import wait_until
 
 TEXTFILES = "/var/lib/prometheus/node-exporter"
@@ -78,10 +78,6 @@ count by (cluster, board) (
 ]
 
 
-def series(name: str, **labels: str) -> str:
-    return f"{name}{{{','.join(f'{key}={json.dumps(value)}' for key, value in labels.items())}}}"
-
-
 def test_the_query_for_free_chips(tmp_path: Path) -> None:
     """It counts by board and cluster, in two clusters with the same nodes and addresses."""
     values: dict[str, str] = {}
@@ -90,18 +86,19 @@ def test_the_query_for_free_chips(tmp_path: Path) -> None:
             place = {"cluster": cluster, "instance": "node-1", "device": f"0000:0{number}:00.0"}
             healthy = "1x15 0x15" if (cluster, number) == ("east", 1) else "1x30"
             name = f"tenstorrent.com/{board}"
-            values[series("tt_device_info", board=board, resource=name, **place)] = "1x30"
-            values[series("tt_device_healthy", **place)] = healthy
+            info = {"board": board, "resource": name, **place}
+            values[labelled("tt_device_info", info)] = "1x30"
+            values[labelled("tt_device_healthy", place)] = healthy
             if number == 2:  # another one is excluded
                 place["device"] = "0000:09:00.0"
-                values[series("tt_device_info", board=board, **place)] = "1x30"
-                values[series("tt_device_healthy", **place)] = "1x30"
+                values[labelled("tt_device_info", {"board": board, **place})] = "1x30"
+                values[labelled("tt_device_healthy", place)] = "1x30"
             if (cluster, number) == ("west", 0):
-                values[series("tt_device_allocated", pod_name="train", **place)] = "1x30"
+                values[labelled("tt_device_allocated", {"pod_name": "train", **place})] = "1x30"
 
     def free(minute: int, **boards: int) -> dict[str, object]:
         samples = [
-            {"labels": series("", cluster=name[:4], board=name[5:]), "value": count}
+            {"labels": labelled("", {"cluster": name[:4], "board": name[5:]}), "value": count}
             for name, count in boards.items()
         ]
         return {"expr": QUERIES[0], "eval_time": f"{minute}m", "exp_samples": samples}

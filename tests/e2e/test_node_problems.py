@@ -8,14 +8,12 @@ with the tag journald. Without it only the documents are checked.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,13 @@ from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.conftest import Told
 from tests.e2e.container import Container, require_root
 from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
+from tests.e2e.machine import in_network
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, wait_until
 
 SUITE = "trixie"
 EXAMPLE = ROOT / "packaging/deb/tt-device-plugin.node-problem-detector.yml"
 CONDITION = "TenstorrentProblem"
-CLONE_NEWNET = 0x40000000
 
 
 def documents() -> dict[str, Any]:
@@ -83,15 +81,7 @@ class ProblemHost(Container):
 
     def listen(self, port: int) -> socket.socket:
         """Listen on the container's loopback device."""
-
-        def enter() -> socket.socket:  # a network namespace is a thread's own
-            with open(f"/proc/{self.leader}/ns/net", "rb") as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return socket.create_server(("127.0.0.1", port))
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(enter).result()
+        return in_network(self.leader, lambda: socket.create_server(("127.0.0.1", port)))
 
     @property
     def condition(self) -> dict[str, str]:

@@ -13,12 +13,11 @@ import pytest
 
 from tests.e2e.conftest import Told
 from tests.e2e.machine import VERSIONS
-from tests.e2e.node import N300, OPENABLE, RUNNING, Node, Outcome, Program
+from tests.e2e.node import FORBIDDEN, N300, OPENABLE, RUNNING, Node, Outcome, Program
 from tests.world.node import Chip
 from tests.world.processes import wait_until
 
 GALAXY = "tenstorrent.com/galaxy-blackhole"
-FORBIDDEN = "Operation not permitted"
 
 
 def add(node: Node, count: int, card: str = "n300") -> list[Chip]:
