@@ -2167,7 +2167,12 @@ def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
 
 def _is_ours(entry: object, domain: str) -> bool:
     """Return whether an entry is about one of our devices, though the rest cannot be read."""
-    return isinstance(entry, dict) and str(entry.get("ResourceName")).startswith(f"{domain}/")
+    if not isinstance(entry, dict):
+        return False
+    with suppress(TypeError, ValueError):  # the domain can be another one by now
+        if ADDRESSES.encode() in base64.b64decode(entry.get("AllocResp") or ""):
+            return True
+    return str(entry.get("ResourceName")).startswith(f"{domain}/")
 
 
 def _parse_entry(entry: Json, domain: str) -> Hold | None:
@@ -5107,13 +5112,22 @@ class Allocator:
             raise RequestError(Status.UNAVAILABLE, reason) from None
         return [*mounts, Mount(locks, SHM)] if locks else mounts
 
-    def prefer(self, name: str, question: pb.ContainerPreferredAllocationRequest) -> list[str]:
-        """Return the best IDs; raises RequestError, OSError."""
+    def prefer(
+        self,
+        name: str,
+        question: pb.ContainerPreferredAllocationRequest,
+        listed: Container[str] = (),
+    ) -> list[str]:
+        """Return the best IDs; raises RequestError, OSError. `listed`: all that ever were."""
         # Not by the last look at pods: a pod that has ended since has a chip to choose.
         decision = self._decide(look=True)
+        resource = decision.resource(name)
+        # An ID that has gone with its hold can be in the list that the kubelet still has.
+        ids = question.available_deviceIDs
+        available = [each for each in ids if each in resource.devices or each not in listed]
         return preferred_allocation(
-            decision.resource(name),
-            question.available_deviceIDs,
+            resource,
+            available,
             question.must_include_deviceIDs,
             question.allocation_size,
             self._host.holds.forgotten_ids(name, decision.holds),
@@ -5314,11 +5328,13 @@ class AdvertisedList:
 
     def __init__(self) -> None:
         self.message = DeviceList()
+        self.ids: set[str] = set()  # that were ever in it
         self._changed = Broadcast()
 
     def update(self, message: DeviceList) -> None:
         if message is not self.message and message != self.message:
             self.message = message
+            self.ids.update(device.ID for device in message.devices)
             self._changed.wake_all()
 
     async def messages(self) -> AsyncIterator[DeviceList]:
@@ -5389,7 +5405,7 @@ class Endpoint(rpc.DevicePluginServicer):
         response = pb.PreferredAllocationResponse()
         async with self._rejecting(context, "rejected GetPreferredAllocation"):
             for question in request.container_requests:
-                ids = self._allocator.prefer(self._resource, question)
+                ids = self._allocator.prefer(self._resource, question, self._devices.ids)
                 response.container_responses.add(deviceIDs=ids)
                 await asyncio.sleep(0)  # a request can have thousands of questions
         return response

@@ -22,6 +22,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tests.world.kubelet import AdmissionError, Allocation, Kubelet
@@ -111,9 +112,11 @@ class Story:
         flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
         flags += [*self.node.flags, *outlet_flags(self.home)]
         command, environ = self.installation.command("list", *flags)
-        done = await asyncio.to_thread(
-            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=STEP
-        )
+        look = partial(subprocess.run, env=environ, capture_output=True, text=True, timeout=STEP)
+        try:
+            done = await asyncio.to_thread(look, command)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"waited {STEP:g} s for tt-device-plugin list") from None
         assert done.returncode == 0, f"list exits with status {done.returncode}: {done.stderr}"
         return done.stdout
 
@@ -143,14 +146,17 @@ class Story:
         def names(kind: str) -> set[object]:
             return {event.fields["pod"] for event in self.kubelet.find(kind, since=begin)}
 
-        await self.kubelet.wait_for(lambda: {*pods} <= names("admitted") | names("rejected"), STEP)
+        def are_all_there() -> bool:
+            return {*pods} <= names("admitted") | names("rejected")
+
+        await self.kubelet.wait_for(are_all_there, STEP, f"the admission of {', '.join(pods)}")
         assert not names("rejected"), f"the kubelet rejects {names('rejected')}"
 
     async def wait_for_list(
         self, resource: str, condition: Callable[[], object], begin: float
     ) -> float:
         """Return the seconds from `begin` to the list that makes the condition true."""
-        await self.kubelet.wait_for(condition, STEP)
+        await self.kubelet.wait_for(condition, STEP, f"another list of {resource}")
         return self.kubelet.find("list", resource)[-1].at - begin
 
     async def start_kubelet(self, *resources: str) -> float:
@@ -323,8 +329,11 @@ class Boards(Story):
         rest = f'[sharing]\nlock_dir = "{self.home}/locks"\n[health]\ninterval = {INTERVAL}\n'
         self.configuration.write_text(f'unit = "board"\n{rest}{shared}')
         self.daemon.send(signal.SIGHUP)
-        healthy = kubelet.healthy
-        await kubelet.wait_for(lambda: (len(healthy(TRAY)), len(healthy(N300))) == (2, 4), STEP)
+
+        def are_listed() -> bool:
+            return (len(kubelet.healthy(TRAY)), len(kubelet.healthy(N300))) == (2, 4)
+
+        await kubelet.wait_for(are_listed, STEP, "the lists of two healthy trays and four replicas")
         self.show_capacity({TRAY: 4, N300: 4})
         await self.show_status("held until default/train ends")
         got = await self.admit("serve", TRAY)
@@ -350,7 +359,7 @@ async def demo(pyz: Path | None) -> int:
             with workspace() as home:
                 await within(10 * STEP, "the story hangs", story(home, pyz).play())
     except (AssertionError, TimeoutError, AdmissionError) as error:
-        say(f"\nFAILED in step {len(steps)}: {error}")
+        say(f"\nFAILED in step {len(steps)} ({steps[-1]}): {error}")
         return 1
     seconds = time.monotonic() - begin
     say(f"\nSuccess: {len(steps)} steps in {seconds:.0f} s.")

@@ -340,3 +340,24 @@ async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_h
         await kubelet.admit("next", "main", {N150: 1})
 
     await kubelet.wait_for(lambda: not kubelet.healthy(N150))
+
+
+async def test_a_pod_gets_another_chip_when_the_excluded_one_has_just_become_free(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet still has its ID in the list, and asks which of both is preferred."""
+    for name in ("ROUND", "HELD_INTERVAL"):
+        monkeypatch.setattr(ttdp, name, 3600)
+    first, second = node.add("n150") + node.add("n150")
+    daemon = await start(interval=3600)
+    await kubelet.registered(N150)
+    await kubelet.admit("train", "main", {N150: 1})
+    await kubelet.running("train", "main")
+    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+    daemon.reload(exclude=(first.bdf,))
+    await until(lambda: daemon.notes.count("READY=1") == 2)
+
+    kubelet.delete("train")
+    await kubelet.admit("next", "main", {N150: 1})
+
+    assert kubelet.allocated(N150) == {second.bdf}

@@ -935,6 +935,7 @@ UNREADABLE: dict[str, Any] = {
     "a list": {"DeviceIDs": [A]},  # of kubelets before 1.20
     "null for a NUMA node": {"DeviceIDs": {"0": None}},
     "no IDs": {"DeviceIDs": {}},
+    "no IDs under a former domain": {"DeviceIDs": {}, "ResourceName": "example.org/n150"},
     "not a text": {"DeviceIDs": {"0": [5]}},
     "control characters": {"DeviceIDs": {"0": ["\x1b[2J"]}},
     "a lone surrogate": {"ContainerName": "\ud800"},

@@ -116,6 +116,7 @@ async def offers(kubelet: Kubelet, resource: str, *healthy: str) -> None:
 CASES = [
     (octopus("n300"), "n300", N300),
     (octopus("blackhole"), "p150a", P150),
+    (octopus("blackhole"), "p150a", "tenstorrent.com/blackhole"),
     (generic(N300), "n300", N300),
     (generic("tenstorrent.com/card"), "p150a", P150),
 ]
@@ -132,8 +133,9 @@ async def test_a_former_plugins_pod_keeps_its_chip_until_it_ends(
         await runs(kubelet, "old", former.resource)
     taken = int(number_of(kubelet, "old").rpartition("/")[2])
 
-    await start(interval=0.1)
-    await kubelet.registered(resource)
+    naming = "arch" if resource.endswith("/blackhole") else "board"
+    await start(interval=0.1, resource_naming=naming)
+    await kubelet.wait_for(lambda: kubelet.healthy(resource) & {*chips.values()})
     await runs(kubelet, "new", resource)
     assert number_of(kubelet, "new") == f"/dev/tenstorrent/{1 - taken}"
     with pytest.raises(AdmissionError):

@@ -30,6 +30,8 @@ from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 
+pytestmark = pytest.mark.usefixtures("ticking")
+
 NAME = "tenstorrent.com/n150"
 
 
@@ -312,7 +314,6 @@ async def test_the_cdi_file_is_current_when_chips_are_advertised(
     assert not daemon.notified("READY=1")
 
 
-@pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("after", ["unshared", "renamed"])
 async def test_users_of_a_shared_device_do_not_wait_for_each_other_after_a_reload(
     kubelet: Kubelet, start: StartDaemon, after: str

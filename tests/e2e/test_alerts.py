@@ -120,7 +120,7 @@ def idle(chip: str, pod: str, opened: Value = 0, **more: Any) -> Case:
     """Return the case of a pod that holds a chip; opened: how many processes have it open."""
     changes, action = {f"tt_device_open device={chip}": opened}, "Ask the pod's owner whether "
     pod_labels = f"pod_namespace=default pod_name={pod} holder=default/{pod}"
-    summary = f"default/{pod} holds a chip that nobody has opened for an hour on {{instance}}"
+    summary = f"default/{pod} holds a chip that no process has opened for an hour on {{instance}}"
     action += "it still needs the chip"
     case = of(chip, changes, "DeviceIdle", 60, action, labels=pod_labels, summary=summary, **more)
     users = f"; in use by default/{pod}"

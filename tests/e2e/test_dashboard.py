@@ -32,7 +32,7 @@ from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.tree import put
 
 DEB = ROOT / "packaging/deb"
-RULES = DEB / "tt-device-plugin.rules.yml"
+RULES, IDLE = DEB / "tt-device-plugin.rules.yml", DEB / "tt-device-plugin.idle-rules.yml"
 BOARD = json.loads((DEB / "tt-device-plugin.dashboard.json").read_text())
 PANELS = {panel["title"]: panel for panel in BOARD["panels"] if panel["type"] != "row"}
 QUERIES: dict[str, str] = {title: panel["targets"][0]["expr"] for title, panel in PANELS.items()}
@@ -296,7 +296,8 @@ def test_the_examples_fit_the_program(metrics: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     text = RULES.read_text()
     written = set(re.findall(r"(?m)^# TYPE (\S+)", metrics))
-    named = set(re.findall(r"(?<![\w:])tt_[a-z]+_[a-z_]+\b(?!:)", text + json.dumps(QUERIES)))
+    uses = text + IDLE.read_text() + json.dumps(QUERIES)
+    named = set(re.findall(r"(?<![\w:])tt_[a-z]+_[a-z_]+\b(?!:)", uses))
     assert named <= written
     command = re.sub("(?m)^#", "", text[text.index("#   (echo") : text.index("| kubectl")])
     rule = subprocess.run(["sh", "-c", command], cwd=DEB, capture_output=True, check=True).stdout

@@ -590,12 +590,14 @@ def test_a_kubelet_that_is_installed_later(host: Host, is_link: bool) -> None:
     make = f"mkdir -p {elsewhere} && ln -s {elsewhere} {own}" if is_link else f"mkdir {own}"
     host.shell(f"{make} && systemctl start kubelet")
     host.event(since, "registered", resource=RESOURCE)
-    assert host("stat", "--format=%a %U", f"{DIRECTORY}/.") == "750 root\n"
     host.status_becomes("registered with kubelet")
 
-    # It can be deleted as well, as by `kubeadm reset`.
+    # It can be deleted as well, as by `kubeadm reset`. The daemon makes it again.
     since = time.monotonic()
-    host.shell(f"systemctl stop kubelet && rm -r {DIRECTORY} && systemctl start kubelet")
+    host.shell(f"systemctl stop kubelet && rm -r {DIRECTORY}")
+    wait_until(functools.partial(host.exists, DIRECTORY), f"{DIRECTORY} exists")
+    assert host("stat", "--format=%a %U", f"{DIRECTORY}/.") == "750 root\n"
+    host.systemctl("start", "kubelet")
     host.event(since, "registered", resource=RESOURCE)
 
     host.systemctl("stop", "kubelet")

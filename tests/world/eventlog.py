@@ -58,10 +58,15 @@ class EventLog:
         found = [event for event in self.events if event.kind == kind and event.at >= since]
         return [e for e in found if resource in (None, e.fields.get("resource"))]
 
-    async def wait_for(self, predicate: Callable[[], T], timeout: float | None = PATIENCE) -> T:
+    async def wait_for(
+        self,
+        predicate: Callable[[], T],
+        timeout: float | None = PATIENCE,
+        what: str = "an event",
+    ) -> T:
         """Return the predicate's first true value; it is evaluated again after every event.
 
-        Raises TimeoutError, with the latest events in its text.
+        Raises TimeoutError, with `what` and the latest events in its text.
         """
 
         async def wait() -> T:
@@ -74,5 +79,5 @@ class EventLog:
             return await asyncio.wait_for(wait(), timeout)
         except asyncio.TimeoutError:
             latest = "\n".join(event.line() for event in self.events[-8:])
-            text = f"no such event within {timeout} s; the kubelet's latest:\n{latest}"
+            text = f"waited {timeout} s for {what}; the kubelet's latest:\n{latest}"
             raise TimeoutError(text) from None

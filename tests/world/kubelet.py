@@ -141,13 +141,16 @@ class _Observed:
         self.violations = log.violations  # what no correct plugin causes
         self.killed: list[str] = []  # running pods that a start did not admit again
 
-    async def wait_for(self, predicate: Callable[[], T], timeout: float = PATIENCE) -> T:
+    async def wait_for(
+        self, predicate: Callable[[], T], timeout: float = PATIENCE, what: str = "an event"
+    ) -> T:
         """Return the predicate's first true value; it is evaluated again after every event."""
-        return await self.log.wait_for(predicate, timeout)
+        return await self.log.wait_for(predicate, timeout, what)
 
     async def registered(self, resource: str, timeout: float = PATIENCE) -> None:
         """Wait until a plugin of the resource is connected and has sent its first list."""
-        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout)
+        what = f"the first list of {resource}"
+        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout, what)
 
     def capacity(self) -> dict[str, int]:
         return {resource: capacity for resource, (capacity, _) in self.manager.status().items()}
