@@ -27,7 +27,6 @@ P300 = "tenstorrent.com/p300"
 CACHE = "/var/cache/tt-device-plugin"
 LOCKS = "/run/ttdp/shm"
 PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
-DEB = ROOT / "packaging/deb"
 WRITTEN = (
     "/run/cdi/tenstorrent.com-device.json",
     "/etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
